@@ -1,0 +1,47 @@
+# Five verbs. Each sets up what it needs; `make test PYTHON=python3.12` chooses the interpreter (3.11 or newer for the pins).
+
+PYTHON ?= python3
+WORKERS ?= auto
+SOURCES := pyproject.toml constraints.txt
+INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
+
+.PHONY: fit test check bench test-gpu setup clean
+.NOTPARALLEL:
+
+fit: .venv/.user runs/demo/train.jsonl  ## fine-tune the demo model on the demo chats
+	.venv/bin/python -m radixtrain fit --config configs/sft.yaml
+
+test: setup  ## everything that runs without a GPU, one thread per worker
+	OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not gpu"
+
+check: setup  ## lint, formatting, types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench: .venv/.user  ## a training step, deduplicated and not
+	.venv/bin/python recipes/benchmarks/training_step.py
+
+test-gpu: setup  ## what needs a CUDA device
+	$(TEST) -m gpu
+
+setup: .venv/.dev
+
+clean:  ## caches and builds; .venv and runs stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# Stamps: set-up runs again only after one of the SOURCES changed.
+.venv/.user: $(SOURCES)
+	$(PYTHON) -m venv .venv
+	$(INSTALL) -e .
+	touch $@
+
+.venv/.dev: $(SOURCES)
+	$(PYTHON) -m venv .venv
+	$(INSTALL) -e '.[dev,peft]'
+	touch .venv/.user $@
+
+runs/demo/train.jsonl: | .venv/.user
+	.venv/bin/python recipes/demo.py --output_dir runs/demo

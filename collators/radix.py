@@ -1,0 +1,161 @@
+"""`RadixCollator`: features of any length -> one flat radix batch. NumPy until the last step, no device.
+
+It is a `data_collator` for a Hugging Face `Trainer`, TRL's `SFTTrainer`, Lightning or a plain `DataLoader`, and runs
+in their workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predictions, merge_predictions
+from radixtrain.layout import PREFIX, TreeLayout
+from radixtrain.plan import PrefixPlan, build_prefix_plan
+
+__all__ = ["RadixCollator", "feature_arrays"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RadixCollator:
+    """Collate token sequences into a batch of their unique tokens.
+
+    min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch; see `build_prefix_plan`.
+    pad_to_multiple_of: pad the unique tokens to a multiple of this many.
+    merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
+        radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
+    return_tensors: `"pt"`, for Hugging Face's sake.
+
+    Called with `[{"input_ids": [...], "labels": [...]}, ...]`. `labels` are unshifted, -100 bears no loss; in their place
+    a 0/1 list `completion_mask` or `assistant_masks` (both: the product), or nothing: every token bears loss. Returns
+
+    input_ids: [1, U], int64. the unique tokens, in depth-first order.
+    position_ids: [1, U], int64.
+    labels, shift_labels: [1, P], int64, equal. the token that each predictor row predicts, already shifted. P never
+        equals U: one ignored prediction is added where it would, so that a model that was not prepared raises on the
+        shapes instead of training on nonsense.
+    radix_predictor_indices: [P], int64. the unique row behind each entry of `shift_labels`.
+    radix_label_indices: [P], int64. the token behind each entry, counted over all features back to back.
+    radix_...: the plan's tensors and ints, see `TreeLayout`.
+
+    There is no `attention_mask`. With `merge_labels`, `labels` is absent, `radix_predictor_indices` [R] are the
+    distinct
+    predictors, and two more entries belong to `shift_labels` [1, P]: `radix_prediction_rows` [P], int64, which of the R
+    rows, ascending, and `radix_loss_weights` [P], float32, how many original tokens.
+
+    >>> first = {"input_ids": [7, 8, 9], "labels": [-100, -100, 9]}
+    >>> second = {"input_ids": [7, 8, 5], "labels": [-100, -100, 5]}
+    >>> batch = RadixCollator()([first, second])
+    >>> batch["input_ids"], batch["position_ids"]
+    (tensor([[7, 8, 5, 9]]), tensor([[0, 1, 2, 2]]))
+    >>> batch["shift_labels"], batch["radix_predictor_indices"]
+    (tensor([[9, 5]]), tensor([1, 1]))
+
+    Raises ValueError, naming the feature, for a sequence that is empty or whose lists differ in length.
+    """
+
+    min_shared_tokens: int = 1
+    pad_to_multiple_of: int | None = None
+    merge_labels: bool = False
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if self.return_tensors != "pt":
+            raise ValueError(
+                f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
+            )
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if not features:
+            raise ValueError("RadixCollator needs at least one feature, got an empty list")
+        arrays = [feature_arrays(feature, index) for index, feature in enumerate(features)]
+        ids, labels = (np.concatenate([feature[column] for feature in arrays]) for column in range(2))
+        cu_seqlens = np.concatenate([[0], np.cumsum([len(sequence[0]) for sequence in arrays])])
+        plan = build_prefix_plan(
+            ids, cu_seqlens, _positions(arrays),
+            min_shared_tokens=self.min_shared_tokens, pad_to_multiple_of=self.pad_to_multiple_of,
+        )  # fmt: skip
+        predictions = list_predictions(plan, labels)
+        targets = _merged_entries(predictions) if self.merge_labels else _plain_entries(predictions, plan)
+        return {
+            "input_ids": torch.tensor(ids[plan.gather_indices])[None],
+            "position_ids": torch.tensor(plan.position_ids)[None],
+            **targets,
+            **TreeLayout.from_plan(plan).to_batch(),
+        }
+
+
+def feature_arrays(feature: Mapping[str, Any], index: int) -> tuple[IntArray, IntArray, IntArray | None]:
+    """`input_ids`, `labels` and, if there, `position_ids` of one feature, (L,), int64. ValueError names the feature."""
+    if "input_ids" not in feature:
+        raise ValueError(f"feature {index} has no input_ids, only {sorted(feature)}")
+    ids = _int_array(feature, "input_ids", index)
+    if not len(ids):
+        raise ValueError(f"feature {index}: input_ids is empty")
+    positions = _int_array(feature, "position_ids", index) if feature.get("position_ids") is not None else None
+    if feature.get("labels") is not None:
+        labels = _int_array(feature, "labels", index)
+    else:
+        bears_loss = np.ones(len(ids), dtype=bool)
+        for name in ("completion_mask", "assistant_masks"):
+            if feature.get(name) is not None:
+                mask = _int_array(feature, name, index)
+                _check_length(name, mask, ids, index)
+                bears_loss &= mask.astype(bool)
+        labels = np.where(bears_loss, ids, IGNORE_INDEX)
+    _check_length("labels", labels, ids, index)
+    if positions is not None:
+        _check_length("position_ids", positions, ids, index)
+    return ids, labels, positions
+
+
+def _positions(arrays: list[tuple[IntArray, IntArray, IntArray | None]]) -> IntArray | None:
+    """Packed positions, counted from 0 in features that bring none; None where no feature brings any."""
+    if all(positions is None for _, _, positions in arrays):
+        return None
+    return np.concatenate([np.arange(len(ids)) if positions is None else positions for ids, _, positions in arrays])
+
+
+def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]:
+    """One prediction per original labelled token, for whatever head and loss the model has."""
+    rows, labels, tokens = predictions.predictor_indices, predictions.labels, predictions.label_indices
+    while len(rows) in (0, plan.num_rows):
+        rows, labels, tokens = np.append(rows, 0), np.append(labels, IGNORE_INDEX), np.append(tokens, 0)
+    shift_labels = torch.tensor(labels)[None]
+    return {
+        "labels": shift_labels,
+        "shift_labels": shift_labels.clone(),
+        f"{PREFIX}predictor_indices": torch.tensor(rows),
+        f"{PREFIX}label_indices": torch.tensor(tokens),
+    }
+
+
+def _merged_entries(predictions: Predictions) -> dict[str, Any]:
+    """Distinct predictions and distinct predictors, for `radixtrain.loss`."""
+    merged = merge_predictions(predictions)
+    predictors, rows = np.unique(merged.predictor_indices, return_inverse=True)
+    return {
+        "shift_labels": torch.tensor(merged.labels)[None],
+        f"{PREFIX}predictor_indices": torch.tensor(predictors),
+        f"{PREFIX}prediction_rows": torch.tensor(rows),
+        f"{PREFIX}loss_weights": torch.tensor(merged.weights, dtype=torch.float32),
+    }
+
+
+def _int_array(feature: Mapping[str, Any], name: str, index: int) -> IntArray:
+    values = np.asarray(feature[name])
+    if values.ndim != 1 or (len(values) and values.dtype.kind not in "iub"):
+        raise ValueError(f"feature {index}: {name} must be a flat list of integers, got {values.dtype} {values.shape}")
+    return values.astype(np.int64)
+
+
+def _check_length(name: str, values: IntArray, ids: IntArray, index: int) -> None:
+    if len(values) != len(ids):
+        raise ValueError(f"feature {index}: {name} has {len(values)} entries, input_ids has {len(ids)}")

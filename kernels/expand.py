@@ -1,0 +1,31 @@
+"""Expand: back to the packed layout, ordinary causal varlen attention there, and back to unique rows.
+
+RadixMLP's algorithm (section 3.3): only attention runs on all T tokens. Nothing is saved in it, and every modifier
+that a varlen kernel knows keeps its meaning.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from radixtrain.kernels.pieces import Piece, attention_in_pieces
+from radixtrain.kernels.rows import gather_rows
+from radixtrain.kernels.varlen import Ragged, VarlenKernel
+
+__all__ = ["expand_attention"]
+
+
+def expand_attention(
+    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor,
+    inverse_indices: Tensor, gather_indices: Tensor, ragged: Ragged, kernel: VarlenKernel, scale: float,
+) -> Tensor:  # fmt: skip
+    """Attention of the T packed tokens, read at their first occurrences.
+
+    inverse_indices: (T,), int64. packed token -> unique row.
+    gather_indices: (U,), int64. unique row -> packed token.
+    ragged: the sequences, causal.
+    Returns (U, N, H).
+    """
+    q, k, v = (gather_rows(x, inverse_indices) for x in (q_UNH, k_UKH, v_UKH))
+    out_TNH = attention_in_pieces(q, k, v, (Piece(slice(None), slice(None), ragged),), kernel, scale)
+    return gather_rows(out_TNH, gather_indices)

@@ -1,0 +1,111 @@
+"""Attention over keys that come in pieces: forward pieces merge by log-sum-exp, the backward is one stock call a piece.
+
+U rows, N query heads, K key/value heads, H head dim. A piece is a varlen call on some of the rows.
+
+Forward (Hydragen, section 3.1; FlashInfer's "merge of attention states"): with out_i and lse_i of each piece,
+`lse = logaddexp(lse_1, lse_2)` and `out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)`.
+
+Backward: flash-attention recomputes `p = exp(s - lse)` and `ds = p (dp - delta)` with `delta = rowsum(dout * out)` from
+q, k, v, dout and the final out and lse alone. Every key belongs to one piece, and out and lse of the whole row enter
+only as those two numbers per row. So the stock backward of a piece, given the **merged** out and lse, returns exactly
+that piece's share of dq and its dk and dv; the shares add up. (Ring attention rests on the same identity.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from radixtrain.kernels.varlen import Ragged, VarlenKernel
+
+__all__ = ["Piece", "attention_in_pieces"]
+
+Rows = slice | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One varlen call on some rows.
+
+    q_rows, k_rows: which rows of q, and of k and v. A slice is free; an index tensor (int64, no repeats) is gathered.
+    """
+
+    q_rows: Rows
+    k_rows: Rows
+    ragged: Ragged
+
+
+def attention_in_pieces(
+    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, pieces: Sequence[Piece], kernel: VarlenKernel, scale: float
+) -> Tensor:
+    """Attention of every query over the keys of all its pieces.
+
+    pieces: the first covers every row of q and of k; the others may cover any. No query sees a key in two pieces.
+    Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
+    """
+    return _Pieces.apply(q_UNH, k_UKH, v_UKH, tuple(pieces), kernel, scale)
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], kernel: VarlenKernel, scale: float
+    ) -> Tensor:
+        first, *rest = pieces
+        out, lse = kernel.forward(q, k, v, first.ragged, scale)
+        merged = out.to(lse.dtype) if rest else out
+        for piece in rest:
+            keys = _rows(k, piece.k_rows), _rows(v, piece.k_rows)
+            _merge(merged, lse, piece.q_rows, *kernel.forward(_rows(q, piece.q_rows), *keys, piece.ragged, scale))
+        out = merged.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.pieces, ctx.kernel, ctx.scale = pieces, kernel, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        first, *rest = ctx.pieces
+        grads = ctx.kernel.backward(dout, q, k, v, out, lse, first.ragged, ctx.scale)
+        dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if rest else grads
+        for piece in rest:
+            q_side = (_rows(x, piece.q_rows) for x in (dout, q, out))
+            dout_piece, q_piece, out_piece = q_side
+            keys = _rows(k, piece.k_rows), _rows(v, piece.k_rows)
+            lse_piece = _rows(lse.t(), piece.q_rows).t()
+            shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, ctx.scale)
+            for total, share, rows in zip(
+                (dq, dk, dv), shares, (piece.q_rows, piece.k_rows, piece.k_rows), strict=True
+            ):
+                _add(total, rows, share)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _rows(x: Tensor, rows: Rows) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def _add(total: Tensor, rows: Rows, share: Tensor) -> None:
+    if isinstance(rows, slice):
+        total[rows] += share
+    else:
+        total.index_add_(0, rows, share.to(total.dtype))  # no repeats: nothing to add up in an undefined order
+
+
+def _merge(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> None:
+    """Fold a piece into `out` (U, N, H) and `lse` (N, U), in place."""
+    lse_rows = _rows(lse.t(), rows).t()
+    total = torch.logaddexp(lse_rows, piece_lse)
+    old_weight, new_weight = (torch.exp(part - total).t()[..., None] for part in (lse_rows, piece_lse))
+    if isinstance(rows, slice):
+        out[rows].mul_(old_weight).add_(piece_out * new_weight)
+        lse[:, rows] = total
+    else:
+        out.index_copy_(0, rows, out.index_select(0, rows) * old_weight + piece_out * new_weight)
+        lse.index_copy_(1, rows, total)

@@ -1,0 +1,46 @@
+"""radixtrain: fine-tune on unique tokens. Shared prompts are computed once, forward and backward, with the same
+gradient.
+
+The public names are loaded when they are first used: `import radixtrain` alone imports neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from radixtrain.attention import tree_attention
+    from radixtrain.collators.radix import RadixCollator
+    from radixtrain.equivalence import verify_equivalence
+    from radixtrain.model import prepare_model, restore_model
+    from radixtrain.plan import PrefixPlan, build_prefix_plan
+
+__version__ = "0.1.0"
+__all__ = [
+    "PrefixPlan",
+    "RadixCollator",
+    "build_prefix_plan",
+    "prepare_model",
+    "restore_model",
+    "tree_attention",
+    "verify_equivalence",
+]
+
+_HOMES = {
+    "PrefixPlan": "radixtrain.plan",
+    "RadixCollator": "radixtrain.collators.radix",
+    "build_prefix_plan": "radixtrain.plan",
+    "prepare_model": "radixtrain.model",
+    "restore_model": "radixtrain.model",
+    "tree_attention": "radixtrain.attention",
+    "verify_equivalence": "radixtrain.equivalence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'radixtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

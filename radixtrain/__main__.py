@@ -1,0 +1,60 @@
+"""`python -m radixtrain <command>`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from radixtrain.errors import UserError
+
+USAGE = """usage: python -m radixtrain <command> [--config FILE] [--key value ...]
+
+  fit        fine-tune: python -m radixtrain fit --config configs/sft.yaml
+  validate   loss on data.validation_file
+  test       loss on data.test_file
+  predict    log-probability of every labelled token of data.predict_file
+  export     a checkpoint as a Hugging Face folder
+
+`<command> --help` lists every key; `<command> --config FILE --print_config` shows what would run.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. What a user can mend is one line on stderr, not a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0 if arguments else 2
+    from jsonargparse import ArgumentError  # after --help: Lightning takes seconds to import
+
+    try:
+        return _run(arguments)
+    except UserError as error:
+        return _fail(str(error), 1)
+    except ArgumentError as error:
+        return _fail(" ".join(str(error).split()), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[0] == "export":
+        from radixtrain.commands.export import run as run_export
+
+        run_export(arguments[1:])
+        return 0
+    from radixtrain.cli import LIGHTNING_COMMANDS, run
+
+    if arguments[0] not in LIGHTNING_COMMANDS:
+        return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*LIGHTNING_COMMANDS, 'export'))}", 2)
+    run(arguments)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

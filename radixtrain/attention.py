@@ -1,0 +1,159 @@
+"""The one door to the kernels: validates, chooses, dispatches. An explicit request that cannot be met raises.
+
+| strategy    | queries       | keys and values          | calls                      |
+|-------------|---------------|--------------------------|----------------------------|
+| `reference` | U             | U, explicit mask         | eager; the specification   |
+| `expand`    | scatter to T  | T                        | one varlen call            |
+| `path`      | U             | root paths, gathered     | one varlen call            |
+| `cascade`   | U, no copies  | U, no copies             | one, and one a tree level  |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from radixtrain.kernels.cascade import cascade_attention
+from radixtrain.kernels.expand import expand_attention
+from radixtrain.kernels.path import path_attention
+from radixtrain.kernels.reference import reference_attention
+from radixtrain.kernels.varlen import KERNELS, VarlenKernel, varlen_kernel
+from radixtrain.layout import TreeLayout
+from radixtrain.plan import PrefixPlan
+
+__all__ = ["STRATEGIES", "AttentionChoice", "choose_attention", "tree_attention"]
+
+STRATEGIES = ("cascade", "path", "expand", "reference")
+FLASH_MAX_HEAD_DIM = 256
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What runs, and why: `str()` is the line that is logged."""
+
+    strategy: str
+    kernel: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"attention={self.strategy}, kernel={self.kernel} ({self.reason})"
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: PrefixPlan | TreeLayout,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    scale: float | None = None,
+) -> Tensor:
+    """Attention on unique tokens: every query sees the keys of its own root path, itself included.
+
+    query: (U, N, H), float64, float32, bfloat16 or float16.
+    key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
+    plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
+    attention: `auto`, `cascade`, `path`, `expand` or `reference`.
+    kernel: `auto`, `torch`, `flash_attn` or `eager`; not used by `reference`.
+    scale: factor on the scores; default `H ** -0.5`.
+
+    Returns (U, N, H), the dtype of query; differentiable once in query, key and value.
+    Raises ValueError where shapes, dtypes or devices do not fit, or what was asked for by name cannot be had.
+    """
+    layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
+    _check_tensors(query, key, value, layout)
+    choice = choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1])
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if choice.strategy == "reference":
+        return reference_attention(query, key, value, layout.row_subtree_ends, scale)
+    varlen = _kernel(choice.kernel, query.device)
+    if choice.strategy == "cascade":
+        return cascade_attention(query, key, value, layout.self_piece, layout.level_pieces, varlen, scale)
+    if choice.strategy == "path":
+        return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scale)
+    indices = layout.inverse_indices, layout.gather_indices
+    return expand_attention(query, key, value, *indices, layout.sequences, varlen, scale)
+
+
+@lru_cache(maxsize=64)
+def choose_attention(
+    attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> AttentionChoice:
+    """Resolve `auto`, or check what was asked for by name. Each new choice is logged once, in one line.
+
+    Raises ValueError for an unknown name, and for a named kernel that is not installed or does not take this device,
+    dtype or head dim.
+    """
+    if attention not in ("auto", *STRATEGIES):
+        raise ValueError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
+    if kernel not in ("auto", *KERNELS):
+        raise ValueError(f"kernel must be auto, {', '.join(KERNELS)}; got {kernel!r}")
+    if attention == "reference":
+        choice = AttentionChoice(attention, "none", "explicit mask, by request")
+    else:
+        strategy, why = ("cascade", "no row is copied") if attention == "auto" else (attention, "by request")
+        name, why_kernel = _choose_kernel(kernel, device, dtype, head_dim)
+        choice = AttentionChoice(strategy, name, f"{strategy}: {why}; {name}: {why_kernel}")
+    logger.info("%s", choice)
+    return choice
+
+
+def _choose_kernel(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """Name and reason. The first of the preferred kernels that can run there, or the one asked for, or ValueError."""
+    if kernel != "auto":
+        refusal = _refusal(kernel, device, dtype, head_dim)
+        if refusal:
+            raise ValueError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
+        return kernel, "by request"
+    preferred = ("flash_attn", "torch", "eager") if device.type == "cuda" else ("torch", "eager")
+    refusals = {name: _refusal(name, device, dtype, head_dim) for name in preferred}
+    name = next(name for name in preferred if refusals[name] is None)
+    passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]
+    return name, f"on {device.type}" + "".join(f", {text}" for text in passed_over)
+
+
+def _refusal(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why this kernel cannot run there, or None."""
+    if kernel == "eager" or (kernel == "torch" and device.type == "cpu"):
+        return None
+    if device.type != "cuda":
+        return f"needs CUDA, the tensors are on {device.type}"
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed (pip install 'radixtrain[flash]', needs a CUDA toolchain)"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {dtype}"
+    if head_dim > FLASH_MAX_HEAD_DIM or head_dim % 8:
+        return f"takes head dims that are multiples of 8 up to {FLASH_MAX_HEAD_DIM}, got {head_dim}"
+    return None
+
+
+@lru_cache(maxsize=16)
+def _kernel(name: str, device: torch.device) -> VarlenKernel:
+    return varlen_kernel(name, device)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 3 or tensor.shape[0] != layout.num_rows:
+            raise ValueError(
+                f"{name} must be (U, heads, head_dim) with U = {layout.num_rows} rows, the plan's; got "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on {query.device}")
+    if layout.device != query.device:
+        raise ValueError(f"the plan is on {layout.device}, query on {query.device}; move it with TreeLayout.to(device)")
+    if key.shape[:2] != value.shape[:2] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"heads of query must be a multiple of those of key and value: "
+            f"got {query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"head_dim of query and key must agree, got {query.shape[2]} and {key.shape[2]}")

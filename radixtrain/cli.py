@@ -1,0 +1,175 @@
+"""The command line: `python -m radixtrain <command>`. Lightning's verbs, typed configuration, one-line errors.
+
+Exit codes: 0 done, 1 what the user can mend (data, model, a request that cannot be met), 2 usage (an unknown key, a
+wrong type), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from transformers.utils.logging import disable_progress_bar
+
+from radixtrain.data.chat import load_tokenizer
+from radixtrain.data.module import SFTData
+from radixtrain.errors import UserError
+from radixtrain.training.checkpoint import save_hf_folder
+from radixtrain.training.module import RadixModule
+from radixtrain.training.progress import ProgressLine
+from radixtrain.training.summary import PredictionWriter, RunSummary
+
+__all__ = ["LIGHTNING_COMMANDS", "RadixCLI", "run"]
+
+LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
+ALLOWED_IMPORTS = ("radixtrain.", "lightning.", "torch.", "transformers.")
+
+
+class RadixCLI(LightningCLI):
+    """LightningCLI with radixtrain's own settings beside `trainer`, `model` and `data`."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--output_dir", type=str, default="runs/sft", help="Where checkpoints, logs and the model go."
+        )
+        parser.add_argument(
+            "--dedup",
+            type=bool,
+            default=True,
+            help="False runs the ordinary baseline: stock attention, padded batches.",
+        )
+        parser.link_arguments("output_dir", "trainer.default_root_dir")
+        parser.link_arguments("dedup", "model.dedup")
+        parser.link_arguments("dedup", "data.dedup")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=_data_seed)
+        parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        given_by_us = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return dict.fromkeys(LIGHTNING_COMMANDS, given_by_us)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """A CSV logger and a checkpoint of the last step unless the configuration names others."""
+        config = self._get(self.config_init, "trainer")
+        output_dir = Path(self._get(self.config, "output_dir"))
+        if config.logger in (None, True):
+            kwargs["logger"] = CSVLogger(output_dir, name="logs")
+        self.summary = RunSummary(output_dir)
+        callbacks: list[Any] = [*(config.callbacks or []), self.summary, PredictionWriter(output_dir)]
+        if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
+            callbacks.append(ProgressLine())
+        if config.enable_checkpointing is not False and not _has(callbacks, Checkpoint):
+            callbacks.append(
+                ModelCheckpoint(output_dir / "checkpoints", "{step}", save_last=True, enable_version_counter=False)
+            )
+        if self._get(self.config, "trainer").devices not in ("auto", 1, "1", [0]):
+            raise UserError(
+                f"trainer.devices {config.devices}: radixtrain trains on one device so far; set trainer.devices to 1"
+            )
+        return super().instantiate_trainer(**kwargs, callbacks=callbacks)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Checkpoints are read as weights, never as code, unless someone asks for it."""
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if kwargs.get("weights_only") is None:
+            kwargs["weights_only"] = True
+        return {**kwargs, "return_predictions": False} if subcommand == "predict" else kwargs
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Data and model are loaded before the trainer starts, so that an error in either leaves nothing written."""
+        self.datamodule.setup(subcommand)
+        self.model.configure_model()
+        super()._run_subcommand(subcommand)
+
+    def after_fit(self) -> None:
+        """The trained model as a Hugging Face folder, and the closing lines."""
+        output_dir = Path(self._get(self.config, "output_dir"))
+        data = self.datamodule.hparams
+        tokenizer = load_tokenizer(data.model_name_or_path, data.chat_template_path)
+        folder = save_hf_folder(self.model.model, tokenizer, output_dir / "model")
+        self.summary.print_closing_lines(self.trainer, self.model, folder)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run one of Lightning's verbs. Raises UserError, or jsonargparse's ArgumentError, for `main` to print."""
+    _quiet()
+    _check_imports(argv)
+    strict = {"exit_on_error": False}
+    RadixCLI(
+        RadixModule,
+        SFTData,
+        seed_everything_default=42,
+        trainer_defaults={"max_epochs": 1, "devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        parser_kwargs={"prog": "radixtrain", **strict, **dict.fromkeys(LIGHTNING_COMMANDS, strict)},
+        args=list(argv),
+    )
+
+
+def _has(callbacks: list[Any], kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def _data_seed(seed: Any) -> int:
+    return seed if isinstance(seed, int) and not isinstance(seed, bool) else 42
+
+
+def _quiet() -> None:
+    """Our own log lines, and of the libraries' what a user can act on."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("radixtrain").setLevel(logging.INFO)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    disable_progress_bar()
+    for noise in ("number of training batches", "LeafSpec", "LightningCLI's args parameter", "infer the batch indices"):
+        warnings.filterwarnings("ignore", f".*{noise}")
+
+
+def _check_imports(argv: Sequence[str]) -> None:
+    """A `class_path` is imported before its type is checked, so a configuration could run anything: only these may."""
+    for source, name in _class_paths(argv):
+        if "." in name and not name.startswith(ALLOWED_IMPORTS):
+            raise UserError(
+                f"{source}: class_path {name!r} is not from {', '.join(prefix + '*' for prefix in ALLOWED_IMPORTS)}; a "
+                f"configuration may import only these. Other classes: call radixtrain from a script of your own"
+            )
+
+
+def _class_paths(argv: Sequence[str]) -> list[tuple[str, str]]:
+    """(where it stands, dotted name) of every class that the configuration files and flags name."""
+    found: list[tuple[str, str]] = []
+    for flag, value in _flags(argv):
+        if flag in ("--config", "-c") and Path(value).is_file():
+            try:
+                found += [(value, name) for name in _walk(yaml.safe_load(Path(value).read_text(encoding="utf-8")))]
+            except yaml.YAMLError:
+                continue  # the parser says where
+        elif flag.endswith(("class_path", "callbacks", "callbacks+", "logger", "strategy", "plugins", "profiler")):
+            found.append((flag, value))
+    return found
+
+
+def _flags(argv: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for index, argument in enumerate(argv):
+        flag, equals, value = argument.partition("=")
+        if flag.startswith("-"):
+            pairs.append((flag, value if equals else "".join(argv[index + 1 : index + 2])))
+    return pairs
+
+
+def _walk(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["class_path"]] if isinstance(node.get("class_path"), str) else []
+        return own + [name for value in node.values() for name in _walk(value)]
+    return [name for item in node for name in _walk(item)] if isinstance(node, list) else []

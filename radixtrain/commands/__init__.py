@@ -1,0 +1,1 @@
+"""Commands beside Lightning's verbs, one file each."""

@@ -1,0 +1,55 @@
+"""`radixtrain export`: a Lightning checkpoint -> a Hugging Face folder, LoRA adapters merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jsonargparse import ArgumentParser
+
+from radixtrain.data.chat import load_tokenizer
+from radixtrain.errors import UserError
+from radixtrain.training.checkpoint import save_hf_folder
+from radixtrain.training.module import RadixModule
+
+__all__ = ["export", "run"]
+
+
+def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = None) -> Path:
+    """Write the model of a checkpoint as a folder that `from_pretrained` loads.
+
+    Args:
+        ckpt_path: a `.ckpt` written by `fit`, in `<output_dir>/checkpoints` of that run.
+        output_dir: the folder to write; replaced as a whole.
+        chat_template_path: a Jinja file in place of the tokenizer's own chat template.
+
+    Raises:
+        UserError: the checkpoint is missing, cannot be read, or was not written by radixtrain.
+    """
+    module = _restored(ckpt_path)
+    assert module.model is not None
+    tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)
+    return save_hf_folder(module.model, tokenizer, output_dir)
+
+
+def run(argv: Sequence[str]) -> None:
+    """The command line of `export`."""
+    parser = ArgumentParser(prog="radixtrain export", exit_on_error=False)
+    parser.add_function_arguments(export)
+    folder = export(**parser.parse_args(list(argv)).as_dict())
+    print(f"model: {folder}")  # noqa: T201
+
+
+def _restored(ckpt_path: str) -> RadixModule:
+    if not Path(ckpt_path).is_file():
+        raise UserError(f"ckpt_path: no such file: {ckpt_path}")
+    try:
+        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+        hparams, weights = checkpoint["hyper_parameters"], checkpoint["state_dict"]
+    except Exception as error:  # whatever torch raises for a file that is no checkpoint, it is that
+        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: {type(error).__name__}") from error
+    module = RadixModule(**{name: value for name, value in hparams.items() if not name.startswith("_")})
+    module.configure_model()
+    module.load_state_dict(weights)
+    return module

@@ -1,0 +1,1 @@
+"""Rows of chat files -> token sequences with labels -> optimizer steps."""

@@ -1,0 +1,136 @@
+"""One conversation as the tokenizer's chat template renders it, with proof that the template left nothing out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from radixtrain.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Conversation", "check_encodable"]
+
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
+MENDS = "set chat_template_path to a template"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Checked messages and the chat template that renders them.
+
+    Every method raises DataError when the template cannot render the messages, and UserError when there is no usable
+    template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    messages: list[dict[str, Any]]
+    """As `check_messages` returns them."""
+    where: str
+    template_kwargs: dict[str, Any]
+    """Variables of the template: `tools`, `documents`, `enable_thinking` and whatever else it reads."""
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise UserError(f"the tokenizer has no chat template; {MENDS}, or use rows with prompt/completion or text")
+        if taken := sorted(set(self.template_kwargs) & _reserved_names()):
+            reason = f"chat_template_kwargs: {', '.join(taken)} cannot be set; expected variables of the template"
+            raise DataError(self.where, reason)
+
+    def assistant_turns(self) -> list[int]:
+        """Indices of the assistant's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def text(self) -> str:
+        """The whole conversation, rendered."""
+        return self._checked(self.messages, self._render(self.messages))
+
+    def prompt_and_target(self, start: int, end: int) -> tuple[str, str]:
+        """What the model reads before message `start`, and what it is to write up to message `end`.
+
+        The prompt is rendered from `messages[:start]` alone, as at inference, so it ends in the generation prompt.
+        Templates render a turn differently when others follow (Qwen3 drops earlier thinking); `messages[end:]` are
+        therefore unseen.
+        """
+        if start == 0:
+            reason = "turn 1 is the assistant's, with no prompt before it"
+            raise DataError(self.where, f"{reason}; begin with another turn or set split_turns: false")
+        answers = self.messages[start]["role"] == "assistant"
+        prompt = self._render(self.messages[:start], add_generation_prompt=answers)
+        full = self._checked(self.messages[:end], self._render(self.messages[:end]))
+        if not full.startswith(prompt):
+            reason = f"the chat template renders the prompt of turn {start + 1} differently with and without its answer"
+            at = next((i for i, pair in enumerate(zip(prompt, full, strict=False)) if len({*pair}) == 2), len(full))
+            found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
+            raise DataError(self.where, f"{reason} ({found}); {MENDS} that renders both alike")
+        return prompt, full[len(prompt) :]
+
+    def tokens_and_mask(self) -> tuple[list[int], list[int]]:
+        """The whole conversation's token ids, and 1 where the template's `{% generation %}` markers say assistant."""
+        mends = f"set split_turns: true, or {MENDS} with generation markers"
+        template = self.tokenizer.get_chat_template(None, self.template_kwargs.get("tools"))
+        if not GENERATION_MARKER.search(template):
+            raise UserError(f"the chat template has no {{% generation %}} markers to find assistant turns by; {mends}")
+        self.text()
+        encoding = self._apply(self.messages, return_dict=True, return_assistant_tokens_mask=True)
+        if not any(encoding["assistant_masks"]):
+            raise DataError(self.where, f"the chat template's generation markers mark no token; {mends}")
+        return encoding["input_ids"], encoding["assistant_masks"]
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        return self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        import jinja2
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
+        except Exception as error:  # a template runs as a program, and fails in as many ways
+            first_line = (str(error).splitlines() or [""])[0]
+            raise DataError(self.where, f"the chat template failed: {type(error).__name__}: {first_line}") from error
+
+    def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
+        check_encodable(text, self.where)
+        for name, content in self._must_occur(messages):
+            # Some templates print a tool's result as a JSON string.
+            if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+                raise DataError(self.where, f"the chat template dropped {name}; {MENDS} that renders it")
+        return text
+
+    def _must_occur(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+        for tool in self.template_kwargs.get("tools") or ():
+            yield f"the tool {_function_name(tool)!r}", _function_name(tool)
+        for n, message in enumerate(messages, start=1):
+            if message["role"] != "assistant":
+                yield f"turn {n} (role {message['role']!r})", message["content"].strip()
+            for call in message.get("tool_calls") or ():
+                yield f"turn {n}'s call of the tool {_function_name(call)!r}", _function_name(call)
+
+
+@functools.cache
+def _reserved_names() -> set[str]:
+    from transformers import PreTrainedTokenizerBase
+
+    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
+
+
+def check_encodable(text: str, where: str) -> None:
+    """Raises DataError when a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        reason = f"text holds \\u{ord(text[error.start]):04x}, half of a surrogate pair"
+        raise DataError(where, f"{reason}; write both halves or \\ufffd") from None
+
+
+def _function_name(tool: dict[str, Any]) -> str:
+    function = tool.get("function")
+    return str((function if isinstance(function, dict) else tool).get("name", ""))

@@ -1,0 +1,91 @@
+"""A token sequence with labels, and what makes one fit to train on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from radixtrain.errors import DataError
+
+__all__ = ["IGNORE_INDEX", "Sample", "check_bears_loss", "check_vocabulary", "sample_from_tokens"]
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One sequence to train on."""
+
+    input_ids: np.ndarray
+    """(L,), int64. Token ids."""
+    labels: np.ndarray
+    """(L,), int64. `labels[t]` is the target at position t, predicted from t - 1; -100 bears no loss."""
+    where: str
+    """File and line of the row it came from."""
+
+
+def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> Sample:
+    """A sample from a row's own token columns.
+
+    Args:
+        fields: `input_ids`, and `labels`; or else `assistant_masks` and `completion_mask`, 1 where a token bears loss.
+            Without any of the three all tokens bear loss.
+        where: file and line, for the error.
+        completion_only_loss: whether `completion_mask` counts, as in TRL.
+
+    Raises:
+        DataError: a column is not a list of integers, differs in length from `input_ids`, or a mask is not 0 and 1.
+    """
+    input_ids = _integers(fields, "input_ids", where)
+    if "labels" in fields:
+        return Sample(input_ids, _integers(fields, "labels", where, len(input_ids)), where)
+    names = ["assistant_masks", "completion_mask"] if completion_only_loss else ["assistant_masks"]
+    labels = input_ids.copy()
+    for name in names:
+        if name in fields:
+            labels[~_mask(fields, name, where, len(input_ids))] = IGNORE_INDEX
+    return Sample(input_ids, labels, where)
+
+
+def check_vocabulary(sample: Sample, vocab_size: int) -> None:
+    """Raises DataError at the first token id that is no row of the embedding, and the first label that is no class."""
+    known = f"the vocabulary (0..{vocab_size - 1})"
+    outside = (sample.input_ids < 0) | (sample.input_ids >= vocab_size)
+    if outside.any():
+        position = int(outside.argmax())
+        reason = f"token id {sample.input_ids[position]} at position {position} is outside {known}"
+        raise DataError(sample.where, reason)
+    outside = ((sample.labels < 0) | (sample.labels >= vocab_size)) & (sample.labels != IGNORE_INDEX)
+    if outside.any():
+        position = int(outside.argmax())
+        reason = f"label {sample.labels[position]} at position {position} is neither {IGNORE_INDEX} nor in {known}"
+        raise DataError(sample.where, reason)
+
+
+def check_bears_loss(sample: Sample, hint: str = "") -> None:
+    """Raises DataError when nothing can be learned: the first token is never predicted, so its label does not count."""
+    if not (sample.labels[1:] != IGNORE_INDEX).any():
+        found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
+        raise DataError(sample.where, f"no token bears loss: {found}{hint}")
+
+
+def _mask(fields: dict[str, Any], name: str, where: str, length: int) -> np.ndarray:
+    mask = _integers(fields, name, where, length)
+    if ((mask != 0) & (mask != 1)).any():
+        position = int(((mask != 0) & (mask != 1)).argmax())
+        raise DataError(where, f"{name}: expected 0 or 1, found {mask[position]} at position {position}")
+    return mask == 1
+
+
+def _integers(fields: dict[str, Any], name: str, where: str, length: int | None = None) -> np.ndarray:
+    values = fields[name].tolist() if isinstance(fields[name], np.ndarray) else fields[name]
+    if not isinstance(values, list | tuple):
+        raise DataError(where, f"{name}: expected a list of integers, found {type(values).__name__}")
+    if length is not None and len(values) != length:
+        raise DataError(where, f"{name}: expected {length} values, as many as input_ids, found {len(values)}")
+    for position, value in enumerate(values):
+        if type(value) is not int or not -(2**63) <= value < 2**63:
+            raise DataError(where, f"{name}: expected integers, found {str(value)[:40]!r} at position {position}")
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,118 @@
+"""Prompt and target texts to token ids, and which special tokens begin and end them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from radixtrain.data.sample import IGNORE_INDEX, Sample
+from radixtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Draft", "DraftTokenizer", "load_tokenizer"]
+
+TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the call returns
+
+
+class Draft(NamedTuple):
+    """A sample before tokenisation."""
+
+    prompt: str
+    target: str
+    where: str
+    form: Literal["plain", "chat", "turn"]
+    """plain text begins and ends with the tokenizer's BOS and EOS; a chat template has written its own; a turn ends
+    where the model stops generating."""
+    prompt_bears_loss: bool = False
+
+
+class DraftTokenizer:
+    """Turns drafts into samples. Prompt and target are tokenised apart: at inference the prompt's tokens are given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.eos = tokenizer.eos_token or ""
+        self.bos_ids = [i for i in tokenizer("")["input_ids"][:1] if i == tokenizer.bos_token_id]
+        self.special_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        # SentencePiece puts a space before the first word of a text, where a target never is.
+        newline, letter, both = self._token_ids(["\n", "a", "\na"])
+        self.marks_text_start = both != newline + letter
+
+    def __call__(self, drafts: list[Draft]) -> Iterator[Sample]:
+        """The drafts' samples, in their order."""
+        prompts = self._token_ids([draft.prompt for draft in drafts])
+        targets = self._target_ids(drafts, prompts)
+        for draft, prompt_ids, target_ids in zip(drafts, prompts, targets, strict=True):
+            prompt_ids = self.bos_ids + prompt_ids if draft.form == "plain" else prompt_ids
+            input_ids = np.array(prompt_ids + target_ids, np.int64)
+            labels = input_ids.copy()
+            labels[: 0 if draft.prompt_bears_loss else len(prompt_ids)] = IGNORE_INDEX
+            yield Sample(input_ids, labels, draft.where)
+
+    def _ended(self, draft: Draft) -> str:
+        if draft.form == "turn":
+            return self._until_end_of_turn(draft.target)
+        is_open = draft.form == "plain" and not draft.target.endswith(self.eos)
+        return draft.target + self.eos if is_open else draft.target
+
+    def _until_end_of_turn(self, target: str) -> str:
+        """Cuts what a template writes after the last end-of-turn token (ChatML: a newline): it is never generated."""
+        stripped = target.rstrip()
+        if stripped.endswith(self.special_tokens):  # a base model's EOS is not always what ends its turns
+            return stripped
+        head, eos, _ = target.rpartition(self.eos) if self.eos else ("", "", target)
+        return head + eos or target
+
+    def _target_ids(self, drafts: list[Draft], prompts: list[list[int]]) -> list[list[int]]:
+        targets = [self._ended(draft) for draft in drafts]
+        alone = self._token_ids(targets)
+        if not self.marks_text_start:
+            return alone
+        joint = self._token_ids([draft.prompt + target for draft, target in zip(drafts, targets, strict=True)])
+        trios = zip(prompts, joint, alone, strict=True)
+        return [both[len(ids) :] if ids and both[: len(ids)] == ids else target for ids, both, target in trios]
+
+    def _token_ids(self, texts: list[str]) -> list[list[int]]:
+        token_ids: list[list[int]] = []
+        options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        for start in range(0, len(texts), TEXTS_PER_CALL):
+            token_ids += self.tokenizer(texts[start : start + TEXTS_PER_CALL], **options)["input_ids"]
+        return token_ids
+
+
+def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or Hugging Face model id.
+
+    Args:
+        path: `model_name_or_path`.
+        chat_template_path: a Jinja file whose template replaces the tokenizer's own.
+
+    Raises:
+        UserError: either cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # from a missing file to a parse error inside the Rust library
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        expected = "expected a model folder with tokenizer.json or a Hugging Face model id"
+        raise UserError(f"no tokenizer in {path}: {expected}; {reason}") from error
+    if chat_template_path is not None:
+        tokenizer.chat_template = _read_template(chat_template_path)
+    return tokenizer
+
+
+def _read_template(path: str | os.PathLike[str]) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        path = os.fspath(path)
+        raise UserError(f"chat_template_path: cannot read {path}: {reason}; expected a Jinja file") from error

@@ -1,0 +1,18 @@
+"""What a user can mend. The command line prints the message as one line and exits with code 1, without a traceback."""
+
+__all__ = ["DataError", "UserError"]
+
+
+class UserError(ValueError):
+    """Something the user asked for cannot be done. The message says what was expected, what came and how to mend it."""
+
+
+class DataError(UserError):
+    """A row of a data file cannot be used. `where` is `file:line` (JSONL) or `file:row N` (other formats)."""
+
+    def __init__(self, where: str, reason: str):
+        super().__init__(f"{where}: {reason}")
+        self.where, self.reason = where, reason
+
+    def __reduce__(self):  # survives the trip from a DataLoader worker, which pickles by constructor arguments
+        return type(self), (self.where, self.reason)

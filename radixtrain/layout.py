@@ -1,0 +1,234 @@
+"""The prefix plan as tensors: what travels in a batch, moves to the device, and the attention strategies read.
+
+A batch carries it flat, under keys that start with `radix_`, as tensors and ints alone, so that Hugging Face,
+Accelerate
+and Lightning all move it. Everything that the host has to know for a kernel launch is an int that was computed in the
+DataLoader worker: on a device, nothing here is read back.
+
+T packed tokens, U unique rows, B sequences, S segments, P predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixtrain.kernels.pieces import Piece
+from radixtrain.kernels.varlen import Ragged
+from radixtrain.plan import PrefixPlan
+
+__all__ = ["PREFIX", "Level", "TreeLayout"]
+
+PREFIX = "radix_"
+
+
+class Level(NamedTuple):
+    """One level of the cascade: its segments with descendants, as one varlen call. Host ints.
+
+    first_query, first_key: the first rows, which are all there is to know where `num_entries` is 1.
+    """
+
+    num_entries: int
+    num_queries: int
+    num_keys: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    first_query: int
+    first_key: int
+
+
+@dataclass(frozen=True, eq=False)
+class TreeLayout:
+    """A `PrefixPlan` on a device.
+
+    gather_indices (U), inverse_indices (T), path_keys (T'): int64, as in the plan.
+    cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S), path_cu_seqlens_q/k (E+1): int32, as kernels want them.
+    max_seqlen, max_segment, max_new_tokens, max_path: longest sequence, segment, run of new rows, path; in tokens.
+    levels: one `Level` a level of the tree that has descendants.
+    level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
+    level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
+    """
+
+    gather_indices: Tensor
+    inverse_indices: Tensor
+    cu_seqlens: Tensor
+    segment_starts: Tensor
+    subtree_ends: Tensor
+    path_keys: Tensor
+    path_cu_seqlens_q: Tensor
+    path_cu_seqlens_k: Tensor
+    level_queries: Tensor
+    level_keys: Tensor
+    level_cu_seqlens_q: Tensor
+    level_cu_seqlens_k: Tensor
+    max_seqlen: int
+    max_segment: int
+    max_new_tokens: int
+    max_path: int
+    levels: tuple[Level, ...]
+
+    @classmethod
+    def from_plan(cls, plan: PrefixPlan) -> TreeLayout:
+        """Copies to CPU tensors. Runs in the DataLoader worker."""
+        return cls(
+            gather_indices=_int64(plan.gather_indices),
+            inverse_indices=_int64(plan.inverse_indices),
+            cu_seqlens=_int32(plan.cu_seqlens),
+            segment_starts=_int32(plan.segment_starts),
+            subtree_ends=_int32(plan.subtree_ends),
+            path_keys=_int64(plan.path_keys),
+            path_cu_seqlens_q=_int32(plan.path_cu_seqlens_q),
+            path_cu_seqlens_k=_int32(plan.path_cu_seqlens_k),
+            max_seqlen=_longest(plan.cu_seqlens),
+            max_segment=_longest(plan.segment_starts),
+            max_new_tokens=_longest(plan.path_cu_seqlens_q),
+            max_path=_longest(plan.path_cu_seqlens_k),
+            **_levels(plan),
+        )
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any]) -> TreeLayout:
+        """From the `radix_` entries of a batch, wherever they are now. KeyError names a missing one."""
+        values = {field.name: batch[PREFIX + field.name] for field in fields(cls)}
+        return cls(**{**values, "levels": tuple(Level(*level) for level in values["levels"])})
+
+    def to_batch(self) -> dict[str, Any]:
+        """The flat entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
+        entries = {PREFIX + field.name: getattr(self, field.name) for field in fields(self)}
+        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+    @property
+    def num_rows(self) -> int:
+        return self.gather_indices.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.gather_indices.device
+
+    @cached_property
+    def row_subtree_ends(self) -> Tensor:
+        """(U,), int32. the tree mask: query q sees key k iff `k <= q < row_subtree_ends[k]`."""
+        lengths = self.segment_starts.diff()
+        return self.subtree_ends.repeat_interleave(lengths, output_size=self.num_rows)
+
+    @cached_property
+    def sequences(self) -> Ragged:
+        """The packed sequences onto themselves, causal: `expand`."""
+        bounds = _host_bounds(self.cu_seqlens, self.cu_seqlens)
+        return Ragged(self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen, True, bounds)
+
+    @cached_property
+    def paths(self) -> Ragged:
+        """New rows of each sequence onto its root path, causal: `path`."""
+        cu_seqlens = self.path_cu_seqlens_q, self.path_cu_seqlens_k
+        return Ragged(*cu_seqlens, self.max_new_tokens, self.max_path, True, _host_bounds(*cu_seqlens))
+
+    @cached_property
+    def self_piece(self) -> Piece:
+        """Every segment onto itself, causal: the first call of `cascade`."""
+        bounds = _host_bounds(self.segment_starts, self.segment_starts)
+        ragged = Ragged(self.segment_starts, self.segment_starts, self.max_segment, self.max_segment, True, bounds)
+        return Piece(slice(None), slice(None), ragged)
+
+    @cached_property
+    def level_pieces(self) -> tuple[Piece, ...]:
+        """Descendants onto their ancestors: the other calls of `cascade`, one a level (on CPU one a segment)."""
+        if self.device.type == "cpu":
+            return tuple(_segment_piece(*bounds) for bounds in self._branching_segments())
+        return tuple(self._packed_level_pieces())
+
+    def _branching_segments(self) -> list[tuple[int, int, int]]:
+        starts, subtree_ends = self.segment_starts.tolist(), self.subtree_ends.tolist()
+        segments = zip(starts[:-1], starts[1:], subtree_ends, strict=True)
+        return [(start, end, subtree_end) for start, end, subtree_end in segments if subtree_end > end]
+
+    def _packed_level_pieces(self) -> list[Piece]:
+        pieces, entry, query, key = [], 0, 0, 0
+        for level in self.levels:
+            bounds = slice(entry, entry + level.num_entries + 1)
+            entry += level.num_entries + 1
+            ragged = Ragged(
+                self.level_cu_seqlens_q[bounds],
+                self.level_cu_seqlens_k[bounds],
+                level.max_seqlen_q,
+                level.max_seqlen_k,
+                False,
+            )
+            q_rows: slice | Tensor = slice(level.first_query, level.first_query + level.num_queries)
+            k_rows: slice | Tensor = slice(level.first_key, level.first_key + level.num_keys)
+            if level.num_entries > 1:
+                q_rows, query = self.level_queries[query : query + level.num_queries], query + level.num_queries
+                k_rows, key = self.level_keys[key : key + level.num_keys], key + level.num_keys
+            pieces.append(Piece(q_rows, k_rows, ragged))
+        return pieces
+
+
+def _levels(plan: PrefixPlan) -> dict[str, Any]:
+    """The cascade's calls of a plan: fields `levels` and `level_*` of a `TreeLayout`."""
+    ends = plan.segment_starts[1:]
+    branching = plan.subtree_ends > ends
+    levels, queries, keys, cu_q, cu_k = [], [], [], [], []
+    for depth in np.unique(plan.segment_levels[branching]):
+        here = np.flatnonzero(branching & (plan.segment_levels == depth))
+        q_starts, q_lengths = ends[here], plan.subtree_ends[here] - ends[here]
+        k_starts, k_lengths = plan.segment_starts[here], ends[here] - plan.segment_starts[here]
+        sizes = (q_lengths.sum(), k_lengths.sum(), q_lengths.max(), k_lengths.max(), q_starts[0], k_starts[0])
+        levels.append(Level(len(here), *map(int, sizes)))
+        cu_q.append(np.concatenate([[0], np.cumsum(q_lengths)]))
+        cu_k.append(np.concatenate([[0], np.cumsum(k_lengths)]))
+        if len(here) > 1:
+            queries += [np.arange(start, start + n) for start, n in zip(q_starts, q_lengths, strict=True)]
+            keys += [np.arange(start, start + n) for start, n in zip(k_starts, k_lengths, strict=True)]
+    return {
+        "levels": tuple(levels),
+        "level_queries": _int64(_back_to_back(queries)),
+        "level_keys": _int64(_back_to_back(keys)),
+        "level_cu_seqlens_q": _int32(_back_to_back(cu_q)),
+        "level_cu_seqlens_k": _int32(_back_to_back(cu_k)),
+    }
+
+
+def _segment_piece(start: int, end: int, subtree_end: int) -> Piece:
+    """The descendants of one segment onto it, as slices."""
+    num_queries, num_keys = subtree_end - end, end - start
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (num_queries, num_keys))
+    ragged = Ragged(cu_q, cu_k, num_queries, num_keys, False, ((0, num_queries, 0, num_keys),))
+    return Piece(slice(end, subtree_end), slice(start, end), ragged)
+
+
+def _host_bounds(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Bounds as host ints where the tensors are on the host anyway; None on a device, which is not waited for."""
+    if cu_seqlens_q.device.type != "cpu":
+        return None
+    q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    return tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
+
+
+def _longest(cu_seqlens: np.ndarray) -> int:
+    return int(np.diff(cu_seqlens).max(initial=0))
+
+
+def _back_to_back(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
+
+
+def _int64(array: np.ndarray) -> Tensor:
+    return torch.tensor(array, dtype=torch.int64)
+
+
+def _int32(array: np.ndarray) -> Tensor:
+    return torch.tensor(array, dtype=torch.int32)

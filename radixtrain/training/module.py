@@ -1,0 +1,316 @@
+"""`RadixModule`: a Hugging Face causal language model under Lightning, one optimizer step per DataLoader item."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from radixtrain.errors import UserError
+from radixtrain.loss import linear_cross_entropy, prediction_logprobs
+from radixtrain.model import backbone_of, prepare_model, pretrained_model_of
+
+__all__ = ["RadixModule"]
+
+logger = logging.getLogger(__name__)
+
+TARGET_KEYS = ("shift_labels", "radix_prediction_rows", "radix_loss_weights", "radix_label_indices", "labels")
+HEAD_MODIFIERS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class RadixModule(L.LightningModule):
+    """Supervised fine-tuning with AdamW, warm-up and a schedule, normalised by the labelled tokens of the whole step.
+
+    Args:
+        model_name_or_path: a Hugging Face folder or hub name.
+        dtype: of the weights and the computation; `auto` takes the checkpoint's. For mixed precision leave float32 and
+            set `trainer.precision`.
+        attention: how attention uses the tree: auto, cascade, path, expand or reference.
+        kernel: which attention kernel: auto, torch, flash_attn or eager.
+        attn_implementation: Hugging Face attention of the ordinary arm, with `dedup: false`.
+        allow_dropout: dropout modules to accept by name although a shared token then draws one mask, not one per copy.
+        learning_rate: peak, of AdamW.
+        lr_scheduler_type: a name that transformers' `get_scheduler` knows.
+        warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.
+        weight_decay: on matrices; norms and biases have none.
+        adam_beta1: decay of the first moment.
+        adam_beta2: decay of the second moment.
+        adam_epsilon: added to the root of the second moment.
+        max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
+        activation_checkpointing: recompute activations in the backward pass: less memory, a third more time.
+        use_peft: train LoRA adapters and leave the weights.
+        lora_r: rank of the adapters.
+        lora_alpha: their scale, times `1 / lora_r`.
+        lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
+        lora_target_modules: names of the layers that get one; `all-linear` for every one but the head.
+        dedup: False for the ordinary baseline: stock attention on padded batches.
+    """
+
+    hparams: Any  # Lightning's own type knows no attribute
+
+    def __init__(
+        self,
+        model_name_or_path: str,
+        dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "float32",
+        attention: Literal["auto", "cascade", "path", "expand", "reference"] = "auto",
+        kernel: Literal["auto", "torch", "flash_attn", "eager"] = "auto",
+        attn_implementation: str = "sdpa",
+        allow_dropout: list[str] | None = None,
+        learning_rate: float = 2e-5,
+        lr_scheduler_type: str = "cosine",
+        warmup_steps: float = 0.0,
+        weight_decay: float = 0.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
+        adam_epsilon: float = 1e-8,
+        max_grad_norm: float = 1.0,
+        activation_checkpointing: bool = False,
+        use_peft: bool = False,
+        lora_r: int = 16,
+        lora_alpha: int = 32,
+        lora_dropout: float = 0.0,
+        lora_target_modules: list[str] | str = "all-linear",
+        dedup: bool = True,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.model: nn.Module | None = None
+        self.speed = _Speed()
+
+    def configure_model(self) -> None:
+        """Load and prepare the model, once, before a checkpoint is restored into it."""
+        if self.model is not None:
+            return
+        hparams = self.hparams
+        model = load_model(hparams.model_name_or_path, hparams.dtype, hparams.attn_implementation)
+        _check_head(model)
+        if hparams.activation_checkpointing:
+            _enable_activation_checkpointing(model)
+        if hparams.use_peft:
+            model = _with_lora(model, hparams)
+        if hparams.dedup:
+            prepare_model(
+                model, attention=hparams.attention, kernel=hparams.kernel, allow_dropout=hparams.allow_dropout or ()
+            )
+        self.model = model.train()
+        logger.info("%s, %s parameters, %s trained", type(model).__name__, *map("{:,}".format, _num_parameters(model)))
+
+    def configure_optimizers(self) -> Any:
+        hparams = self.hparams
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(self, hparams.weight_decay),
+            lr=hparams.learning_rate,
+            betas=(hparams.adam_beta1, hparams.adam_beta2),
+            eps=hparams.adam_epsilon,
+        )
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        warmup = hparams.warmup_steps
+        num_warmup = round(warmup * num_steps) if warmup < 1 else int(warmup)
+        scheduler = get_scheduler(hparams.lr_scheduler_type, optimizer, num_warmup, num_steps)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, step: dict[str, Any], index: int) -> None:
+        """One optimizer step over its micro-batches."""
+        optimizer: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
+        optimizer.zero_grad()
+        loss = torch.zeros((), device=self.device)
+        for batch in step["micro_batches"]:
+            share = self.loss_sum(batch) / step["num_labels"]
+            self.manual_backward(share)
+            loss += share.detach()
+        grad_norm = self._clip()
+        _check_finite(loss, grad_norm, step["rows"], self.global_step)
+        optimizer.step()
+        learning_rate = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+        self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
+
+    def validation_step(self, step: dict[str, Any], index: int) -> None:
+        self._log_mean_loss("eval_loss", step)
+
+    def test_step(self, step: dict[str, Any], index: int) -> None:
+        self._log_mean_loss("test_loss", step)
+
+    def predict_step(self, step: dict[str, Any], index: int) -> list[dict[str, Any]]:
+        """Per sequence: where it came from, its labelled tokens, and the log-probability of each."""
+        records: list[dict[str, Any]] = [{"row": row, "tokens": [], "logprobs": []} for row in step["rows"]]
+        for batch, members in zip(step["micro_batches"], step["members"], strict=True):
+            hidden, targets = self.predicting_rows(batch)
+            head = self._head()
+            logprobs = prediction_logprobs(hidden, head.weight, targets.labels, targets.rows, head.bias)
+            for sequence, label, logprob in _in_order(batch, targets.labels, logprobs):
+                records[members[sequence]]["tokens"].append(label)
+                records[members[sequence]]["logprobs"].append(logprob)
+        return records
+
+    def loss_sum(self, batch: dict[str, Any]) -> Tensor:
+        """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""
+        hidden, targets = self.predicting_rows(batch)
+        head = self._head()
+        return linear_cross_entropy(hidden, head.weight, targets.labels, targets.rows, targets.weights, head.bias)
+
+    def predicting_rows(self, batch: dict[str, Any]) -> tuple[Tensor, _Targets]:
+        """Hidden rows that predict, (R, D), and what they predict. The only place that tells the two arms apart."""
+        assert self.model is not None
+        backbone = backbone_of(self.model)
+        if self.hparams.dedup:
+            inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
+            return backbone(**inputs).last_hidden_state[0], _Targets.of_radix(batch)
+        hidden = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        targets = _Targets(batch["shift_labels"][0], batch["prediction_rows"], batch["loss_weights"])
+        return hidden.flatten(0, 1)[batch["predictor_indices"]], targets
+
+    def on_train_start(self) -> None:
+        self.speed.start()
+
+    def on_train_epoch_start(self) -> None:
+        self.speed.start()  # validation between the epochs is not training
+
+    def _head(self) -> nn.Linear:
+        assert self.model is not None
+        return pretrained_model_of(self.model).get_output_embeddings()
+
+    def _clip(self) -> Tensor:
+        limit = self.hparams.max_grad_norm or float("inf")
+        return nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], limit)
+
+    def _log_step(self, step: dict[str, Any], values: dict[str, Any]) -> None:
+        effective, computed = self.speed.add(step["num_tokens"], step["num_computed_tokens"])
+        ratio = step["num_tokens"] / step["num_computed_tokens"]
+        rates = {"packing_ratio": ratio, "tokens_per_second": effective, "computed_tokens_per_second": computed}
+        self.log_dict({**values, **rates}, prog_bar=True, batch_size=1)
+
+    def _log_mean_loss(self, name: str, step: dict[str, Any]) -> None:
+        """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens."""
+        loss = sum(self.loss_sum(batch) for batch in step["micro_batches"])
+        mean = loss / step["num_labels"]
+        self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step["num_labels"])
+
+
+def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) -> Any:
+    """A causal language model through `AutoModelForCausalLM`. UserError, in one line, where it cannot be loaded."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
+
+
+def _enable_activation_checkpointing(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older 5.x
+    enable({"use_reentrant": False})
+
+
+class _Targets:
+    """What the predicting rows predict: labels (P), rows (P), weights (P), as `linear_cross_entropy` takes them."""
+
+    def __init__(self, labels: Tensor, rows: Tensor, weights: Tensor):
+        self.labels, self.rows, self.weights = labels, rows, weights
+
+    @classmethod
+    def of_radix(cls, batch: dict[str, Any]) -> _Targets:
+        labels = batch["shift_labels"][0]
+        if "radix_prediction_rows" in batch:
+            return cls(labels, batch["radix_prediction_rows"], batch["radix_loss_weights"])
+        bears_loss = labels >= 0  # one hidden row a prediction; the filler that keeps P apart from U weighs nothing
+        rows = torch.arange(len(labels), device=labels.device)
+        return cls(labels.clamp(min=0), rows, bears_loss.float())
+
+
+class _Speed:
+    """Tokens per second of the last step and of the whole run: effective ones (T) and computed ones (rows)."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_computed_tokens = 0
+        self.seconds = self.last = 0.0
+
+    def start(self) -> None:
+        self.last = time.perf_counter()
+
+    def add(self, num_tokens: int, num_computed_tokens: int) -> tuple[float, float]:
+        now = time.perf_counter()
+        elapsed, self.last = now - self.last, now
+        self.seconds += elapsed
+        self.num_tokens += num_tokens
+        self.num_computed_tokens += num_computed_tokens
+        return num_tokens / elapsed, num_computed_tokens / elapsed
+
+
+def _in_order(batch: dict[str, Any], labels: Tensor, logprobs: Tensor) -> list[tuple[int, int, float]]:
+    """(sequence of the micro-batch, label, log-probability) of every labelled token, in the order of the tokens."""
+    if "radix_label_indices" in batch:
+        kept = batch["shift_labels"][0] >= 0
+        tokens = batch["radix_label_indices"]
+        sequences = torch.bucketize(tokens, batch["radix_cu_seqlens"][1:].to(tokens.dtype), right=True)
+    else:
+        kept = torch.ones_like(labels, dtype=torch.bool)
+        tokens = batch["predictor_indices"]
+        sequences = tokens // batch["input_ids"].shape[1]
+    order = tokens[kept].argsort(stable=True)
+    columns = (column[kept][order].tolist() for column in (sequences, labels, logprobs))
+    return list(zip(*columns, strict=True))
+
+
+def _check_finite(loss: Tensor, grad_norm: Tensor, rows: list[str], step: int) -> None:
+    """Stop before the optimizer step, with the rows that did it. The one place a step waits for the device."""
+    if torch.isfinite(torch.stack([loss, grad_norm.to(loss.dtype)])).all():
+        return
+    shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+    raise UserError(
+        f"loss {loss.item()} and grad_norm {grad_norm.item()} at step {step} are not both finite; the weights were "
+        f"not changed. "
+        f"Rows of this step: {shown}"
+    )
+
+
+def _check_head(model: nn.Module) -> None:
+    """The fused loss multiplies by the head itself, so the head has to be a plain matrix."""
+    base = pretrained_model_of(model)
+    head = base.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UserError(
+            f"{type(base).__name__} has the head {type(head).__name__}; the fused loss takes a plain nn.Linear"
+        )
+    for name in HEAD_MODIFIERS:
+        value = getattr(base.config.get_text_config(), name, None)
+        if value not in (None, 1.0):
+            raise UserError(
+                f"{type(base).__name__} changes its logits ({name}={value}), which the fused loss does not compute; "
+                f"use the "
+                f"drop-in RadixCollator with the model's own loss"
+            )
+
+
+def _with_lora(model: nn.Module, hparams: Any) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
+    except ImportError:
+        raise UserError("model.use_peft needs the package peft: pip install 'radixtrain[peft]'") from None
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=hparams.lora_r, lora_alpha=hparams.lora_alpha, lora_dropout=hparams.lora_dropout,
+        target_modules=hparams.lora_target_modules,
+    )  # fmt: skip
+    return get_peft_model(model, config)
+
+
+def _num_parameters(model: nn.Module) -> tuple[int, int]:
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,74 @@
+"""The baseline: padded rows, and one prediction per labelled token, into the flattened rows."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixtrain.collators.padded import PaddedCollator
+from radixtrain.testing import ragged_batches
+
+N = -100
+
+
+def test_two_sequences():
+    features = [{"input_ids": [7, 8, 9, 6], "labels": [7, N, 9, 6]}, {"input_ids": [7, 5], "labels": [N, 5]}]
+    batch = PaddedCollator(pad_token_id=3)(features)
+    assert {key: (value.dtype, value.tolist()) for key, value in batch.items()} == {
+        "input_ids": (torch.int64, [[7, 8, 9, 6], [7, 5, 3, 3]]),
+        "attention_mask": (torch.int64, [[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "shift_labels": (torch.int64, [[9, 6, 5]]),
+        "predictor_indices": (torch.int64, [1, 2, 4]),
+        "prediction_rows": (torch.int64, [0, 1, 2]),
+        "loss_weights": (torch.float32, [1.0, 1.0, 1.0]),
+    }
+
+
+def test_first_tokens_are_not_predicted_by_the_row_above():
+    batch = PaddedCollator()([{"input_ids": [7, 8]}, {"input_ids": [5, 6]}])
+    assert batch["predictor_indices"].tolist() == [0, 2]
+    assert batch["shift_labels"].tolist() == [[8, 6]]
+
+
+def test_no_label():
+    batch = PaddedCollator()([{"input_ids": [7]}])
+    assert (batch["input_ids"].tolist(), batch["shift_labels"].tolist()) == ([[7]], [[]])
+    assert batch["predictor_indices"].tolist() == batch["loss_weights"].tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        ({"input_ids": []}, "feature 1: input_ids is empty"),
+        ({"input_ids": [1, 2], "labels": [1]}, "feature 1: labels has 1 entries, input_ids has 2"),
+    ],
+)
+def test_errors_name_the_feature(feature, message):
+    with pytest.raises(ValueError) as error:
+        PaddedCollator()([{"input_ids": [1]}, feature])
+    assert str(error.value) == message
+
+
+def test_an_empty_list_is_refused_in_the_users_words():
+    with pytest.raises(ValueError, match="at least one feature, got an empty list"):
+        PaddedCollator()([])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), ragged_batches(), st.sampled_from([0, 3, 9]))
+def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequences, pad_token_id):
+    labels = [[data.draw(st.sampled_from([N, 0, 1, 2])) for _ in ids] for ids in sequences]
+    features = [{"input_ids": ids, "labels": row} for ids, row in zip(sequences, labels, strict=True)]
+    batch = PaddedCollator(pad_token_id)(features)
+    longest = max(map(len, sequences))
+    assert batch["input_ids"].tolist() == [ids + [pad_token_id] * (longest - len(ids)) for ids in sequences]
+    assert batch["attention_mask"].tolist() == [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
+    places = [divmod(index, longest) for index in batch["predictor_indices"].tolist()]
+    found = Counter((row, place, y) for (row, place), y in zip(places, batch["shift_labels"][0].tolist(), strict=True))
+    assert found == Counter(
+        (row, place - 1, y) for row, ys in enumerate(labels) for place, y in enumerate(ys) if place and y != N
+    )
+    assert batch["prediction_rows"].tolist() == list(range(len(places)))
+    assert batch["loss_weights"].tolist() == [1.0] * len(places)

@@ -1,0 +1,302 @@
+"""`RadixCollator`: exact tensors and keys, the shapes that a stock model must choke on, and what users feed it."""
+
+import doctest
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import radixtrain.collators.radix
+from radixtrain.collators.radix import RadixCollator
+from radixtrain.layout import TreeLayout
+from radixtrain.testing import ragged_batches
+
+N = -100
+LAYOUT_KEYS = {
+    "radix_gather_indices", "radix_inverse_indices", "radix_cu_seqlens", "radix_segment_starts", "radix_subtree_ends",
+    "radix_path_keys", "radix_path_cu_seqlens_q", "radix_path_cu_seqlens_k",
+    "radix_level_queries", "radix_level_keys", "radix_level_cu_seqlens_q", "radix_level_cu_seqlens_k",
+    "radix_max_seqlen", "radix_max_segment", "radix_max_new_tokens", "radix_max_path", "radix_levels",
+}  # fmt: skip
+DOCSTRING = [
+    {"input_ids": [7, 8, 9], "labels": [N, N, 9]},
+    {"input_ids": [7, 8, 5], "labels": [N, N, 5]},
+]
+
+
+def targets(batch):
+    """(predictor row, label) of every prediction."""
+    return list(zip(batch["radix_predictor_indices"].tolist(), batch["shift_labels"][0].tolist(), strict=True))
+
+
+def as_python(batch):
+    return {
+        key: (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def test_two_sequences():
+    batch = RadixCollator()(DOCSTRING)
+    assert batch.pop("radix_levels") == ((1, 2, 2, 2, 2, 2, 0),)
+    assert set(batch) | {"radix_levels"} == LAYOUT_KEYS | {
+        "input_ids", "position_ids", "labels", "shift_labels", "radix_predictor_indices", "radix_label_indices"
+    }  # fmt: skip
+    long, short = torch.int64, torch.int32
+    assert as_python(batch) == {
+        "input_ids": (long, [[7, 8, 5, 9]]),
+        "position_ids": (long, [[0, 1, 2, 2]]),
+        "labels": (long, [[9, 5]]),
+        "shift_labels": (long, [[9, 5]]),
+        "radix_predictor_indices": (long, [1, 1]),
+        "radix_label_indices": (long, [2, 5]),
+        "radix_gather_indices": (long, [0, 1, 5, 2]),
+        "radix_inverse_indices": (long, [0, 1, 3, 0, 1, 2]),
+        "radix_cu_seqlens": (short, [0, 3, 6]),
+        "radix_segment_starts": (short, [0, 2, 3, 4]),
+        "radix_subtree_ends": (short, [4, 3, 4]),
+        "radix_path_keys": (long, [0, 1, 2, 0, 1, 3]),
+        "radix_path_cu_seqlens_q": (short, [0, 3, 4]),
+        "radix_path_cu_seqlens_k": (short, [0, 3, 6]),
+        "radix_level_queries": (long, []),
+        "radix_level_keys": (long, []),
+        "radix_level_cu_seqlens_q": (short, [0, 2]),
+        "radix_level_cu_seqlens_k": (short, [0, 2]),
+        "radix_max_seqlen": 3,
+        "radix_max_segment": 2,
+        "radix_max_new_tokens": 3,
+        "radix_max_path": 3,
+    }
+
+
+def test_two_sequences_merged():
+    batch = RadixCollator(merge_labels=True)([*DOCSTRING, DOCSTRING[0]])
+    assert set(batch) == LAYOUT_KEYS | {
+        "input_ids", "position_ids", "shift_labels",
+        "radix_predictor_indices", "radix_prediction_rows", "radix_loss_weights",
+    }  # fmt: skip
+    assert batch["input_ids"].tolist() == [[7, 8, 5, 9]]
+    assert batch["shift_labels"].tolist() == [[5, 9]]
+    assert batch["radix_predictor_indices"].tolist() == [1], "one hidden row for both"
+    assert batch["radix_prediction_rows"].tolist() == [0, 0]
+    assert batch["radix_loss_weights"].tolist() == [1.0, 2.0]
+    assert batch["radix_loss_weights"].dtype == torch.float32
+
+
+def test_docstrings():
+    failed, attempted = doctest.testmod(radixtrain.collators.radix)
+    assert attempted > 0
+    assert failed == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        pytest.param({}, [8, 9], id="nothing: every token"),
+        pytest.param({"labels": None, "completion_mask": None}, [8, 9], id="None is nothing"),
+        pytest.param({"labels": [N, N, 3]}, [3], id="labels"),
+        pytest.param({"completion_mask": [0, 0, 1]}, [9], id="completion_mask"),
+        pytest.param({"assistant_masks": [1, 1, 0]}, [8], id="assistant_masks"),
+        pytest.param({"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, [8], id="the product of both"),
+        pytest.param({"completion_mask": [False, False, True]}, [9], id="booleans"),
+        pytest.param({"labels": [N, 8, N], "completion_mask": [0, 0, 1]}, [8], id="labels win"),
+    ],
+)
+def test_what_bears_loss(extra, expected):
+    """Three rows; an ignored prediction is added only where there would be none or three."""
+    batch = RadixCollator()([{"input_ids": [7, 8, 9], **extra}])
+    assert batch["shift_labels"].tolist() == batch["labels"].tolist() == [expected]
+    assert batch["labels"].data_ptr() != batch["shift_labels"].data_ptr(), "a model may change one in place"
+
+
+def test_labels_on_shared_tokens_count_once_per_sequence():
+    features = [{"input_ids": [7, 8, 9]}, {"input_ids": [7, 8, 5]}, {"input_ids": [7, 8], "labels": [N, N]}]
+    assert targets(RadixCollator()(features)) == [(0, 8), (0, 8), (1, 9), (1, 5), (0, N)]
+    merged = RadixCollator(merge_labels=True)(features)
+    assert merged["radix_predictor_indices"].tolist() == [0, 1]
+    assert merged["radix_prediction_rows"].tolist() == [0, 1, 1]
+    assert merged["shift_labels"].tolist() == [[8, 5, 9]]
+    assert merged["radix_loss_weights"].tolist() == [2.0, 1.0, 1.0]
+
+
+def test_position_ids():
+    ids = [7, 8, 9]
+    shifted, plain = {"input_ids": ids, "position_ids": [4, 5, 6]}, {"input_ids": ids}
+    assert RadixCollator()([shifted])["position_ids"].tolist() == [[4, 5, 6]]
+    batch = RadixCollator()([plain, shifted, {**plain, "position_ids": None}])
+    assert batch["input_ids"].tolist() == [[7, 8, 9, 7, 8, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 4, 5, 6]]
+    assert batch["radix_inverse_indices"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+
+
+def test_options_reach_the_plan():
+    assert RadixCollator(pad_to_multiple_of=8)(DOCSTRING)["input_ids"].tolist() == [[7, 8, 5, 9, 7, 7, 7, 7]]
+    assert RadixCollator(min_shared_tokens=3)(DOCSTRING)["input_ids"].tolist() == [[7, 8, 5, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("features", "options", "num_rows", "expected"),
+    [
+        pytest.param([[7, 8, 9]], {}, 3, [8, 9], id="one less than rows"),
+        pytest.param([[7, 8, 9], [7, 8]], {}, 3, [8, 8, 9, N], id="equal by a label on a shared token"),
+        pytest.param([[7, 8], [7, 5], [7, 5]], {}, 3, [8, 5, 5, N], id="equal at a branch"),
+        pytest.param([[7, 8, 9], [7, 8]], {"pad_to_multiple_of": 4}, 4, [8, 8, 9], id="not equal, thanks to padding"),
+        pytest.param(
+            [[7, 8], [7, 8], [7, 8], [7, 8]], {"pad_to_multiple_of": 4}, 4, [8] * 4 + [N], id="equal by padding"
+        ),
+        pytest.param([[7]], {}, 1, [N, N], id="no label and one row"),
+        pytest.param([[7], [8]], {}, 2, [N], id="no label"),
+        pytest.param([[7, 8], [7, 8]], {}, 2, [8, 8, N], id="identical"),
+    ],
+)
+def test_predictions_never_number_the_rows_so_that_a_stock_model_raises(qwen3, features, options, num_rows, expected):
+    batch = RadixCollator(**options)([{"input_ids": ids} for ids in features])
+    assert batch["input_ids"].shape == (1, num_rows)
+    assert batch["shift_labels"].tolist() == [expected]
+    assert len(expected) != num_rows
+    with pytest.raises(ValueError, match="batch_size"):
+        qwen3(**batch)
+
+
+def test_the_danger_is_real(qwen3):
+    """Were there as many predictions as rows, a stock model would train on nonsense without a word."""
+    batch = RadixCollator()(DOCSTRING)
+    batch["labels"] = batch["shift_labels"] = torch.tensor([[9, 5, N, N]])
+    assert qwen3(**batch).loss.isfinite()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), ragged_batches(), st.sampled_from([1, 2, 1000]), st.sampled_from([None, 8]))
+def test_every_labelled_token_is_predicted_by_the_token_before_it(
+    data, sequences, min_shared_tokens, pad_to_multiple_of
+):
+    label = st.sampled_from([N, 0, 1, 2])
+    labels = [[data.draw(label) for _ in ids] for ids in sequences]
+    features = [{"input_ids": ids, "labels": row} for ids, row in zip(sequences, labels, strict=True)]
+    collator = partial(RadixCollator, min_shared_tokens, pad_to_multiple_of)
+    batch, merged = collator()(features), collator(merge_labels=True)(features)
+
+    num_rows, num_predictions = batch["input_ids"].shape[1], batch["shift_labels"].shape[1]
+    assert num_predictions not in (0, num_rows)
+    inverse = batch["radix_inverse_indices"].tolist()
+    assert batch["input_ids"][0, inverse].tolist() == [token for ids in sequences for token in ids]
+    assert batch["position_ids"][0, inverse].tolist() == [place for ids in sequences for place in range(len(ids))]
+
+    expected, token = Counter(), 0
+    for row in labels:
+        for place in range(len(row)):
+            if place and row[place] != N:
+                expected[inverse[token - 1], row[place]] += 1
+            token += 1
+    assert Counter((row, y) for row, y in targets(batch) if y != N) == expected
+    assert batch["labels"].tolist() == batch["shift_labels"].tolist()
+
+    predictors = merged["radix_predictor_indices"].tolist()
+    rows, weights = merged["radix_prediction_rows"].tolist(), merged["radix_loss_weights"].tolist()
+    entries = zip(rows, merged["shift_labels"][0].tolist(), weights, strict=True)
+    assert [(predictors[row], y, weight) for row, y, weight in entries] == [
+        (*pair, expected[pair]) for pair in sorted(expected)
+    ]
+    assert predictors == sorted({row for row, _ in expected}), "the head runs once per distinct predictor"
+    assert sum(weights) == sum(expected.values())
+    for key in LAYOUT_KEYS | {"input_ids", "position_ids"}:
+        assert as_python(merged)[key] == as_python(batch)[key]
+
+
+@settings(max_examples=50, deadline=None)
+@given(ragged_batches())
+def test_label_indices_find_the_token_behind_each_prediction(sequences):
+    packed = [token for ids in sequences for token in ids]
+    batch = RadixCollator()([{"input_ids": ids} for ids in sequences])
+    found = [
+        (index, label)
+        for index, label in zip(batch["radix_label_indices"].tolist(), batch["shift_labels"][0].tolist(), strict=True)
+        if label != N
+    ]
+    firsts = set(np.cumsum([0, *map(len, sequences)]).tolist())
+    assert sorted(found) == [(index, token) for index, token in enumerate(packed) if index not in firsts]
+
+
+@pytest.mark.parametrize(
+    "as_input",
+    [
+        list, tuple, np.array, torch.tensor,
+        partial(np.array, dtype=np.int32), partial(torch.tensor, dtype=torch.int32),
+    ],
+    ids=["list", "tuple", "numpy", "torch", "numpy int32", "torch int32"],
+)  # fmt: skip
+def test_lists_arrays_and_tensors_give_the_same_batch(as_input):
+    features = [
+        {name: as_input(values) for name, values in {**feature, "position_ids": [0, 1, 2]}.items()}
+        for feature in DOCSTRING
+    ]
+    assert as_python(RadixCollator()(features)) == as_python(RadixCollator()(DOCSTRING))
+
+
+def test_features_are_left_alone():
+    ids, labels = np.array([7, 8]), np.array([7, 8])
+    RadixCollator()([{"input_ids": ids, "labels": labels}])
+    assert (ids.tolist(), labels.tolist()) == ([7, 8], [7, 8])
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        ({"input_ids": []}, "feature 1: input_ids is empty"),
+        ({"labels": [1], "text": "a"}, "feature 1 has no input_ids, only ['labels', 'text']"),
+        ({"input_ids": [1, 2], "labels": [1]}, "feature 1: labels has 1 entries, input_ids has 2"),
+        ({"input_ids": [1, 2], "labels": []}, "feature 1: labels has 0 entries, input_ids has 2"),
+        ({"input_ids": [1], "completion_mask": [1, 0]}, "feature 1: completion_mask has 2 entries, input_ids has 1"),
+        ({"input_ids": [1], "assistant_masks": [1, 0]}, "feature 1: assistant_masks has 2 entries, input_ids has 1"),
+        ({"input_ids": [1], "position_ids": [1, 2]}, "feature 1: position_ids has 2 entries, input_ids has 1"),
+        ({"input_ids": [1.0]}, "feature 1: input_ids must be a flat list of integers, got float64 (1,)"),
+        ({"input_ids": [1], "labels": [0.5]}, "feature 1: labels must be a flat list of integers, got float64 (1,)"),
+        ({"input_ids": [[1, 2]]}, "feature 1: input_ids must be a flat list of integers, got int64 (1, 2)"),
+        ({"input_ids": 5}, "feature 1: input_ids must be a flat list of integers, got int64 ()"),
+        ({"input_ids": "abc"}, "feature 1: input_ids must be a flat list of integers, got <U3 ()"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("merge_labels", [False, True])
+def test_errors_name_the_feature(feature, message, merge_labels):
+    with pytest.raises(ValueError) as error:
+        RadixCollator(merge_labels=merge_labels)([{"input_ids": [1]}, feature])
+    assert str(error.value) == message
+
+
+def test_errors_of_the_call():
+    with pytest.raises(ValueError, match="^RadixCollator needs at least one feature, got an empty list$"):
+        RadixCollator()([])
+    with pytest.raises(ValueError, match="^RadixCollator returns torch tensors; return_tensors='np' is not available$"):
+        RadixCollator(return_tensors="np")
+
+
+def test_a_negative_token_names_its_feature():
+    """A label of -100 pasted into input_ids: whoever has 64 rows in the batch needs to know which."""
+    with pytest.raises(ValueError, match="feature 1.*-100"):
+        RadixCollator()([{"input_ids": [1]}, {"input_ids": [2, -100]}])
+
+
+def test_in_the_workers_of_a_data_loader():
+    features = [{"input_ids": [7, 8, n], "labels": [N, N, n]} for n in range(8)]
+    collator = RadixCollator()
+    batches = list(DataLoader(features, batch_size=3, collate_fn=collator, num_workers=2))
+    assert [as_python(batch) for batch in batches] == [
+        as_python(collator(features[start : start + 3])) for start in (0, 3, 6)
+    ]
+    assert [TreeLayout.from_batch(batch).num_rows for batch in batches] == [5, 5, 4]

@@ -1,0 +1,168 @@
+"""U rows, N query heads, K key/value heads, H head dim."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from radixtrain.kernels.pieces import Piece, attention_in_pieces
+from radixtrain.kernels.varlen import EagerKernel, Ragged, TorchCPUKernel, VarlenKernel
+from radixtrain.testing import assert_within_reference_error, relative_error
+
+SCALE = 0.6
+NAMES = ("out", "dq", "dk", "dv")
+EVERYTHING = slice(None)
+
+kernels = pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
+
+
+def ragged(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> Ragged:
+    cu_q, cu_k = ([0, *accumulate(lengths)] for lengths in (lengths_q, lengths_k))
+    bounds = tuple(zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True))
+    as_tensors = (torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k))
+    return Ragged(*as_tensors, max(lengths_q, default=0), max(lengths_k, default=0), causal, bounds)
+
+
+def rows(*indices: int) -> Tensor:
+    return torch.tensor(indices)
+
+
+# Ten rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, so that two pieces meet in them.
+OWN = Piece(EVERYTHING, EVERYTHING, ragged([3, 2, 3, 2], [3, 2, 3, 2], causal=True))
+PIECES = {
+    "own rows alone": (OWN,),
+    "slices": (
+        OWN,
+        Piece(slice(3, 10), slice(0, 3), ragged([7], [3])),
+        Piece(slice(8, 10), slice(3, 5), ragged([2], [2])),
+    ),
+    "index tensors": (
+        OWN,
+        Piece(rows(9, 3, 4, 5, 8), rows(2, 0, 1), ragged([5], [3])),
+        Piece(rows(6, 7, 9, 8), rows(0, 1, 4, 3), ragged([2, 2], [2, 2])),
+    ),
+    "indexed queries, sliced keys": (OWN, Piece(rows(3, 9, 7), slice(0, 3), ragged([1, 2], [2, 1]))),
+    "sliced queries, indexed keys": (OWN, Piece(slice(5, 8), rows(2, 0, 4), ragged([3], [3]))),
+    "entries without keys and without queries": (
+        Piece(EVERYTHING, EVERYTHING, ragged([3, 2, 3, 0, 2], [3, 0, 3, 4, 0], causal=True)),
+        Piece(slice(3, 5), slice(0, 3), ragged([2], [3])),
+        Piece(rows(8, 9), rows(3, 4), ragged([1, 1], [1, 1])),
+    ),
+}
+pieces = pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+
+
+def union_mask(pieces: tuple[Piece, ...], num_rows: int = 10) -> Tensor:
+    """(U, U), bool: which keys a query sees in any piece. Asserts that it sees none twice."""
+    times = torch.zeros(num_rows, num_rows, dtype=torch.int64)
+    for piece in pieces:
+        q_rows, k_rows = (torch.arange(num_rows)[x] for x in (piece.q_rows, piece.k_rows))
+        for queries, keys in piece.ragged.entries():
+            q, k = q_rows[queries], k_rows[keys]
+            seen = torch.ones(len(q), len(k), dtype=torch.int64)
+            times[q[:, None], k] += seen.tril(len(k) - len(q)) if piece.ragged.causal else seen
+    assert times.max() == 1
+    return times.bool()
+
+
+def one_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qnh,knh->nqk", q, k.repeat_interleave(groups, 1)) * SCALE
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~mask, float("-inf"))
+    return torch.einsum("nqk,knh->qnh", scores.softmax(-1).to(q.dtype), v.repeat_interleave(groups, 1))
+
+
+def inputs(dtype: torch.dtype, num_heads: int = 4, num_groups: int = 2, head_dim: int = 8) -> list[Tensor]:
+    """q, k, v, dout."""
+    generator = torch.Generator().manual_seed(1)
+    heads = (num_heads, num_groups, num_groups, num_heads)
+    return [torch.randn(10, n, head_dim, generator=generator, dtype=torch.float64).to(dtype) for n in heads]
+
+
+def with_gradients(function, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@kernels
+@pieces
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
+def test_one_softmax_over_the_union(kernel: VarlenKernel, pieces: tuple[Piece, ...], heads: tuple[int, int]) -> None:
+    tensors, mask = inputs(torch.float64, *heads), union_mask(pieces)
+    truth = with_gradients(lambda q, k, v: one_softmax(q, k, v, mask), *tensors)
+    actual = with_gradients(lambda q, k, v: attention_in_pieces(q, k, v, pieces, kernel, SCALE), *tensors)
+    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
+    assert max(errors.values()) <= 1e-12, errors
+
+
+@kernels
+@pieces
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision(kernel: VarlenKernel, pieces: tuple[Piece, ...], dtype: torch.dtype) -> None:
+    tensors, mask = inputs(dtype, head_dim=32), union_mask(pieces)
+    truth = with_gradients(lambda q, k, v: one_softmax(q, k, v, mask), *(x.double() for x in tensors))
+    reference = with_gradients(lambda q, k, v: one_softmax(q, k, v, mask), *tensors)
+    actual = with_gradients(lambda q, k, v: attention_in_pieces(q, k, v, pieces, kernel, SCALE), *tensors)
+    assert [x.dtype for x in actual] == [dtype] * 4
+    assert_within_reference_error(actual, reference, truth, names=NAMES)
+
+
+@kernels
+@pieces
+def test_gradcheck(kernel: VarlenKernel, pieces: tuple[Piece, ...]) -> None:
+    leaves = [x.requires_grad_() for x in inputs(torch.float64, 2, 1, 3)[:3]]
+    assert gradcheck(lambda q, k, v: attention_in_pieces(q, k, v, pieces, kernel, SCALE), leaves)
+
+
+@kernels
+def test_order_of_the_pieces_does_not_matter(kernel: VarlenKernel) -> None:
+    own, trunk, below = PIECES["slices"]
+    tensors = inputs(torch.float64)
+    one, other = (
+        with_gradients(lambda q, k, v, p=order: attention_in_pieces(q, k, v, p, kernel, SCALE), *tensors)
+        for order in ((own, trunk, below), (own, below, trunk))
+    )
+    assert max(relative_error(x, y) for x, y in zip(one, other, strict=True)) <= 1e-12
+
+
+@kernels
+def test_only_some_inputs_need_gradients(kernel: VarlenKernel) -> None:
+    q, k, v, dout = inputs(torch.float64)
+    expected = with_gradients(lambda *x: attention_in_pieces(*x, PIECES["slices"], kernel, SCALE), q, k, v, dout)
+    k.requires_grad_()
+    attention_in_pieces(q, k, v, PIECES["slices"], kernel, SCALE).backward(dout)
+    assert torch.equal(k.grad, expected[2])
+    assert q.grad is None and v.grad is None
+
+
+@kernels
+def test_inputs_are_left_alone_and_the_graph_can_be_kept(kernel: VarlenKernel) -> None:
+    *leaves, dout = inputs(torch.float64)
+    before = [x.clone() for x in (*leaves, dout)]
+    for x in leaves:
+        x.requires_grad_()
+    out = attention_in_pieces(*leaves, PIECES["index tensors"], kernel, SCALE)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    again = torch.autograd.grad(out, leaves, dout)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert all(torch.equal(x.detach(), y) for x, y in zip((*leaves, dout), before, strict=True))
+
+
+@kernels
+def test_differentiating_twice_is_refused(kernel: VarlenKernel) -> None:
+    q, k, v, _ = (x.requires_grad_() for x in inputs(torch.float64))
+    out = attention_in_pieces(q, k, v, PIECES["slices"], kernel, SCALE)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@kernels
+def test_no_rows(kernel: VarlenKernel) -> None:
+    q, k, v = (torch.zeros(0, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    out = attention_in_pieces(q, k, v, (Piece(EVERYTHING, EVERYTHING, ragged([], [], causal=True)),), kernel, SCALE)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == (0, 4, 8)

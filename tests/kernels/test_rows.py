@@ -1,0 +1,130 @@
+"""T packed tokens, U unique rows."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from radixtrain.kernels.rows import gather_rows, sum_rows
+
+REPEATED = [2, 0, 2, 1, 2, 0]  # of four rows: one three times, one twice, one once, one never
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_poison_reaches_fresh_memory() -> None:
+    fresh = torch.empty(3), torch.empty_like(torch.zeros(3)), torch.zeros(3).new_empty(3)
+    assert all(x.isnan().all() for x in fresh)
+    assert torch.empty(3, dtype=torch.int64).dtype == torch.int64
+
+
+def test_gather_and_its_gradient_literally() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
+    out = gather_rows(x, torch.tensor([2, 0, 2]))
+    assert out.tolist() == [[5.0, 6.0], [1.0, 2.0], [5.0, 6.0]]
+    (grad,) = torch.autograd.grad(out, x, torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]))
+    assert grad.tolist() == [[2.0, 20.0], [0.0, 0.0], [4.0, 40.0]]
+
+
+def test_sum_literally() -> None:
+    x = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+    assert sum_rows(x, torch.tensor([2, 0, 2]), 4).tolist() == [[2.0, 20.0], [0.0, 0.0], [4.0, 40.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_gradients_with_repeated_indices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    indices = torch.tensor(REPEATED, dtype=dtype)
+    assert gradcheck(gather_rows, (leaf(*shape), indices))
+    assert gradgradcheck(gather_rows, (leaf(*shape), indices))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_matches_plain_indexing(dtype: torch.dtype) -> None:
+    """Small integers, so that every dtype adds them exactly."""
+    x, indices = torch.randint(-4, 5, (4, 3)).to(dtype), torch.tensor(REPEATED)
+    grad = torch.randint(-4, 5, (6, 3)).to(dtype)
+    plain, ours = (x.clone().requires_grad_() for _ in range(2))
+    plain[indices].backward(grad)
+    out = gather_rows(ours, indices)
+    out.backward(grad)
+    assert out.dtype == ours.grad.dtype == dtype
+    assert torch.equal(out, x[indices])
+    assert torch.equal(ours.grad, plain.grad)
+
+
+def test_non_contiguous_rows_indices_and_gradient() -> None:
+    x = leaf(3, 4).t()
+    indices = torch.tensor(REPEATED).repeat_interleave(2)[::2]
+    grad = torch.randn(3, 6, dtype=torch.float64).t()
+    assert not any(t.is_contiguous() for t in (x, indices, grad))
+    assert torch.equal(gather_rows(x, indices), x[indices])
+    (ours,) = torch.autograd.grad(gather_rows(x, indices), x, grad)
+    (contiguous,) = torch.autograd.grad(gather_rows(x, indices), x, grad.contiguous())
+    assert torch.equal(ours, contiguous)
+    assert gradcheck(lambda leaf_3: gather_rows(leaf_3.t(), indices), (leaf(3, 4),))
+
+
+def test_expanded_gradient() -> None:
+    x = leaf(4, 3)
+    gather_rows(x, torch.tensor(REPEATED)).sum().backward()
+    assert x.grad[:, 0].tolist() == [2.0, 1.0, 3.0, 0.0]
+
+
+def test_no_indices() -> None:
+    x, none = leaf(4, 3), torch.zeros(0, dtype=torch.int64)
+    out = gather_rows(x, none)
+    assert out.shape == (0, 3)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_no_rows() -> None:
+    x, none = leaf(0, 3), torch.zeros(0, dtype=torch.int64)
+    gather_rows(x, none).sum().backward()
+    assert x.grad.shape == (0, 3)
+    assert sum_rows(torch.zeros(0, 3), none, 0).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_duplicates_add_up_in_float32(dtype: torch.dtype) -> None:
+    num = 300 if dtype == torch.bfloat16 else 3000  # ones added in the dtype itself stick at 256 and at 2048
+    x = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
+    gather_rows(x, torch.zeros(num, dtype=torch.int64)).backward(torch.ones(num, 1, dtype=dtype))
+    assert x.grad.item() == num
+    stuck = torch.zeros((), dtype=dtype)
+    for _ in range(num):
+        stuck += 1
+    assert stuck.item() == (256 if dtype == torch.bfloat16 else 2048)
+
+
+@pytest.mark.parametrize("num", [301, 303, 511])
+def test_sum_is_rounded_once(num: int) -> None:
+    total = sum_rows(torch.ones(num, 1, dtype=torch.bfloat16), torch.zeros(num, dtype=torch.int64), 1)
+    assert total.item() == torch.tensor(float(num)).to(torch.bfloat16).item()
+
+
+def test_integers_add_exactly() -> None:
+    rng = np.random.default_rng(0)
+    x, indices = rng.integers(-1000, 1000, (500, 7)), rng.integers(0, 20, 500)
+    expected = np.zeros((23, 7), dtype=np.int64)
+    np.add.at(expected, indices, x)
+    total = sum_rows(torch.tensor(x, dtype=torch.float32), torch.tensor(indices), 23)
+    assert np.array_equal(total.numpy().astype(np.int64), expected)
+
+
+def test_same_bits_every_time(two_threads: None) -> None:
+    x, indices = torch.randn(4000, 64), torch.randint(0, 50, (4000,))
+    first = sum_rows(x, indices, 50)
+    assert all(torch.equal(sum_rows(x, indices, 50), first) for _ in range(20))

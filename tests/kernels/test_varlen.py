@@ -1,0 +1,264 @@
+"""T query tokens, J key tokens, N query heads, K key/value heads, H head dim."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixtrain.kernels.varlen import (
+    KERNELS,
+    EagerKernel,
+    Ragged,
+    TorchCPUKernel,
+    TorchCUDAKernel,
+    VarlenKernel,
+    varlen_kernel,
+)
+from radixtrain.testing import assert_within_reference_error, relative_error
+
+CPU = torch.device("cpu")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+# lengths of the queries, lengths of the keys, causal
+CASES = {
+    "causal, onto themselves": ((5, 1, 7), (5, 1, 7), True),
+    "causal, fewer queries than keys": ((2, 1, 3), (5, 4, 3), True),
+    "causal, one entry": ((6,), (6,), True),
+    "causal, one entry, fewer queries": ((3,), (9,), True),
+    "everything": ((4, 2), (3, 6), False),
+    "everything, one entry": ((4,), (5,), False),
+    "causal, some empty": ((2, 0, 3, 1, 0), (0, 4, 5, 1, 0), True),
+    "everything, some empty": ((2, 0, 3, 1, 0), (0, 4, 5, 2, 0), False),
+}
+
+kernels = pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+Case = tuple[tuple[int, ...], tuple[int, ...], bool]
+
+
+def cu_seqlens(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def ragged_call(case: Case, with_bounds: bool = True) -> Ragged:
+    lengths_q, lengths_k, causal = case
+    cu_q, cu_k = cu_seqlens(lengths_q), cu_seqlens(lengths_k)
+    q, k = cu_q.tolist(), cu_k.tolist()
+    bounds = tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)) if with_bounds else None
+    return Ragged(cu_q, cu_k, max(lengths_q, default=0), max(lengths_k, default=0), causal, bounds)
+
+
+def inputs(case: Case, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, dout."""
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys = sum(case[0]), sum(case[1])
+    shapes = (num_queries, heads[0]), (num_keys, heads[1]), (num_keys, heads[1]), (num_queries, heads[0])
+    return [torch.randn(*shape, head_dim, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, case: Case, scale: float) -> tuple[Tensor, Tensor]:
+    """One softmax an entry, in the arithmetic of Hugging Face's eager attention: float32 in the softmax alone."""
+    lengths_q, lengths_k, causal = case
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    outs, lses = [], []
+    for q_e, k_e, v_e in zip(q.split(list(lengths_q)), k.split(list(lengths_k)), v.split(list(lengths_k)), strict=True):
+        scores = torch.einsum("tnh,jnh->ntj", q_e, k_e) * scale
+        last_key = torch.arange(len(q_e)) + len(k_e) - len(q_e)
+        if causal:
+            scores = scores.masked_fill(torch.arange(len(k_e)) > last_key[:, None], float("-inf"))
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        outs.append(torch.einsum("ntj,jnh->tnh", scores.softmax(-1).to(q.dtype), v_e))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def by_softmax(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, case: Case, scale: float) -> list[Tensor]:
+    """out, lse, dq, dk, dv by autograd."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out, lse = softmax_attention(*leaves, case, scale)
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, dout))]
+
+
+def by_kernel(
+    kernel: VarlenKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ragged: Ragged, scale: float
+) -> list[Tensor]:
+    out, lse = kernel.forward(q, k, v, ragged, scale)
+    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, ragged, scale)]
+
+
+def split_lse(results: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The results with the finite part of the log-sum-exp, and where that is."""
+    finite = results[1].isfinite()
+    assert (results[1][~finite] == float("-inf")).all()
+    return [results[0], results[1][finite], *results[2:]], finite
+
+
+@kernels
+@cases
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)], ids=["N/K=1", "N/K=2", "N/K=4"])
+@pytest.mark.parametrize("head_dim", [8, 17, 64])
+class TestAgainstSoftmax:
+    def test_float64(self, kernel: VarlenKernel, case: Case, heads: tuple[int, int], head_dim: int) -> None:
+        tensors, scale = inputs(case, heads, head_dim, torch.float64), 1.3 * head_dim**-0.5
+        truth, where = split_lse(by_softmax(*tensors, case, scale))
+        actual, here = split_lse(by_kernel(kernel, *tensors, ragged_call(case), scale))
+        assert torch.equal(here, where)
+        errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
+        assert max(errors.values()) <= 1e-12, errors
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_lower_precision(
+        self, kernel: VarlenKernel, case: Case, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+    ) -> None:
+        tensors, scale = inputs(case, heads, head_dim, dtype), 1.3 * head_dim**-0.5
+        truth, where = split_lse(by_softmax(*(x.double() for x in tensors), case, scale))
+        reference, _ = split_lse(by_softmax(*tensors, case, scale))
+        actual, here = split_lse(by_kernel(kernel, *tensors, ragged_call(case), scale))
+        assert torch.equal(here, where)
+        assert [x.dtype for x in actual] == [dtype, torch.float32, dtype, dtype, dtype]
+        assert_within_reference_error(actual, reference, truth, names=NAMES)
+
+
+@kernels
+@pytest.mark.parametrize("causal", [True, False])
+def test_empty_entries_literally(kernel: VarlenKernel, causal: bool) -> None:
+    """Two queries without keys, three keys without queries, one query with one key."""
+    case = (2, 0, 1), (0, 3, 1), causal
+    q, k, v, dout = inputs(case, (2, 2), 8, torch.float64)
+    out, lse, dq, dk, dv = by_kernel(kernel, q, k, v, dout, ragged_call(case), 1.0)
+    assert torch.equal(out[:2], torch.zeros_like(out[:2]))
+    assert torch.equal(lse[:, :2], torch.full_like(lse[:, :2], float("-inf")))
+    assert torch.equal(out[2], v[3])
+    assert not any(x.any() for x in (dq[:2], dk[:3], dv[:3]))
+    assert torch.equal(dv[3], dout[2])
+
+
+@kernels
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 0), (0, 3), (3, 0)])
+def test_nothing_to_attend(kernel: VarlenKernel, num_queries: int, num_keys: int) -> None:
+    for lengths in (((num_queries,), (num_keys,)), ((num_queries, 0), (0, num_keys))):
+        case = *lengths, True
+        q, k, v, dout = inputs(case, (2, 1), 8, torch.float32)
+        out, lse, *grads = by_kernel(kernel, q, k, v, dout, ragged_call(case), 1.0)
+        assert lse.shape == (2, num_queries)
+        assert [x.shape for x in (out, *grads)] == [x.shape for x in (q, q, k, v)]
+        assert not any(x.any() for x in (out, *grads))
+
+
+@kernels
+@cases
+def test_bounds_on_the_host_or_not(kernel: VarlenKernel, case: Case) -> None:
+    tensors = inputs(case, (4, 2), 8, torch.float32)
+    with_bounds, without = (by_kernel(kernel, *tensors, ragged_call(case, host), 0.5) for host in (True, False))
+    assert all(torch.equal(x, y) for x, y in zip(with_bounds, without, strict=True))
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """As Hugging Face hands them over: (T, N, H) seen in (N, T, H) memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def slice_of_larger(x: Tensor) -> Tensor:
+    larger = x.new_full((x.shape[0] + 2, x.shape[1] + 3, x.shape[2] + 5), float("nan"))
+    larger[1:-1, 2:-1, 4:-1] = x
+    return larger[1:-1, 2:-1, 4:-1]
+
+
+def last_axis_strided(x: Tensor) -> Tensor:
+    return x.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+@kernels
+@pytest.mark.parametrize("case", [CASES["causal, onto themselves"], CASES["causal, one entry"], CASES["everything"]])
+@pytest.mark.parametrize("strided", [heads_first, slice_of_larger, last_axis_strided])
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout", "all"])
+def test_strided_inputs(kernel: VarlenKernel, case: Case, strided, which: str) -> None:
+    tensors, ragged = inputs(case, (4, 2), 8, torch.float64), ragged_call(case)
+    expected = by_kernel(kernel, *tensors, ragged, 0.5)
+    named = zip(("q", "k", "v", "dout"), tensors, strict=True)
+    views = [strided(x) if which in (name, "all") else x for name, x in named]
+    actual = by_kernel(kernel, *views, ragged, 0.5)
+    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, expected, strict=True)}
+    assert max(errors.values()) <= 1e-12, errors
+
+
+@kernels
+@pytest.mark.parametrize("case", [CASES["causal, onto themselves"], CASES["causal, one entry"]])
+def test_gradient_of_a_sum(kernel: VarlenKernel, case: Case) -> None:
+    """`out.sum().backward()` hands over an expanded gradient, all strides 0."""
+    q, k, v, dout = inputs(case, (4, 2), 8, torch.float64)
+    ones = torch.ones((), dtype=torch.float64).expand_as(dout)
+    expanded = by_kernel(kernel, q, k, v, ones, ragged_call(case), 0.5)
+    materialized = by_kernel(kernel, q, k, v, ones.contiguous(), ragged_call(case), 0.5)
+    assert all(torch.equal(x, y) for x, y in zip(expanded, materialized, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_inputs_are_left_alone(kernel: VarlenKernel, dtype: torch.dtype) -> None:
+    case = CASES["causal, onto themselves"]
+    tensors, ragged = inputs(case, (4, 2), 8, dtype), ragged_call(case)
+    out, lse = kernel.forward(*tensors[:3], ragged, 0.5)
+    given = [*tensors, out, lse]
+    before = [x.clone() for x in given]
+    kernel.backward(tensors[3], *tensors[:3], out, lse, ragged, 0.5)
+    assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+
+
+@kernels
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+def test_backward_with_merged_out_and_lse_is_the_share_of_the_piece(
+    kernel: VarlenKernel, heads: tuple[int, int]
+) -> None:
+    """Keys in two pieces: all but the last four without a mask, those four causal. The shares add up to the whole."""
+    num_queries, num_keys, cut, scale = 4, 11, 7, 0.4
+    whole = (num_queries,), (num_keys,), True
+    q, k, v, dout = inputs(whole, heads, 8, torch.float64)
+    truth = by_softmax(q, k, v, dout, whole, scale)
+
+    pieces = [
+        (slice(None, cut), ragged_call(((num_queries,), (cut,), False))),
+        (slice(cut, None), ragged_call(((num_queries,), (num_keys - cut,), True))),
+    ]
+    partial = [kernel.forward(q, k[keys], v[keys], ragged, scale) for keys, ragged in pieces]
+    lse = torch.logaddexp(partial[0][1], partial[1][1])
+    out = sum(out_i * (lse_i - lse).exp().t()[..., None] for out_i, lse_i in partial)
+    shares = [kernel.backward(dout, q, k[keys], v[keys], out, lse, ragged, scale) for keys, ragged in pieces]
+
+    dq = shares[0][0] + shares[1][0]
+    dk, dv = (torch.cat([shares[0][i], shares[1][i]]) for i in (1, 2))
+    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, (out, lse, dq, dk, dv), truth, strict=True)}
+    assert max(errors.values()) <= 1e-12, errors
+    own = kernel.backward(dout, q, k[:cut], v[:cut], *partial[0], pieces[0][1], scale)
+    assert relative_error(own[1], truth[3][:cut]) > 0.1  # with a piece's own out and lse it would not be
+
+
+@kernels
+@cases
+def test_scratch_memory_inside_torch_is_not_read(kernel: VarlenKernel, case: Case) -> None:
+    """`fill_uninitialized_memory` poisons what the C++ kernels allocate, which a patch in Python cannot reach."""
+    tensors, ragged = inputs(case, (4, 2), 8, torch.float32), ragged_call(case)
+    expected = by_kernel(kernel, *tensors, ragged, 0.5)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        actual = by_kernel(kernel, *tensors, ragged, 0.5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_kernel_by_name() -> None:
+    assert isinstance(varlen_kernel("eager", torch.device("cuda")), EagerKernel)
+    assert isinstance(varlen_kernel("torch", CPU), TorchCPUKernel)
+    assert isinstance(varlen_kernel("torch", torch.device("cuda")), TorchCUDAKernel)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("flash_attn", "cpu"), ("torch", "meta"), ("triton", "cpu"), ("", "cuda")]
+)
+def test_no_such_kernel(name: str, device: str) -> None:
+    with pytest.raises(ValueError, match=rf"no attention kernel '{name}' on device '{device}'; kernels: {KERNELS[0]}"):
+        varlen_kernel(name, torch.device(device))

@@ -1,0 +1,74 @@
+"""The arrangement of `kernels/` and `collators/`: folders at the top, linked into the package, no packages themselves.
+
+With an `__init__.py` in `kernels/`, `python -m radixtrain` from the repository's root would hide the Hugging Face
+package `kernels` and break transformers; without the sdist rule of pyproject.toml, a wheel would lack both folders.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import radixtrain
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ["kernels", "collators"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_linked_folder_is_no_package(name: str) -> None:
+    assert list((ROOT / name).glob("*.py")), f"{name}/ holds no modules"
+    assert not list((ROOT / name).rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_link_is_relative_and_resolves(name: str) -> None:
+    link = ROOT / "radixtrain" / name
+    assert link.is_symlink(), f"{link} is not a link; on Windows git needs core.symlinks=true"
+    assert link.readlink() == Path("..", name)
+    assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_bare_name_is_not_ours(name: str) -> None:
+    """From the root, where the working directory is first on the path, the bare name finds none of our files."""
+    code = f"import importlib.util, json; s = importlib.util.find_spec({name!r}); print(json.dumps(s and s.origin))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    origin = json.loads(found.stdout)
+    assert origin is None or Path(origin).parent.resolve() != ROOT / name
+
+
+def test_version_is_written_once() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared and declared[1] == radixtrain.__version__
+
+
+def test_constraints_pin_what_the_project_names() -> None:
+    pins = re.findall(r"^([\w.-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    listed = (ROOT / "pyproject.toml").read_text()
+    tables = re.findall(r"^(?:dependencies|dev|peft) = \[(.*?)\n?\](?: *#.*)?$", listed, re.MULTILINE | re.DOTALL)
+    names = {name for table in tables for name in re.findall(r'"([\w-]+)', table)}
+    assert "torch" in names and "pytest" in names
+    assert names <= set(pins)
+
+
+@pytest.mark.slow
+def test_wheel_built_through_the_sdist_holds_everything(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="pip install -e '.[dev]'")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".py", "py.typed"))}
+    assert shipped == expected_files()
+
+
+def expected_files() -> set[str]:
+    """The package's own files, and those of the linked folders under `radixtrain/`; nothing at the top of the wheel."""
+    own = {path for path in (ROOT / "radixtrain").rglob("*.py") if not set(path.parts[-2:-1]) & set(LINKED)}
+    linked = {Path("radixtrain", path.relative_to(ROOT)) for name in LINKED for path in (ROOT / name).rglob("*.py")}
+    return {str(path.relative_to(ROOT)) for path in own} | {str(path) for path in linked} | {"radixtrain/py.typed"}
