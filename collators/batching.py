@@ -21,17 +21,24 @@ __all__ = ["cut_by_padded_tokens", "cut_by_unique_tokens"]
 IntArray = npt.NDArray[np.int64]
 
 
-def cut_by_unique_tokens(sequences: Sequence[IntArray], max_tokens: int | None) -> list[list[int]]:
+def cut_by_unique_tokens(
+    sequences: Sequence[IntArray], max_tokens: int | None, position_ids: IntArray | None = None
+) -> list[list[int]]:
     """Micro-batches of the sequences, by index, in sorted order.
 
     sequences: token ids of each, (L,), int64.
     max_tokens: most unique tokens in a micro-batch; None for a single one. A sequence that is longer travels alone.
+    position_ids: (T,), int64, of all sequences back to back where they do not count from 0.
+
+    Raises ValueError for an empty sequence, which has no place in the order.
 
     A sequence costs what it adds to its neighbour before it; the first of a micro-batch costs all of itself.
     """
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+    if not lengths.all():
+        raise ValueError(f"sequence {int(lengths.argmin())} is empty")
     packed = np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
-    by_order = sort_sequences(packed, np.concatenate([[0], np.cumsum(lengths)]))
+    by_order = sort_sequences(packed, np.concatenate([[0], np.cumsum(lengths)]), position_ids)
     added = (by_order.lengths - by_order.lcp).tolist()
     return _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
 

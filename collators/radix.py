@@ -18,9 +18,10 @@ from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predict
 from radixtrain.layout import PREFIX, TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["RadixCollator", "feature_arrays"]
+__all__ = ["FeatureArrays", "RadixCollator", "all_feature_arrays", "feature_arrays", "packed_positions"]
 
 IntArray = npt.NDArray[np.int64]
+FeatureArrays = tuple[IntArray, IntArray, IntArray | None]
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class RadixCollator:
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
     return_tensors: `"pt"`, for Hugging Face's sake.
 
-    Called with `[{"input_ids": [...], "labels": [...]}, ...]`. `labels` are unshifted, -100 bears no loss; in their place
-    a 0/1 list `completion_mask` or `assistant_masks` (both: the product), or nothing: every token bears loss. Returns
+    Called with `[{"input_ids": [...], "labels": [...]}, ...]`. `labels` are unshifted, -100 bears no loss; in their
+    place a 0/1 list `completion_mask` or `assistant_masks` (both: the product), or nothing: every token bears loss.
+    Returns
 
     input_ids: [1, U], int64. the unique tokens, in depth-first order.
     position_ids: [1, U], int64.
@@ -45,10 +47,10 @@ class RadixCollator:
     radix_label_indices: [P], int64. the token behind each entry, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`.
 
-    There is no `attention_mask`. With `merge_labels`, `labels` is absent, `radix_predictor_indices` [R] are the
-    distinct
-    predictors, and two more entries belong to `shift_labels` [1, P]: `radix_prediction_rows` [P], int64, which of the R
-    rows, ascending, and `radix_loss_weights` [P], float32, how many original tokens.
+    There is no `attention_mask`. With `merge_labels`, `labels` and `radix_label_indices` are absent,
+    `radix_predictor_indices` [R] are the distinct predictors, and two more entries belong to `shift_labels` [1, P]:
+    `radix_prediction_rows` [P], int64, which of the R rows, ascending, and `radix_loss_weights` [P], float32, how many
+    original tokens.
 
     >>> first = {"input_ids": [7, 8, 9], "labels": [-100, -100, 9]}
     >>> second = {"input_ids": [7, 8, 5], "labels": [-100, -100, 5]}
@@ -73,13 +75,11 @@ class RadixCollator:
             )
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        if not features:
-            raise ValueError("RadixCollator needs at least one feature, got an empty list")
-        arrays = [feature_arrays(feature, index) for index, feature in enumerate(features)]
+        arrays = all_feature_arrays(features)
         ids, labels = (np.concatenate([feature[column] for feature in arrays]) for column in range(2))
         cu_seqlens = np.concatenate([[0], np.cumsum([len(sequence[0]) for sequence in arrays])])
         plan = build_prefix_plan(
-            ids, cu_seqlens, _positions(arrays),
+            ids, cu_seqlens, packed_positions(arrays),
             min_shared_tokens=self.min_shared_tokens, pad_to_multiple_of=self.pad_to_multiple_of,
         )  # fmt: skip
         predictions = list_predictions(plan, labels)
@@ -92,7 +92,14 @@ class RadixCollator:
         }
 
 
-def feature_arrays(feature: Mapping[str, Any], index: int) -> tuple[IntArray, IntArray, IntArray | None]:
+def all_feature_arrays(features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
+    """`feature_arrays` of every feature. ValueError where there is none."""
+    if not features:
+        raise ValueError("a collator needs at least one feature, got an empty list")
+    return [feature_arrays(feature, index) for index, feature in enumerate(features)]
+
+
+def feature_arrays(feature: Mapping[str, Any], index: int) -> FeatureArrays:
     """`input_ids`, `labels` and, if there, `position_ids` of one feature, (L,), int64. ValueError names the feature."""
     if "input_ids" not in feature:
         raise ValueError(f"feature {index} has no input_ids, only {sorted(feature)}")
@@ -111,12 +118,15 @@ def feature_arrays(feature: Mapping[str, Any], index: int) -> tuple[IntArray, In
                 bears_loss &= mask.astype(bool)
         labels = np.where(bears_loss, ids, IGNORE_INDEX)
     _check_length("labels", labels, ids, index)
+    _check_not_negative("input_ids", ids, ids < 0, index)
+    _check_not_negative("labels", labels, (labels < 0) & (labels != IGNORE_INDEX), index)
     if positions is not None:
+        _check_not_negative("position_ids", positions, positions < 0, index)
         _check_length("position_ids", positions, ids, index)
     return ids, labels, positions
 
 
-def _positions(arrays: list[tuple[IntArray, IntArray, IntArray | None]]) -> IntArray | None:
+def packed_positions(arrays: Sequence[FeatureArrays]) -> IntArray | None:
     """Packed positions, counted from 0 in features that bring none; None where no feature brings any."""
     if all(positions is None for _, _, positions in arrays):
         return None
@@ -154,6 +164,12 @@ def _int_array(feature: Mapping[str, Any], name: str, index: int) -> IntArray:
     if values.ndim != 1 or (len(values) and values.dtype.kind not in "iub"):
         raise ValueError(f"feature {index}: {name} must be a flat list of integers, got {values.dtype} {values.shape}")
     return values.astype(np.int64)
+
+
+def _check_not_negative(name: str, values: IntArray, is_wrong: npt.NDArray[np.bool_], index: int) -> None:
+    if is_wrong.any():
+        place = int(is_wrong.argmax())
+        raise ValueError(f"feature {index}: {name} must not be negative: {name}[{place}] = {values[place]}")
 
 
 def _check_length(name: str, values: IntArray, ids: IntArray, index: int) -> None:

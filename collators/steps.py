@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens
 from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.radix import RadixCollator
+from radixtrain.collators.radix import RadixCollator, all_feature_arrays, packed_positions
+from radixtrain.collators.targets import IGNORE_INDEX
 
 __all__ = ["StepCollator"]
 
@@ -46,27 +45,33 @@ class StepCollator:
     pad_token_id: int = 0
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        sequences = [np.asarray(feature["input_ids"], dtype=np.int64) for feature in features]
-        cut = cut_by_unique_tokens if self.dedup else cut_by_padded_tokens
-        members = cut(sequences, self.max_tokens)
-        collate = self._collator()
-        micro_batches = [collate([features[index] for index in group]) for group in members]
-        weights = "radix_loss_weights" if self.dedup else "loss_weights"
+        arrays = all_feature_arrays(features)
+        sequences = [ids for ids, _, _ in arrays]
+        if self.dedup:
+            cut = cut_by_unique_tokens(sequences, self.max_tokens, packed_positions(arrays))
+        else:
+            cut = cut_by_padded_tokens(sequences, self.max_tokens)
+        collated = [part for group in cut for part in self._within_budget(group, features)]
         return {
-            "micro_batches": micro_batches,
-            "members": members,
-            "num_labels": sum(_num_labels(batch, weights) for batch in micro_batches),
+            "micro_batches": [batch for _, batch in collated],
+            "members": [group for group, _ in collated],
+            "num_labels": sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels, _ in arrays),
             "num_tokens": sum(map(len, sequences)),
-            "num_computed_tokens": sum(batch["input_ids"].numel() for batch in micro_batches),
+            "num_computed_tokens": sum(batch["input_ids"].numel() for _, batch in collated),
         }
+
+    def _within_budget(
+        self, group: list[int], features: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[list[int], dict[str, Any]]]:
+        """Collate a group, in halves where `min_shared_tokens` or the padding took it over the budget of the cut."""
+        batch = self._collator()([features[index] for index in group])
+        over = self.max_tokens is not None and batch["input_ids"].numel() > self.max_tokens
+        if not over or len(group) == 1:
+            return [(group, batch)]
+        middle = len(group) // 2
+        return self._within_budget(group[:middle], features) + self._within_budget(group[middle:], features)
 
     def _collator(self) -> RadixCollator | PaddedCollator:
         if not self.dedup:
             return PaddedCollator(self.pad_token_id)
         return RadixCollator(self.min_shared_tokens, self.pad_to_multiple_of, self.merge_labels)
-
-
-def _num_labels(batch: Mapping[str, Any], weights: str) -> int:
-    if weights in batch:
-        return int(batch[weights].sum())
-    return int((batch["shift_labels"] >= 0).sum())

@@ -131,7 +131,13 @@ def _quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     disable_progress_bar()
-    for noise in ("number of training batches", "LeafSpec", "LightningCLI's args parameter", "infer the batch indices"):
+    for noise in (
+        "number of training batches",
+        "LeafSpec",
+        "LightningCLI's args",
+        "infer the batch indices",
+        "pre-optimization",
+    ):
         warnings.filterwarnings("ignore", f".*{noise}")
 
 

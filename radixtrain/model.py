@@ -200,12 +200,18 @@ def radix_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     _check_call(module, dropout, radix_call.layout, kwargs)
-    q_UNH, k_UKH, v_UKH = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_UNH, k_UKH, v_UKH = (_as_autocast(x[0]).transpose(0, 1) for x in (query, key, value))
     out_UNH = tree_attention(
         q_UNH, k_UKH, v_UKH, radix_call.layout, attention=radix_call.attention, kernel=radix_call.kernel, scale=scaling
     )
     radix_call.layers_seen += 1
     return out_UNH[None], None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """As autocast does for `scaled_dot_product_attention`: norms leave q and k in float32, projections v in 16 bits."""
+    device_type = x.device.type
+    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
 
 
 def _check_call(module: nn.Module, dropout: float, layout: TreeLayout, kwargs: Mapping[str, Any]) -> None:

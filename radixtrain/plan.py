@@ -71,6 +71,10 @@ class PrefixPlan:
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
     @property
     def num_sequences(self) -> int:
         """B."""
@@ -108,6 +112,7 @@ class PrefixPlan:
         for segment, parent in enumerate(self.segment_parents.tolist()):
             if parent >= 0:
                 levels[segment] = levels[parent] + 1
+        levels.setflags(write=False)
         return levels
 
     @property
@@ -118,7 +123,9 @@ class PrefixPlan:
     @cached_property
     def row_subtree_ends(self) -> IntArray:
         """(U,). `subtree_ends` of each row's own segment: query q sees key k iff `k <= q < row_subtree_ends[k]`."""
-        return np.repeat(self.subtree_ends, np.diff(self.segment_starts))
+        ends = np.repeat(self.subtree_ends, np.diff(self.segment_starts))
+        ends.setflags(write=False)
+        return ends
 
     def __repr__(self) -> str:
         padding = f" + {self.num_padding} padding" if self.num_padding else ""
@@ -396,4 +403,6 @@ def _integers(name: str, values: Any) -> IntArray:
     if array.min() < 0:
         place = int(np.flatnonzero(array < 0)[0])
         raise ValueError(f"{name} must not be negative: {name}[{place}] = {array[place]}")
+    if array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} must fit into int64, got {array.max()}")
     return array.astype(np.int64)  # a copy: the plan keeps it and makes it read-only

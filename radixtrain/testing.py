@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["assert_within_reference_error", "ragged_batches", "relative_error"]
+__all__ = ["assert_within_reference_error", "flash_attention_by_the_book", "ragged_batches", "relative_error"]
 
 
 def ragged_batches(
@@ -33,19 +33,22 @@ def ragged_batches(
     from hypothesis import strategies as st
 
     tokens = st.integers(0, vocab_size - 1)
-    tails = st.lists(tokens, max_size=max_length)
+    kinds = ["fork", "fork", "fork", "extension", "prefix", "copy", "new"]
 
     @st.composite
     def batches(draw: Any) -> list[list[int]]:
         sequences: list[list[int]] = []
         for _ in range(draw(st.integers(min_sequences, max_sequences))):
-            kind = draw(st.sampled_from(["new", "copy", "prefix", "extension", "fork"] if sequences else ["new"]))
-            earlier = draw(st.sampled_from(sequences)) if kind != "new" else []
-            shared = draw(st.integers(0, len(earlier))) if kind in ("prefix", "fork") else len(earlier)
-            tail = draw(tails) if kind in ("new", "extension", "fork") else []
-            sequence = [*earlier[:shared], *tail][:max_length]
-            missing = max(0, min_length - len(sequence))
-            sequences.append(sequence + draw(st.lists(tokens, min_size=missing, max_size=missing)))
+            kind = draw(st.sampled_from(kinds if any(sequences) else ["new"]))
+            if kind == "new":
+                sequences.append(draw(st.lists(tokens, min_size=min_length, max_size=max_length)))
+                continue
+            sequence = draw(st.sampled_from([sequence for sequence in sequences if sequence]))
+            place = draw(st.integers(min_length, len(sequence))) if kind in ("fork", "prefix") else len(sequence)
+            tail = draw(st.lists(tokens, min_size=1, max_size=4)) if kind in ("fork", "extension") else []
+            if kind == "fork" and place < len(sequence) and vocab_size > 1:
+                tail[0] = (sequence[place] + 1 + tail[0] % (vocab_size - 1)) % vocab_size  # another than the one there
+            sequences.append([*sequence[:place], *tail][:max_length])
         return draw(st.permutations(sequences))
 
     return batches()
@@ -81,10 +84,12 @@ def assert_within_reference_error(
 
         ||actual - truth|| <= factor * ||reference - truth|| + u * ||truth||
 
-    Derivation. Both are roundings of one real result along two orders of operations. The errors share one a-priori
-    bound and differ in luck, so the reference's own error says how hard these inputs are in this dtype; a factor of 2
-    is one bit for the luck. The second term is what storing the exact result costs, at most u of each element: no
-    implementation can be asked for less, and without it a reference that happens to be exact could not be met.
+    Derivation. Both evaluate one formula in two orders of operations. Their errors share one a-priori bound and differ
+    in luck, so the reference's own error says how hard these inputs are in this dtype; a factor of 2 is one bit for the
+    luck. The second term is what storing the exact result costs, at most u of each element: no implementation can be
+    asked for less, and without it a reference that happens to be exact could not be met. So the reference must be the
+    same formula (`exp(s - lse)` has another bound than a softmax that divides), and the tensors large enough for luck
+    to average out.
 
     Raises AssertionError that names the tensor, its error and the bar, and the worst element with its index and values.
     A NaN or an infinity fails, be it in actual, in reference or in truth.
@@ -109,13 +114,43 @@ def assert_within_reference_error(
             )
 
 
+def flash_attention_by_the_book(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, lse, dq, dk, dv in the arithmetic of flash-attention: the ordinary reference for attention in any dtype.
+
+    q, dout: (T, N, H); k, v: (J, K, H); mask: (T, J), bool, True where seen, at least one key for every query.
+    Operands and results of the products are in the dtype of q; what lies between them, and lse (N, T), is float32 or
+    wider. Source: FlashAttention-2 (algorithms 1 and 2), without the tiles.
+    """
+    wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], q.shape[1] // k.shape[1])
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(q.dtype).to(wide)
+
+    q_TKGH, dout_TKGH = (x.to(wide).unflatten(1, groups) for x in (q, dout))
+    k_JKH, v_JKH = k.to(wide), v.to(wide)
+    scores = torch.einsum("tkgh,jkh->kgtj", q_TKGH, k_JKH) * scale
+    scores = scores.masked_fill(~mask, float("-inf"))
+    lse = scores.logsumexp(-1)
+    p = torch.exp(scores - lse[..., None])
+    out_TKGH = rounded(torch.einsum("kgtj,jkh->tkgh", rounded(p), v_JKH))
+    delta = torch.einsum("tkgh,tkgh->kgt", dout_TKGH, out_TKGH)
+    ds = rounded(p * (torch.einsum("tkgh,jkh->kgtj", dout_TKGH, v_JKH) - delta[..., None]))
+    dq = torch.einsum("kgtj,jkh->tkgh", ds, k_JKH).flatten(1, 2) * scale
+    dk = torch.einsum("kgtj,tkgh->jkh", ds, q_TKGH) * scale
+    dv = torch.einsum("kgtj,tkgh->jkh", rounded(p), dout_TKGH)
+    return out_TKGH.flatten(1, 2).to(q.dtype), lse.flatten(0, 1), dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
 def _distance(name: str, one: Tensor, truth: Tensor) -> float:
     assert one.shape == truth.shape, f"{name}: shape {tuple(one.shape)}, the truth's is {tuple(truth.shape)}"
     return float((one.detach().double() - truth.detach().double()).norm())
 
 
 def _worst_element(actual: Tensor, reference: Tensor, truth: Tensor) -> str:
-    errors = (actual.detach().double() - truth.detach()).abs().nan_to_num(nan=float("inf"))
+    errors = (actual.detach().double() - truth.detach()).abs().masked_fill(~reference.isfinite(), float("inf"))
+    errors = errors.nan_to_num(nan=float("inf"))
     index = tuple(int(i) for i in torch.unravel_index(errors.argmax(), errors.shape))
     values = (float(x[index]) for x in (actual, reference, truth))
     return "worst element at {}: actual {:.9g}, reference {:.9g}, truth {:.9g}".format(index, *values)

@@ -116,6 +116,11 @@ class SFTData(L.LightningDataModule):
     def predict_dataloader(self) -> StepLoader:
         return self._loader("predict", merge_labels=False)
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch of training."""
+        return -(-len(self.conversations["train"]) // self.hparams.batch_size)
+
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
         """What makes an optimizer step of sequences; `bench` and recipes use it outside Lightning."""
         hparams = self.hparams

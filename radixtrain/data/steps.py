@@ -53,11 +53,12 @@ class StepSampler(Sampler[list[int]]):
         return -(-self.num_conversations // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Decides at once, and not when the first step is asked for: `start` holds for one pass only."""
         order = np.arange(self.num_conversations)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_conversations)
-        for step in range(self.start, len(self)):
-            yield order[step * self.batch_size : (step + 1) * self.batch_size].tolist()
+        firsts = range(self.start * self.batch_size, self.num_conversations, self.batch_size)
+        return iter([order[first : first + self.batch_size].tolist() for first in firsts])
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""
@@ -83,10 +84,11 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.handed_out = self.sampler.start
-        for step in self.loader:
+        steps = iter(self.loader)
+        self.sampler.start = 0  # Lightning leaves a pass at its last step, so nothing behind the loop is sure to run
+        for step in steps:
             self.handed_out += 1
             yield step
-        self.sampler.start = self.handed_out = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"handed_out": self.handed_out}

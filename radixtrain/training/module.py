@@ -109,7 +109,7 @@ class RadixModule(L.LightningModule):
             betas=(hparams.adam_beta1, hparams.adam_beta2),
             eps=hparams.adam_epsilon,
         )
-        num_steps = int(self.trainer.estimated_stepping_batches)
+        num_steps = _num_steps(self.trainer)
         warmup = hparams.warmup_steps
         num_warmup = round(warmup * num_steps) if warmup < 1 else int(warmup)
         scheduler = get_scheduler(hparams.lr_scheduler_type, optimizer, num_warmup, num_steps)
@@ -163,7 +163,8 @@ class RadixModule(L.LightningModule):
         if self.hparams.dedup:
             inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
             return backbone(**inputs).last_hidden_state[0], _Targets.of_radix(batch)
-        hidden = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        hidden = backbone(**inputs, use_cache=False).last_hidden_state
         targets = _Targets(batch["shift_labels"][0], batch["prediction_rows"], batch["loss_weights"])
         return hidden.flatten(0, 1)[batch["predictor_indices"]], targets
 
@@ -300,6 +301,21 @@ def _with_lora(model: nn.Module, hparams: Any) -> Any:
         target_modules=hparams.lora_target_modules,
     )  # fmt: skip
     return get_peft_model(model, config)
+
+
+def _num_steps(trainer: L.Trainer) -> int:
+    """Optimizer steps of the whole run.
+
+    Not `trainer.estimated_stepping_batches` where the data module knows: that sets up the loader before a checkpoint is
+    restored, after which Lightning (2.6.6) does not give it its state back, and a resumed run repeats data.
+    """
+    per_epoch = getattr(getattr(trainer, "datamodule", None), "steps_per_epoch", None)
+    if per_epoch is None or trainer.max_epochs in (None, -1):
+        return int(trainer.estimated_stepping_batches)
+    limit = trainer.limit_train_batches
+    per_epoch = min(per_epoch, limit) if isinstance(limit, int) else int(per_epoch * limit)
+    num_steps = per_epoch * int(trainer.max_epochs or 0)
+    return num_steps if trainer.max_steps == -1 else min(num_steps, trainer.max_steps)
 
 
 def _num_parameters(model: nn.Module) -> tuple[int, int]:

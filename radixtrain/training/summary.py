@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from rich.console import Console
-from rich.table import Table
 
 if TYPE_CHECKING:
     from radixtrain.training.module import RadixModule
@@ -33,19 +32,19 @@ class RunSummary(L.Callback):
         speed, metrics = module.speed, trainer.callback_metrics
         if self.first_loss is None or not speed.seconds:
             return
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_row("loss", f"{self.first_loss:.4f} -> {float(metrics['loss']):.4f} in {trainer.global_step} steps")
-        if "eval_loss" in metrics:
-            table.add_row("eval_loss", f"{float(metrics['eval_loss']):.4f}")
-        table.add_row("r", f"{speed.num_tokens / speed.num_computed_tokens:.2f} tokens per computed token")
         effective, computed = speed.num_tokens / speed.seconds, speed.num_computed_tokens / speed.seconds
-        table.add_row(
-            "tokens/s", f"{effective:,.0f} effective, {computed:,.0f} computed, {speed.seconds:.0f} s of training"
-        )
-        table.add_row("model", f"{model_folder}")
-        table.add_row("checkpoints", f"{self.output_dir / 'checkpoints'}")
-        table.add_row("logs", f"{trainer.log_dir or self.output_dir}")
-        Console(soft_wrap=True).print(table)
+        lines = {
+            "loss": f"{self.first_loss:.4f} -> {float(metrics['loss']):.4f} in {trainer.global_step} steps",
+            "eval_loss": f"{float(metrics['eval_loss']):.4f}" if "eval_loss" in metrics else "",
+            "r": f"{speed.num_tokens / speed.num_computed_tokens:.2f} tokens per computed token",
+            "tokens/s": f"{effective:,.0f} effective, {computed:,.0f} computed, {speed.seconds:.0f} s of training",
+            "model": f"{model_folder}",
+            "checkpoints": f"{self.output_dir / 'checkpoints'}",
+            "logs": f"{trainer.log_dir or self.output_dir}",
+        }
+        for name, text in lines.items():
+            if text:
+                _say(f"{name:<12} {text}")
 
 
 class PredictionWriter(L.Callback):
@@ -72,4 +71,8 @@ class PredictionWriter(L.Callback):
 
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         os.replace(self.partial, self.path)
-        Console(soft_wrap=True).print(f"predictions  {self.path} ({self.num_sequences} sequences)")
+        _say(f"predictions  {self.path} ({self.num_sequences} sequences)")
+
+
+def _say(line: str) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(line)

@@ -19,6 +19,7 @@ def test_two_sequences():
     assert {key: (value.dtype, value.tolist()) for key, value in batch.items()} == {
         "input_ids": (torch.int64, [[7, 8, 9, 6], [7, 5, 3, 3]]),
         "attention_mask": (torch.int64, [[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "position_ids": (torch.int64, [[0, 1, 2, 3], [0, 1, 2, 3]]),
         "shift_labels": (torch.int64, [[9, 6, 5]]),
         "predictor_indices": (torch.int64, [1, 2, 4]),
         "prediction_rows": (torch.int64, [0, 1, 2]),

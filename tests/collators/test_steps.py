@@ -147,8 +147,10 @@ def test_no_micro_batch_computes_more_than_max_tokens(options, features, max_tok
     """Unless it is a single sequence."""
     options = dict(options)
     if options.pop("positions", False):
-        for start, feature in enumerate(features):
-            feature["position_ids"] = list(range(start, start + len(feature["input_ids"])))
+        features = [
+            {**feature, "position_ids": list(range(start, start + len(feature["input_ids"])))}
+            for start, feature in enumerate(features)
+        ]
     step = StepCollator(max_tokens=max_tokens, **options)(features)
     for batch, members in zip(step["micro_batches"], step["members"], strict=True):
         assert batch["input_ids"].numel() <= max_tokens or len(members) == 1

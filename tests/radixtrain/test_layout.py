@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
@@ -24,6 +24,7 @@ INT32 = {
 }  # fmt: skip
 INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path"}
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
+DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
 
 
 def plan_of(sequences, **options):
@@ -153,6 +154,7 @@ def test_single_segment_levels_are_slices():
     assert (single.q_rows, single.k_rows) == (slice(8, 10), slice(7, 8))
 
 
+@example(DEEP, 1, None)
 @settings(max_examples=60, deadline=None)
 @given(
     ragged_batches(min_length=0, min_sequences=0), st.sampled_from([1, 2, 3, 1000]), st.sampled_from([None, 8])
@@ -169,6 +171,7 @@ def test_pieces_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, 
     assert len(layout._packed_level_pieces()) == len(layout.levels) == max(plan.depth - 1, 0)
 
 
+@example(DEEP, 1, None)
 @settings(max_examples=60, deadline=None)
 @given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([1, 2, 3]), st.sampled_from([None, 8]))
 def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, pad_to_multiple_of):

@@ -1,0 +1,299 @@
+"""The CUDA code path without CUDA: the classes that call the GPU kernels, driven by stand-ins.
+
+A stand-in takes the arguments of the real function in its order, checks what the real one checks before it starts (or
+takes for granted, and reads wrong memory), and computes eagerly.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixtrain.kernels import varlen
+from radixtrain.kernels.cascade import cascade_attention
+from radixtrain.kernels.expand import expand_attention
+from radixtrain.kernels.path import path_attention
+from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.varlen import EagerKernel, FlashAttnKernel, Ragged, TorchCUDAKernel, VarlenKernel
+from radixtrain.layout import TreeLayout
+from radixtrain.plan import PrefixPlan, build_prefix_plan
+from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
+
+NAMES = ("out", "dq", "dk", "dv")
+HALF = (torch.bfloat16, torch.float16)
+TRIES = {
+    "one prompt": [[1, 1, 1, *tail] for tail in ([2], [3, 2], [1, 1, 4, 4])],
+    "nested": [
+        [1, 1, 2, 2, 3],
+        [1, 1, 2, 2, 4, 4],
+        [1, 1, 2, 5],
+        [1, 1, 3, 3],
+        [2, 2, 1],
+        [2, 2, 3, 3],
+        [2, 2, 3, 4],
+        [5],
+    ],
+    "deep": [[1] * n + [2] for n in range(1, 7)],
+    "branches of one token": [[1, 2], [1, 3], [1, 4], [2, 2], [2, 3]],
+    "nothing shared": [[1, 2, 3], [2, 1], [3]],
+    "one a prefix of another": [[1, 2, 3, 4], [1, 2], [1, 2, 3, 4], [1, 2, 5]],
+}
+
+
+class FlashRules:
+    """What a varlen flash kernel demands of its arguments (`mha_varlen_fwd` and `_bwd` in flash_api.cpp)."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...]):
+        self.dtypes = dtypes
+        self.num_forward = self.num_backward = 0
+
+    def check_rows(self, *tensors: Tensor) -> None:
+        for x in tensors:
+            assert x.ndim == 3
+            assert x.dtype == tensors[0].dtype and x.dtype in self.dtypes, f"got {x.dtype}"
+            assert x.stride(-1) == 1, "must have contiguous last dimension"
+            assert x.shape[-1] % 8 == 0 and x.shape[-1] <= 256, f"head_size {x.shape[-1]}"
+
+    def ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_q: int,
+        max_k: int,
+        causal: bool,
+    ) -> Ragged:
+        assert k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0
+        assert type(causal) is bool
+        for rows, cu_seqlens, longest in ((q, cu_seqlens_q, max_q), (k, cu_seqlens_k, max_k)):
+            assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous() and cu_seqlens.ndim == 1
+            assert cu_seqlens[0] == 0 and cu_seqlens[-1] == len(rows)
+            lengths = cu_seqlens.diff()
+            assert lengths.min() >= 0 and type(longest) is int and longest == lengths.max()
+        assert cu_seqlens_q.shape == cu_seqlens_k.shape
+        if max_q == 1 and q.shape[1] > k.shape[1]:  # heads and queries change places, and then the bounds are not read
+            assert len(q) == len(cu_seqlens_q) - 1
+        return Ragged(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *ragged, scale: float) -> tuple[Tensor, Tensor]:
+        self.num_forward += 1
+        self.check_rows(q, k, v)
+        return EagerKernel().forward(q, k, v, self.ragged(q, k, v, *ragged), scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *ragged, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.num_backward += 1
+        self.check_rows(dout, q, k, v, out)
+        assert dout.shape == out.shape == q.shape
+        assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
+        assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+        return EagerKernel().backward(dout, q, k, v, out, lse, self.ragged(q, k, v, *ragged), scale)
+
+
+def stand_in_for_aten(rules: FlashRules) -> SimpleNamespace:
+    def _flash_attention_forward(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+        num_splits=None,
+    ):  # fmt: skip
+        assert dropout_p == 0.0 and return_debug_mask is False
+        assert window_size_left is window_size_right is seqused_k is alibi_slopes is block_table is num_splits is None
+        ragged = cum_seq_q, cum_seq_k, max_q, max_k, is_causal
+        out, lse = rules.forward(query, key, value, *ragged, scale=scale)
+        rng_state, unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+        return out, lse, rng_state, unused, query.new_zeros(0)
+
+    def _flash_attention_backward(
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        assert dropout_p == 0.0 and window_size_left is window_size_right is None
+        assert rng_state.dtype == torch.uint64 and isinstance(unused, Tensor)
+        ragged = cum_seq_q, cum_seq_k, max_q, max_k, is_causal
+        return rules.backward(grad_out, query, key, value, out, logsumexp, *ragged, scale=scale)
+
+    return SimpleNamespace(
+        _flash_attention_forward=_flash_attention_forward, _flash_attention_backward=_flash_attention_backward
+    )
+
+
+def stand_in_for_flash_attn(rules: FlashRules) -> ModuleType:
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert dropout_p == softcap == 0.0 and window_size_left == window_size_right == -1
+        assert alibi_slopes is block_table is leftpad_k is seqused_k is None
+        assert return_softmax is zero_tensors is False
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+        out, lse = rules.forward(q, k, v, *ragged, scale=softmax_scale)
+        return out, lse, None, torch.zeros(2, dtype=torch.int64)
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        assert dropout_p == softcap == 0.0 and window_size_left == window_size_right == -1
+        assert alibi_slopes is rng_state is None and zero_tensors is False
+        assert deterministic is True, "atomics give other bits every time"
+        assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
+        rules.check_rows(dq, dk, dv)
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+        grads = rules.backward(dout, q, k, v, out, softmax_lse, *ragged, scale=softmax_scale)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+        return torch.zeros(0)  # softmax_d
+
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
+    interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
+    return interface
+
+
+@pytest.fixture
+def rules() -> FlashRules:
+    """Of the real kernels, but float64 is let in, to see the routing without rounding."""
+    return FlashRules((*HALF, torch.float64))
+
+
+@pytest.fixture(params=["torch", "flash_attn"])
+def kernel(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rules: FlashRules
+) -> Iterator[VarlenKernel]:
+    if request.param == "torch":
+        monkeypatch.setattr(varlen, "aten", stand_in_for_aten(rules))
+        yield TorchCUDAKernel()
+    else:
+        package, interface = ModuleType("flash_attn"), stand_in_for_flash_attn(rules)
+        package.flash_attn_interface = interface
+        monkeypatch.setitem(sys.modules, "flash_attn", package)
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+        yield FlashAttnKernel()
+
+
+def plan_of(sequences: list[list[int]], **options) -> PrefixPlan:
+    return build_prefix_plan(np.concatenate(sequences), np.cumsum([0, *map(len, sequences)]), **options)
+
+
+def inputs(plan: PrefixPlan, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, dout, as Hugging Face hands them over: (U, N, H) seen in (N, U, H) memory. No loss on padding."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(n, plan.num_rows, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
+    tensors = [torch.randn(*s, generator=generator, dtype=torch.float64).to(dtype).transpose(0, 1) for s in shapes]
+    tensors[3][plan.num_unique_tokens :] = 0
+    return tensors
+
+
+def with_gradients(attention, plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out of the unique tokens (that of padding means nothing), dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, dout)]
+
+
+def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scale: float):
+    """A strategy with the pieces that it takes on CUDA: for `cascade` one call a level."""
+    if strategy == "cascade":
+        pieces = layout.self_piece, layout._packed_level_pieces()
+        return lambda q, k, v: cascade_attention(q, k, v, *pieces, kernel, scale)
+    if strategy == "path":
+        return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, kernel, scale)
+    indices = layout.inverse_indices, layout.gather_indices
+    return lambda q, k, v: expand_attention(q, k, v, *indices, layout.sequences, kernel, scale)
+
+
+@pytest.mark.parametrize("name", ["_flash_attention_forward", "_flash_attention_backward"])
+def test_stand_in_has_the_signature_of_the_installed_torch(name: str) -> None:
+    ours = inspect.signature(getattr(stand_in_for_aten(FlashRules(HALF)), name)).parameters.values()
+    theirs = getattr(torch.ops.aten, name).default._schema.arguments
+    assert [(p.name, p.kind is p.KEYWORD_ONLY) for p in ours] == [(a.name, a.kwarg_only) for a in theirs]
+
+
+@pytest.mark.parametrize("trie", TRIES)
+@pytest.mark.parametrize("strategy", ["cascade", "path", "expand"])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+def test_float64(kernel: VarlenKernel, rules: FlashRules, trie: str, strategy: str, heads: tuple[int, int]) -> None:
+    plan = plan_of(TRIES[trie], pad_to_multiple_of=4)
+    layout = TreeLayout.from_plan(plan)
+    tensors, scale = inputs(plan, heads, 8, torch.float64), 0.4
+    truth = with_gradients(lambda q, k, v: reference_attention(q, k, v, layout.row_subtree_ends, scale), plan, *tensors)
+    actual = with_gradients(on_cuda(strategy, layout, kernel, scale), plan, *tensors)
+    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
+    assert max(errors.values()) <= 1e-12, errors
+    num_calls = 1 + len(layout.levels) if strategy == "cascade" else 1
+    assert (rules.num_forward, rules.num_backward) == (num_calls, num_calls)
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "path", "expand"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_16_bit(kernel: VarlenKernel, rules: FlashRules, strategy: str, dtype: torch.dtype) -> None:
+    rules.dtypes = HALF
+    sequences = [[token for token in sequence for _ in range(8)] for sequence in TRIES["nested"]]
+    plan = plan_of(sequences, min_shared_tokens=2, pad_to_multiple_of=16)
+    layout = TreeLayout.from_plan(plan)
+    tensors, scale = inputs(plan, (4, 2), 16, dtype), 0.25
+    wide = [x.double() for x in tensors]
+    truth = with_gradients(lambda q, k, v: reference_attention(q, k, v, layout.row_subtree_ends, scale), plan, *wide)
+    out, _, *grads = flash_attention_by_the_book(*tensors, tree_mask(layout.row_subtree_ends), scale)
+    actual = with_gradients(on_cuda(strategy, layout, kernel, scale), plan, *tensors)
+    assert_within_reference_error(actual, [out[: plan.num_unique_tokens], *grads], truth, names=NAMES)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout", "all"])
+@pytest.mark.parametrize("strategy", ["cascade", "path", "expand"])
+def test_strided_last_axis(kernel: VarlenKernel, strategy: str, which: str) -> None:
+    """Every tensor that the kernel sees, gradients that it fills included, must be contiguous in its last axis."""
+    plan = plan_of(TRIES["nested"])
+    layout = TreeLayout.from_plan(plan)
+    tensors = inputs(plan, (4, 2), 8, torch.float64)
+    attention = on_cuda(strategy, layout, kernel, 0.4)
+    expected = with_gradients(attention, plan, *tensors)
+    strided = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in tensors]
+    names = ("q", "k", "v", "dout")
+    views = [y if which in (name, "all") else x for name, x, y in zip(names, tensors, strided, strict=True)]
+    actual = with_gradients(attention, plan, *views)
+    assert max(relative_error(x, y) for x, y in zip(actual, expected, strict=True)) <= 1e-12
+
+
+def test_gradient_of_a_sum(kernel: VarlenKernel) -> None:
+    plan = plan_of(TRIES["nested"])
+    layout = TreeLayout.from_plan(plan)
+    *tensors, dout = inputs(plan, (4, 2), 8, torch.float64)
+    attention = on_cuda("cascade", layout, kernel, 0.4)
+    ones = torch.ones_like(dout)
+    expanded = with_gradients(attention, plan, *tensors, ones[0, 0, 0].expand_as(dout))
+    assert all(
+        torch.equal(x, y) for x, y in zip(expanded, with_gradients(attention, plan, *tensors, ones), strict=True)
+    )
+
+
+def test_rules_are_enforced(kernel: VarlenKernel, rules: FlashRules) -> None:
+    """The stand-ins refuse what the real kernels refuse or misread."""
+    q, k, v, dout = inputs(plan_of([[1, 2, 3, 4]]), (2, 2), 8, torch.float64)
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
+    good = Ragged(cu_seqlens, cu_seqlens, 4, 4, True)
+    out, lse = kernel.forward(q, k, v, good, 1.0)
+    for bad in (
+        Ragged(cu_seqlens.long(), cu_seqlens, 4, 4, True),
+        Ragged(cu_seqlens, cu_seqlens + 1, 4, 4, True),
+        Ragged(cu_seqlens, cu_seqlens, 3, 4, True),
+    ):
+        with pytest.raises(AssertionError):
+            kernel.forward(q, k, v, bad, 1.0)
+        with pytest.raises(AssertionError):
+            kernel.backward(dout, q, k, v, out, lse, bad, 1.0)
+    with pytest.raises(AssertionError, match="head_size 7"):
+        kernel.forward(q[..., :7], k[..., :7], v[..., :7], good, 1.0)
+    rules.dtypes = HALF
+    with pytest.raises(AssertionError, match=r"got torch\.float64"):
+        kernel.forward(q, k, v, good, 1.0)

@@ -1,0 +1,406 @@
+"""T packed tokens, U unique rows, N query heads, K key/value heads, H head dim."""
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.nn.functional import scaled_dot_product_attention
+
+from radixtrain.attention import AttentionChoice, choose_attention, tree_attention
+from radixtrain.kernels.cascade import cascade_attention
+from radixtrain.kernels.path import path_attention
+from radixtrain.kernels.reference import reference_attention
+from radixtrain.kernels.varlen import EagerKernel
+from radixtrain.layout import TreeLayout
+from radixtrain.plan import PrefixPlan, build_prefix_plan
+from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NAMES = ("out", "dq", "dk", "dv")
+WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
+ways = pytest.mark.parametrize(("attention", "kernel"), WAYS)
+every_way = pytest.mark.parametrize(("attention", "kernel"), [*WAYS, ("reference", "auto"), ("auto", "auto")])
+
+# Two trees: one of three levels below [1, 1, 2], one of one level below [2]; a prefix of another; one twice.
+NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [1, 1, 2, 2], [2, 1, 1], [2, 3, 3], [2, 1, 1], [5]]
+
+
+def plan_of(sequences: list[list[int]], **options) -> PrefixPlan:
+    tokens = [token for sequence in sequences for token in sequence]
+    return build_prefix_plan(tokens, np.cumsum([0, *map(len, sequences)]), **options)
+
+
+def longer(sequences: list[list[int]], times: int) -> list[list[int]]:
+    """The same tree with every run `times` as long."""
+    return [[token for token in sequence for _ in range(times)] for sequence in sequences]
+
+
+def inputs(
+    plan: PrefixPlan, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), head_dim: int = 8, seed: int = 0
+) -> list[Tensor]:
+    """q, k, v, dout. No loss on padding, whose output means nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(plan.num_rows, n, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
+    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    tensors[3][plan.num_unique_tokens :] = 0
+    return tensors
+
+
+def with_gradients(attend, plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out of the unique tokens, dq, dk, dv."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, dout)]
+
+
+def by_tree(plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str = "auto", **options) -> list[Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **options)
+
+    return with_gradients(attend, plan, *tensors)
+
+
+def each_alone(plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """What a user has today: torch's own attention on each sequence alone; gradients of copies are added in float64."""
+    rows = torch.tensor(plan.inverse_indices)
+    first = torch.tensor(plan.gather_indices[: plan.num_unique_tokens])
+    leaves = [x[rows].requires_grad_() for x in (q, k, v)]
+    dout_packed = dout.new_zeros(len(rows), *dout.shape[1:])
+    dout_packed[first] = dout[: plan.num_unique_tokens]
+    lengths = np.diff(plan.cu_seqlens).tolist()
+    outs = []
+    for parts in zip(*(x.split(lengths) for x in leaves), strict=True):
+        heads_first = [x.transpose(0, 1)[None] for x in parts]
+        out = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    out = torch.cat(outs)
+    copies = torch.autograd.grad(out, leaves, dout_packed)
+    totals = [
+        torch.zeros(x.shape, dtype=torch.float64).index_add_(0, rows, g.double())
+        for x, g in zip((q, k, v), copies, strict=True)
+    ]
+    return [out.detach()[first], *(total.to(q.dtype) for total in totals)]
+
+
+def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor]) -> None:
+    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
+    assert all(error <= 1e-12 for error in errors.values()), errors
+
+
+@every_way
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("options", [{}, {"min_shared_tokens": 3}, {"pad_to_multiple_of": 16}], ids=str)
+def test_nested_in_float64(attention: str, kernel: str, heads: tuple[int, int], options: dict) -> None:
+    plan = plan_of(longer(NESTED, 2), **options)
+    tensors = inputs(plan, torch.float64, heads)
+    actual = by_tree(plan, tensors, attention, kernel)
+    assert_equal_in_float64(actual, by_tree(plan, tensors, "reference"))
+    assert_equal_in_float64(actual, each_alone(plan, *tensors))
+
+
+@pytest.mark.parametrize("min_shared_tokens", [1, 3])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(sequences=ragged_batches(min_length=0), pad_to_multiple_of=st.sampled_from([None, 8]))
+def test_generated_in_float64(
+    min_shared_tokens: int, sequences: list[list[int]], pad_to_multiple_of: int | None
+) -> None:
+    sequences = [*sequences, [0, 1]]  # a query with one key has gradient zero: some must have two
+    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
+    tensors = inputs(plan, torch.float64, (2, 1), 4)
+    truth = by_tree(plan, tensors, "reference")
+    assert_equal_in_float64(each_alone(plan, *tensors), truth)
+    for attention, kernel in WAYS:
+        assert_equal_in_float64(by_tree(plan, tensors, attention, kernel), truth)
+
+
+@every_way
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+@pytest.mark.parametrize("options", [{}, {"min_shared_tokens": 20, "pad_to_multiple_of": 64}], ids=str)
+def test_lower_precision(attention: str, kernel: str, dtype: torch.dtype, options: dict) -> None:
+    plan = plan_of(longer(NESTED, 10), **options)
+    tensors = inputs(plan, dtype, head_dim=16)
+    truth = by_tree(plan, [x.double() for x in tensors], "reference")
+    actual = by_tree(plan, tensors, attention, kernel)
+    assert [x.dtype for x in actual] == [dtype] * 4
+    assert_within_reference_error(actual, each_alone(plan, *tensors), truth, names=NAMES)
+
+
+@every_way
+def test_single_tokens_see_themselves(attention: str, kernel: str) -> None:
+    plan = plan_of([[1], [2], [1], [3]])
+    tensors = inputs(plan, torch.float64, (2, 2))
+    out, dq, dk, dv = by_tree(plan, tensors, attention, kernel)
+    assert torch.equal(out, tensors[2])
+    assert relative_error(dv, tensors[3]) <= 1e-15
+    assert max(dq.abs().max(), dk.abs().max()) <= 1e-14  # softmax of one score: zero, but for the rounding of delta
+
+
+@every_way
+@pytest.mark.parametrize("sequences", [[], [[], []]])
+def test_no_rows(attention: str, kernel: str, sequences: list[list[int]]) -> None:
+    plan = plan_of(sequences)
+    results = by_tree(plan, inputs(plan, torch.float32), attention, kernel)
+    assert [x.shape for x in results] == [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8)]
+
+
+@every_way
+def test_gradcheck(attention: str, kernel: str) -> None:
+    plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3]])
+    leaves = [x.requires_grad_() for x in inputs(plan, torch.float64, (2, 1), 3)[:3]]
+    assert gradcheck(lambda q, k, v: tree_attention(q, k, v, plan, attention=attention, kernel=kernel), leaves)
+
+
+@every_way
+def test_plan_or_layout(attention: str, kernel: str) -> None:
+    plan = plan_of(NESTED)
+    q, k, v, _ = inputs(plan, torch.float32)
+    layout = TreeLayout.from_plan(plan)
+    carried = TreeLayout.from_batch(layout.to_batch())
+    results = [tree_attention(q, k, v, tree, attention=attention, kernel=kernel) for tree in (plan, layout, carried)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@every_way
+def test_scale(attention: str, kernel: str) -> None:
+    plan = plan_of(NESTED)
+    q, k, v, dout = inputs(plan, torch.float64)
+    by_default = by_tree(plan, [q, k, v, dout], attention, kernel)
+    assert_equal_in_float64(by_default, by_tree(plan, [q, k, v, dout], attention, kernel, scale=8**-0.5))
+    out_scaled = by_tree(plan, [q * 3, k, v, dout], attention, kernel)[0]
+    assert relative_error(by_tree(plan, [q, k, v, dout], attention, kernel, scale=3 * 8**-0.5)[0], out_scaled) <= 1e-12
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_branches_do_not_see_each_other(attention: str, kernel: str, dtype: torch.dtype) -> None:
+    """Other tokens in one branch leave every output outside of it bit-equal."""
+    plan = plan_of(longer(NESTED, 3))
+    tensors = inputs(plan, dtype)
+    others = inputs(plan, dtype, seed=1)
+    before = by_tree(plan, tensors, attention, kernel)[0]
+    for start, end in zip(plan.segment_starts.tolist(), plan.subtree_ends.tolist(), strict=False):
+        changed = [x.clone() for x in tensors]
+        for x, y in zip(changed[:3], others[:3], strict=True):
+            x[start:end] = y[start:end]
+        after = by_tree(plan, changed, attention, kernel)[0]
+        assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
+        assert not torch.equal(after[start:end], before[start:end])
+
+
+@every_way
+def test_same_bits_every_time(attention: str, kernel: str) -> None:
+    plan = plan_of(longer(NESTED, 10))
+    tensors = inputs(plan, torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = (by_tree(plan, tensors, attention, kernel) for _ in range(20))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
+class TopLeftKernel(EagerKernel):
+    """Causal from the wrong corner: the first query sees the first key alone."""
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+        scores = super()._scores(q, k, False, scale)
+        return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+
+
+def top_left_causal(layout: TreeLayout):
+    return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, TopLeftKernel(), q.shape[-1] ** -0.5)
+
+
+def one_level(layout: TreeLayout):
+    """The cascade of a tree of one level: only roots are seen by their descendants, deeper ancestors are not."""
+    roots, end = [], 0
+    for piece in layout.level_pieces:
+        if piece.k_rows.start >= end:
+            roots, end = [*roots, piece], piece.q_rows.stop
+    assert len(roots) < len(layout.level_pieces)
+    return lambda q, k, v: cascade_attention(q, k, v, layout.self_piece, roots, EagerKernel(), q.shape[-1] ** -0.5)
+
+
+def sibling_leak(layout: TreeLayout):
+    """One leaf is seen by the branch behind it."""
+    ends, starts = layout.subtree_ends.clone(), layout.segment_starts
+    leaf = next(i for i in range(len(ends)) if ends[i] == starts[i + 1])
+    ends[leaf] += 1
+    wrong = dataclasses.replace(layout, subtree_ends=ends)
+    return lambda q, k, v: reference_attention(q, k, v, wrong.row_subtree_ends, q.shape[-1] ** -0.5)
+
+
+def plain_causal(layout: TreeLayout):
+    """All unique rows as one sequence: what stock attention makes of a radix batch."""
+    ends = torch.full((layout.num_rows,), layout.num_rows)
+    return lambda q, k, v: reference_attention(q, k, v, ends, q.shape[-1] ** -0.5)
+
+
+def shifted_segments(layout: TreeLayout):
+    """Off by one: every segment's last row is taken for its descendant's first."""
+    starts = layout.segment_starts.clone()
+    starts[1:-1] -= 1
+    wrong = dataclasses.replace(layout, segment_starts=starts)
+    return lambda q, k, v: reference_attention(q, k, v, wrong.row_subtree_ends, q.shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("wrong", [top_left_causal, one_level, sibling_leak, plain_causal, shifted_segments])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_wrong_masks_are_caught(wrong, dtype: torch.dtype) -> None:
+    """The comparisons above fail for each of these, in every dtype and for every tensor."""
+    plan = plan_of(longer(NESTED, 3))
+    layout, tensors = TreeLayout.from_plan(plan), inputs(plan, dtype)
+    truth = by_tree(plan, [x.double() for x in tensors], "reference")
+    reference, actual = each_alone(plan, *tensors), with_gradients(wrong(layout), plan, *tensors)
+    for name, *one in zip(NAMES, actual, reference, truth, strict=True):
+        with pytest.raises(AssertionError, match=f"{name} .* worst element at"):
+            assert_within_reference_error(*one, names=name)
+    if dtype == torch.float64:
+        with pytest.raises(AssertionError):
+            assert_equal_in_float64(actual, truth)
+
+
+class TestValidation:
+    plan = plan_of(NESTED)
+    U = plan.num_rows
+
+    def attend(self, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], **options) -> Tensor:
+        return tree_attention(torch.zeros(q), torch.zeros(k), torch.zeros(v), self.plan, **options)
+
+    def test_rows(self) -> None:
+        good, short = (self.U, 2, 8), (self.U - 1, 2, 8)
+        for place, name in enumerate(("query", "key", "value")):
+            shapes = [good] * 3
+            shapes[place] = short
+            message = (
+                rf"{name} must be \(U, heads, head_dim\) with U = {self.U} rows, the plan's; got \({self.U - 1}, 2, 8\)"
+            )
+            with pytest.raises(ValueError, match=message):
+                self.attend(*shapes)
+
+    def test_dimensions(self) -> None:
+        with pytest.raises(ValueError, match=rf"query must be .* got \(1, {self.U}, 2, 8\)"):
+            self.attend((1, self.U, 2, 8), (self.U, 2, 8), (self.U, 2, 8))
+
+    @pytest.mark.parametrize("heads", [(3, 2, 2), (2, 4, 4), (2, 2, 1)])
+    def test_heads(self, heads: tuple[int, int, int]) -> None:
+        message = "must be a multiple of those of key and value: got {}, {} and {}".format(*heads)
+        with pytest.raises(ValueError, match=message):
+            self.attend(*((self.U, n, 8) for n in heads))
+
+    def test_head_dim_of_key(self) -> None:
+        with pytest.raises(ValueError, match="head_dim of query and key must agree, got 8 and 4"):
+            self.attend((self.U, 2, 8), (self.U, 2, 4), (self.U, 2, 8))
+
+    def test_head_dim_of_value(self) -> None:
+        """Key and value are (U, K, H) both; a torch kernel says so in words of its own, an eager one computes it."""
+        with pytest.raises(ValueError, match="head_dim"):
+            self.attend((self.U, 2, 8), (self.U, 2, 8), (self.U, 2, 4))
+
+    def test_dtypes(self) -> None:
+        q = torch.zeros(self.U, 2, 8)
+        with pytest.raises(ValueError, match=r"value is torch\.bfloat16 on cpu, query is torch\.float32 on cpu"):
+            tree_attention(q, q, q.bfloat16(), self.plan)
+
+    def test_integers(self) -> None:
+        q = torch.zeros(self.U, 2, 8, dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"torch\.int64"):
+            tree_attention(q, q, q, self.plan)
+
+    def test_devices(self) -> None:
+        q = torch.zeros(self.U, 2, 8)
+        with pytest.raises(ValueError, match=r"key is torch\.float32 on meta, query is torch\.float32 on cpu"):
+            tree_attention(q, q.to("meta"), q, self.plan)
+        with pytest.raises(
+            ValueError, match=r"the plan is on cpu, query on meta; move it with TreeLayout\.to\(device\)"
+        ):
+            tree_attention(*(q.to("meta"),) * 3, TreeLayout.from_plan(self.plan))
+
+    def test_kernel_that_cannot_be_had(self) -> None:
+        shape = self.U, 2, 8
+        with pytest.raises(ValueError, match="kernel='flash_attn' cannot be used: needs CUDA, the tensors are on cpu"):
+            self.attend(shape, shape, shape, kernel="flash_attn")
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def nothing_chosen_yet(self):
+        choose_attention.cache_clear()
+
+    @pytest.fixture
+    def without_flash_attn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    @pytest.fixture
+    def with_flash_attn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+
+    def test_unknown_names(self) -> None:
+        with pytest.raises(ValueError, match="attention must be auto, cascade, path, expand, reference; got 'flex'"):
+            choose_attention("flex", "auto", CPU, torch.float32, 64)
+        with pytest.raises(ValueError, match="kernel must be auto, torch, flash_attn, eager; got 'triton'"):
+            choose_attention("auto", "triton", CPU, torch.float32, 64)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_on_cpu(self, dtype: torch.dtype) -> None:
+        choice = choose_attention("auto", "auto", CPU, dtype, 17)
+        assert (choice.strategy, choice.kernel) == ("cascade", "torch")
+
+    def test_by_name(self) -> None:
+        choice = choose_attention("path", "eager", CPU, torch.float32, 64)
+        assert str(choice) == "attention=path, kernel=eager (path: by request; eager: by request)"
+        assert choose_attention("reference", "auto", CPU, torch.float32, 64).kernel == "none"
+
+    def test_on_cuda(self, with_flash_attn: None) -> None:
+        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == "flash_attn"
+        assert choose_attention("auto", "torch", CUDA, torch.bfloat16, 128).kernel == "torch"
+
+    def test_on_cuda_without_flash_attn(self, without_flash_attn: None) -> None:
+        choice = choose_attention("auto", "auto", CUDA, torch.float16, 256)
+        assert choice.kernel == "torch"
+        assert "flash-attn is not installed" in choice.reason
+        with pytest.raises(ValueError, match=r"flash-attn is not installed \(pip install 'radixtrain\[flash\]'"):
+            choose_attention("auto", "flash_attn", CUDA, torch.float16, 64)
+
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "reason"),
+        [
+            (torch.float32, 64, "takes float16 and bfloat16, got torch.float32"),
+            (torch.bfloat16, 17, "takes head dims that are multiples of 8 up to 256, got 17"),
+            (torch.bfloat16, 264, "takes head dims that are multiples of 8 up to 256, got 264"),
+        ],
+    )
+    def test_what_cuda_kernels_do_not_take(
+        self, with_flash_attn, dtype: torch.dtype, head_dim: int, reason: str
+    ) -> None:
+        choice = choose_attention("auto", "auto", CUDA, dtype, head_dim)
+        assert choice.kernel == "eager"
+        assert f"flash_attn {reason}" in choice.reason and f"torch {reason}" in choice.reason
+        for kernel in ("torch", "flash_attn"):
+            with pytest.raises(ValueError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto'"):
+                choose_attention("auto", kernel, CUDA, dtype, head_dim)
+
+    def test_logged_once_in_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
+        plan = plan_of(NESTED)
+        with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
+            for _ in range(3):
+                q, k, v, _ = inputs(plan, torch.float32)
+                tree_attention(q, k, v, plan)
+        assert caplog.messages == ["attention=cascade, kernel=torch (cascade: no row is copied; torch: on cpu)"]
+
+    def test_refusal_is_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="flash_attn"):
+            choose_attention("auto", "flash_attn", CPU, torch.bfloat16, 64)
+        assert not caplog.messages
+
+    def test_choice_reads_as_a_line(self) -> None:
+        assert str(AttentionChoice("path", "eager", "why")) == "attention=path, kernel=eager (why)"

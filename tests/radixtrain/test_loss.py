@@ -1,0 +1,357 @@
+"""R predictor rows, P predictions, D hidden, V vocabulary."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from radixtrain import loss as loss_module
+from radixtrain.loss import linear_cross_entropy, prediction_logprobs
+from radixtrain.testing import assert_within_reference_error, relative_error
+
+NAMES = ("loss", "d_hidden", "d_weight", "d_bias")
+R, D, V = 13, 6, 11
+
+# Three predictions at row 4, the same label twice at row 0, none at rows 2 and 7; in no order.
+ROWS = torch.tensor([4, 0, 1, 4, 3, 12, 0, 4, 5, 6, 8, 9, 10, 11])
+LABELS = torch.tensor([1, 7, 0, 10, 3, 3, 7, 2, 5, 5, 9, 0, 4, 6])
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0, 0.5, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0, 7.0, 1.0])
+
+biases = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+chunks = pytest.mark.parametrize("rows_per_chunk", [1, 4, 13, 100])
+
+
+def parameters(
+    dtype: torch.dtype, num_rows: int = R, hidden_size: int = D, vocab_size: int = V, bias: bool = True
+) -> list[Tensor | None]:
+    """hidden, weight, bias; logits of order one."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_rows, hidden_size, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab_size, hidden_size, generator=generator, dtype=torch.float64) * hidden_size**-0.5
+    offset = torch.randn(vocab_size, generator=generator, dtype=torch.float64) if bias else None
+    return [None if x is None else x.to(dtype) for x in (hidden, weight, offset)]
+
+
+def with_gradients(function, given: list[Tensor | None]) -> list[Tensor]:
+    """Loss and gradients of what there is of hidden, weight and bias."""
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in given]
+    loss = function(*leaves)
+    return [loss.detach(), *torch.autograd.grad(loss, [x for x in leaves if x is not None])]
+
+
+def ours(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS):
+    return lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
+
+
+def by_torch(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS):
+    """One row of logits a prediction, as a stock head computes them; the softmax in float32 or wider, as in HF."""
+
+    def total(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logits = linear(hidden[rows], weight, bias).to(wide)
+        return (weights.to(wide) * cross_entropy(logits, labels, reduction="none")).sum()
+
+    return total
+
+
+@pytest.fixture
+def chunked(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> int:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows_per_chunk * V + V // 2)
+    return rows_per_chunk
+
+
+def test_three_targets_at_one_row_literally() -> None:
+    """Logits (0, ln 2, ln 3): probabilities 1/6, 2/6, 3/6. Labels 0, 1, 2 stand for 1, 2 and 4 tokens."""
+    hidden = torch.tensor([[1.0]], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)]], dtype=torch.float64, requires_grad=True)
+    rows, labels, weights = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.tensor([1.0, 2.0, 4.0])
+    loss = linear_cross_entropy(hidden, weight, labels, rows, weights)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(6) + 2 * math.log(3) + 4 * math.log(2), abs=1e-14)
+    d_logits = [7 / 6 - 1, 7 * 2 / 6 - 2, 7 * 3 / 6 - 4]
+    assert weight.grad.flatten().tolist() == pytest.approx(d_logits, abs=1e-14)
+    assert hidden.grad.item() == pytest.approx(d_logits[1] * math.log(2) + d_logits[2] * math.log(3), abs=1e-14)
+
+
+@biases
+@chunks
+def test_cross_entropy_of_torch(chunked: int, bias: bool) -> None:
+    given = parameters(torch.float64, bias=bias)
+    truth = with_gradients(by_torch(), given)
+    errors = [relative_error(x, y) for x, y in zip(with_gradients(ours(), given), truth, strict=True)]
+    assert max(errors) <= 1e-12, errors
+
+
+@biases
+@pytest.mark.parametrize("rows_per_chunk", [40, 10_000])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, rows_per_chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
+    weights = torch.randint(1, 5, (300,), generator=generator).float()
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows_per_chunk * 150)
+    given = parameters(dtype, 200, 64, 150, bias)
+    truth = with_gradients(by_torch(labels, rows, weights), [None if x is None else x.double() for x in given])
+    reference = with_gradients(by_torch(labels, rows, weights), given)
+    actual = with_gradients(ours(labels, rows, weights), given)
+    assert [x.dtype for x in actual] == [torch.float32] + [dtype] * (len(actual) - 1)
+    assert_within_reference_error(actual, reference, truth, names=NAMES[: len(actual)])
+
+
+@chunks
+def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
+    given = parameters(torch.float64)
+    whole = with_gradients(ours(), given)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows_per_chunk * V)
+    errors = [relative_error(x, y) for x, y in zip(with_gradients(ours(), given), whole, strict=True)]
+    assert max(errors) <= 1e-14, errors
+
+
+def test_vocabulary_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = parameters(torch.float64)
+    whole = with_gradients(ours(), given)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 1)
+    assert max(relative_error(x, y) for x, y in zip(with_gradients(ours(), given), whole, strict=True)) <= 1e-14
+
+
+def test_weight_of_a_prediction_is_how_often_it_is_listed() -> None:
+    given, times = parameters(torch.float64), WEIGHTS.to(torch.int64)  # the half becomes none
+    listed = ours(LABELS.repeat_interleave(times), ROWS.repeat_interleave(times), torch.ones(int(times.sum())))
+    merged = ours(weights=times.float())
+    errors = [relative_error(*pair) for pair in zip(*(with_gradients(f, given) for f in (merged, listed)), strict=True)]
+    assert max(errors) <= 1e-14, errors
+
+
+def test_integer_weights_and_a_weight_of_zero() -> None:
+    hidden, weight, bias = parameters(torch.float64)
+    labels, rows = LABELS[:3], ROWS[:3]
+    dropped = linear_cross_entropy(hidden, weight, labels, rows, torch.tensor([2, 0, 1]), bias)
+    kept = linear_cross_entropy(hidden, weight, labels[[0, 2]], rows[[0, 2]], torch.tensor([2.0, 1.0]), bias)
+    assert relative_error(dropped, kept) <= 1e-15
+
+
+def test_rows_without_a_prediction_get_no_gradient() -> None:
+    _, d_hidden, *_ = with_gradients(ours(), parameters(torch.float32))
+    named = torch.zeros(R, dtype=torch.bool).index_fill_(0, ROWS, True)
+    assert not d_hidden[~named].any()
+    assert d_hidden[named].any(-1).all()
+
+
+@pytest.mark.parametrize("scale", [1e4, 3e4])
+def test_large_logits_stay_finite(scale: float) -> None:
+    hidden, weight, _ = parameters(torch.float32)
+    results = with_gradients(
+        lambda h, w, b: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS), [hidden * scale, weight, None]
+    )
+    assert all(x.isfinite().all() for x in results)
+
+
+@biases
+@chunks
+def test_gradcheck(chunked: int, bias: bool) -> None:
+    leaves = [x.requires_grad_() for x in parameters(torch.float64, bias=bias) if x is not None]
+    assert gradcheck(lambda h, w, b=None: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS, b), leaves)
+
+
+def test_differentiating_twice_is_refused() -> None:
+    hidden, weight, _ = (x.requires_grad_() for x in parameters(torch.float64))
+    loss = linear_cross_entropy(hidden, weight, LABELS, ROWS, WEIGHTS)
+    (d_hidden,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_hidden.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradient_is_scaled_by_what_comes_from_above(dtype: torch.dtype) -> None:
+    given = parameters(dtype)
+    once = with_gradients(ours(), given)
+    half = with_gradients(lambda *x: ours()(*x) / 2, given)
+    assert all(torch.equal(x / 2, y) for x, y in zip(once, half, strict=True))
+
+
+@pytest.mark.parametrize(
+    "trained", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+)
+def test_some_are_frozen(trained: tuple[bool, bool, bool]) -> None:
+    """A frozen head (LoRA) gets no gradient, and what is trained gets the same."""
+    given = parameters(torch.float64)
+    expected = with_gradients(ours(), given)
+    leaves = [x.clone().requires_grad_(flag) for x, flag in zip(given, trained, strict=True)]
+    ours()(*leaves).backward()
+    for leaf, flag, gradient in zip(leaves, trained, expected[1:], strict=True):
+        assert leaf.grad is None if not flag else torch.equal(leaf.grad, gradient)
+
+
+def test_strided_parameters() -> None:
+    hidden, weight, bias = parameters(torch.float64)
+    views = [hidden.t().contiguous().t(), weight.t().contiguous().t(), bias.repeat_interleave(2)[::2]]
+    errors = [
+        relative_error(*p)
+        for p in zip(*(with_gradients(ours(), x) for x in (views, [hidden, weight, bias])), strict=True)
+    ]
+    assert max(errors) <= 1e-14, errors
+
+
+def test_given_tensors_are_left_alone() -> None:
+    given = [*parameters(torch.float32), LABELS, ROWS, WEIGHTS]
+    before = [x.clone() for x in given]
+    with_gradients(ours(), given[:3])
+    assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("num_rows", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_predictions(num_rows: int, dtype: torch.dtype) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    results = with_gradients(ours(none, none, torch.zeros(0)), parameters(dtype, num_rows))
+    assert results[0].dtype == torch.float32
+    assert [x.shape for x in results] == [(), (num_rows, D), (V, D), (V,)]
+    assert not any(x.any() for x in results)
+
+
+def test_same_bits_every_time() -> None:
+    given = parameters(torch.float32)
+    first, *others = (with_gradients(ours(), given) for _ in range(20))
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
+class TestAutocast:
+    def test_is_the_loss_of_bfloat16_parameters(self) -> None:
+        given = parameters(torch.float32)
+        expected = with_gradients(ours(), [x.bfloat16() for x in given])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual = with_gradients(ours(), given)
+        assert [x.dtype for x in actual] == [torch.float32] * 4  # gradients have the dtype of the parameters
+        assert all(torch.equal(x, y.float()) for x, y in zip(actual, expected, strict=True))
+
+    def test_within_the_error_of_torch_under_autocast(self) -> None:
+        """As many rows as make luck average out. The reference runs `linear` under autocast and casts, as HF does."""
+        generator = torch.Generator().manual_seed(0)
+        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
+        given = parameters(torch.float32, 200, 64, 150)
+        predictions = labels, rows, torch.ones(300)
+        truth = with_gradients(by_torch(*predictions), [x.double() for x in given])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            reference = with_gradients(by_torch(*predictions), given)
+            actual = with_gradients(ours(*predictions), given)
+        assert_within_reference_error(actual, reference, truth, names=NAMES)
+
+    def test_backward_outside_of_it(self) -> None:
+        leaves = [x.requires_grad_() for x in parameters(torch.float32)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ours()(*leaves)
+        loss.backward()
+        assert all(x.grad.dtype == torch.float32 for x in leaves)
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many elements the largest tensor has that any operation made; views and in-place results do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        for x in results if isinstance(results, tuple | list) else (results,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.made.append((x.numel(), str(func), tuple(x.shape)))
+        return results
+
+    @property
+    def largest(self) -> int:
+        return max(self.made)[0]
+
+
+class TestMemory:
+    num_rows, hidden_size, vocab_size, num_predictions = 64, 8, 100, 90
+
+    @pytest.fixture(autouse=True)
+    def four_rows_a_chunk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 4 * self.vocab_size)
+
+    def given(self, requires_grad: bool) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        leaves = parameters(torch.float32, self.num_rows, self.hidden_size, self.vocab_size)
+        rows, labels = (torch.randint(0, n, (self.num_predictions,)) for n in (self.num_rows, self.vocab_size))
+        return [x.requires_grad_(requires_grad) for x in leaves], (labels, rows, torch.ones(self.num_predictions))
+
+    def test_probe_sees_the_logits(self) -> None:
+        leaves, predictions = self.given(requires_grad=True)
+        with LargestTensor() as probe:
+            by_torch(*predictions)(*leaves).backward()
+        assert probe.largest == self.num_predictions * self.vocab_size
+
+    def test_logits_never_exist_as_a_whole(self) -> None:
+        leaves, predictions = self.given(requires_grad=True)
+        with LargestTensor() as probe:
+            ours(*predictions)(*leaves).backward()
+        largest_that_must_be = max(self.vocab_size * self.hidden_size, self.num_rows * self.hidden_size)
+        assert probe.largest == largest_that_must_be < self.num_rows * self.vocab_size
+
+    def test_frozen_head_has_no_gradient_buffer(self) -> None:
+        leaves, predictions = self.given(requires_grad=False)
+        leaves[0].requires_grad_()
+        with LargestTensor() as probe:
+            ours(*predictions)(*leaves).backward()
+        assert probe.largest == self.num_rows * self.hidden_size
+
+    @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+    def test_no_gradient_is_computed_where_none_is_asked_for(self, grad_mode) -> None:
+        """Validation: a chunk of logits, and no buffer in the shape of the head."""
+        leaves, predictions = self.given(requires_grad=True)
+        with grad_mode(), LargestTensor() as probe:
+            loss = ours(*predictions)(*leaves)
+        assert not loss.requires_grad
+        assert probe.largest == 4 * self.vocab_size, max(probe.made)
+
+    def test_logprobs(self) -> None:
+        (hidden, weight, bias), (labels, rows, _) = self.given(requires_grad=True)
+        with LargestTensor() as probe:
+            prediction_logprobs(hidden, weight, labels, rows, bias)
+        assert probe.largest == 4 * self.vocab_size
+
+
+def test_no_grad_gives_the_same_loss() -> None:
+    given = parameters(torch.float32)
+    with torch.no_grad():
+        loss = ours()(*(x.requires_grad_() for x in given))
+    assert not loss.requires_grad
+    assert torch.equal(loss, with_gradients(ours(), given)[0])
+
+
+class TestLogprobs:
+    @biases
+    @chunks
+    def test_log_softmax_of_torch(self, chunked: int, bias: bool) -> None:
+        hidden, weight, offset = parameters(torch.float64, bias=bias)
+        truth = linear(hidden, weight, offset).log_softmax(-1)[ROWS, LABELS]
+        assert relative_error(prediction_logprobs(hidden, weight, LABELS, ROWS, offset), truth) <= 1e-12
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_lower_precision(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
+        hidden, weight, bias = parameters(dtype, 200, 64, 150)
+        truth = linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)[rows, labels]
+        reference = linear(hidden, weight, bias).float().log_softmax(-1)[rows, labels]
+        assert_within_reference_error(prediction_logprobs(hidden, weight, labels, rows, bias), reference, truth)
+
+    def test_is_the_loss(self) -> None:
+        hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float64))
+        logprobs = prediction_logprobs(hidden, weight, LABELS, ROWS, bias)
+        assert not logprobs.requires_grad
+        assert relative_error(-(logprobs * WEIGHTS).sum(), ours()(hidden, weight, bias)) <= 1e-12
+
+    @pytest.mark.parametrize("num_rows", [0, 5])
+    def test_no_predictions(self, num_rows: int) -> None:
+        none = torch.zeros(0, dtype=torch.int64)
+        hidden, weight, bias = parameters(torch.bfloat16, num_rows)
+        logprobs = prediction_logprobs(hidden, weight, none, none, bias)
+        assert logprobs.shape == (0,) and logprobs.dtype == torch.float32

@@ -1,0 +1,142 @@
+"""What a user types, and what comes back when it is wrong: one line, the right exit code, nothing written."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from radixtrain.__main__ import main
+
+GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
+ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
+
+
+def write(path, *lines):
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+class TestBadInput:
+    @pytest.fixture
+    def fails(self, arguments, tmp_path, capsys):
+        def run(code, **flags):
+            assert main(arguments(**flags)) == code
+            captured = capsys.readouterr()
+            errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1
+            assert "Traceback" not in captured.err
+            assert not (tmp_path / "out").exists()
+            return errors[0].removeprefix("error: ")
+
+        return run
+
+    def test_missing_file(self, fails, tmp_path):
+        assert fails(1, data__train_file=tmp_path / "none.jsonl") == f"no such file: {tmp_path / 'none.jsonl'}"
+
+    def test_empty_file(self, fails, tmp_path):
+        assert "no rows in" in fails(1, data__train_file=write(tmp_path / "empty.jsonl"))
+
+    def test_malformed_line(self, fails, tmp_path):
+        path = write(tmp_path / "rows.jsonl", GOOD, '{"messages": [')
+        assert fails(1, data__train_file=path).startswith(f"{path}:2: not valid JSON")
+
+    def test_unknown_role(self, fails, tmp_path):
+        path = write(tmp_path / "rows.jsonl", GOOD, GOOD, ROBOT)
+        assert fails(1, data__train_file=path).startswith(f"{path}:3: messages: turn 1: unknown role 'robot'")
+
+    def test_row_without_a_loss_bearing_token(self, fails, tmp_path):
+        path = write(tmp_path / "rows.jsonl", {"input_ids": [1, 2], "labels": [-100, -100]})
+        assert fails(1, data__train_file=path).startswith(f"{path}:1: no token bears loss")
+
+    def test_token_outside_the_vocabulary(self, fails, tmp_path):
+        path = write(tmp_path / "rows.jsonl", {"input_ids": [1, 2, 70000]})
+        assert f"{path}:1: token id 70000 at position 2 is outside the vocabulary" in fails(1, data__train_file=path)
+
+    def test_over_long_row(self, fails, shop):
+        message = fails(1, data__max_length=20)
+        assert message.startswith(f"{shop / 'train.jsonl'}:1: ")
+        assert "exceed max_length 20; raise max_length or set excess_length_strategy: drop | truncate" in message
+
+    def test_unknown_key(self, fails):
+        assert fails(2, model__lerning_rate=1).startswith("unrecognized arguments: --model.lerning_rate")
+
+    def test_wrong_type(self, fails):
+        assert 'Parser key "model.learning_rate"' in fails(2, model__learning_rate="abc")
+
+    def test_unknown_attention(self, fails):
+        assert "Got value: ring" in fails(2, model__attention="ring")
+
+    def test_attention_that_cannot_be_had(self, fails):
+        assert fails(1, model__kernel="flash_attn").startswith("kernel='flash_attn' cannot be used: needs CUDA")
+
+    def test_unknown_hugging_face_attention(self, fails):
+        message = fails(1, dedup="false", model__attn_implementation="sdpaa")
+        assert message.startswith("model.model_name_or_path")
+        assert "sdpaa" in message
+
+    def test_missing_model(self, fails, tmp_path):
+        assert f"no tokenizer in {tmp_path / 'nowhere'}" in fails(1, model__model_name_or_path=tmp_path / "nowhere")
+
+    def test_missing_config(self, fails):
+        assert "nope.yaml" in fails(2, config="nope.yaml")
+
+    def test_no_training_file(self, fails):
+        assert fails(1, data__train_file=None) == "data.train_file is missing: name the file to train on"
+
+    def test_sequences_that_fit_no_micro_batch(self, fails):
+        assert fails(1, data__max_tokens=100).startswith("data.max_length 4096 exceeds data.max_tokens 100")
+
+    def test_several_devices(self, fails):
+        assert fails(1, trainer__devices=2).startswith("trainer.devices 2: radixtrain trains on one device so far")
+
+    def test_a_class_of_somebody_elses(self, fails, tmp_path, monkeypatch):
+        (tmp_path / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        config = tmp_path / "evil.yaml"
+        config.write_text("trainer:\n  callbacks:\n  - class_path: evil.Callback\n")
+        assert "class_path 'evil.Callback' is not from radixtrain.*" in fails(1, config=config)
+        assert "class_path 'evil.Callback' is not from" in fails(1, trainer__callbacks="evil.Callback")
+        assert not (tmp_path / "evil.ran").exists()
+
+
+class TestBadRowsCanBeSkipped:
+    def test_they_are_reported_and_the_rest_is_trained_on(self, arguments, shop, tmp_path, caplog):
+        lines = (shop / "train.jsonl").read_text().splitlines()
+        path = write(tmp_path / "rows.jsonl", *lines[:4], ROBOT, *lines[4:8], "{")
+        assert main(arguments(data__train_file=path, data__on_bad_row="skip", trainer__max_epochs=1)) == 0
+        text = caplog.text
+        assert f"skipped {path}:5: messages: turn 1: unknown role" in text
+        assert f"skipped {path}:10: not valid JSON" in text
+        assert (tmp_path / "out" / "model").exists()
+
+
+class TestUsage:
+    def test_without_a_command(self, capsys):
+        assert main([]) == 2
+        assert "usage: python -m radixtrain" in capsys.readouterr().out
+
+    def test_help(self, capsys):
+        assert main(["--help"]) == 0
+        assert "fine-tune" in capsys.readouterr().out
+
+    def test_unknown_command(self, capsys):
+        assert main(["fti"]) == 2
+        assert capsys.readouterr().err == "error: no command 'fti'; commands: fit, validate, test, predict, export\n"
+
+    def test_export_of_nothing(self, capsys, tmp_path):
+        assert main(["export", f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--output_dir={tmp_path / 'y'}"]) == 1
+        assert "no such file" in capsys.readouterr().err
+
+    def test_export_of_something_else(self, capsys, tmp_path):
+        (tmp_path / "x.ckpt").write_text("not a checkpoint")
+        assert main(["export", f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--output_dir={tmp_path / 'y'}"]) == 1
+        assert "not a checkpoint of radixtrain" in capsys.readouterr().err
+        assert not (tmp_path / "y").exists()
+
+    def test_in_a_process_of_its_own(self, arguments, tmp_path):
+        command = [sys.executable, "-m", "radixtrain", *arguments(data__train_file=tmp_path / "none.jsonl")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == f"error: no such file: {tmp_path / 'none.jsonl'}"
+        assert "Traceback" not in done.stderr

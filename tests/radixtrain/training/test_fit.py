@@ -1,0 +1,179 @@
+"""`fit` through the real command line, in process: what it writes, what it equals, how it resumes and stops."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixtrain.__main__ import main
+
+
+def losses(folder: Path, version: int = 0, column: str = "loss") -> dict[int, float]:
+    """Per step, from the CSV logger."""
+    with (folder / "logs" / f"version_{version}" / "metrics.csv").open() as file:
+        return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row[column]}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_bit_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_fit_learns_and_leaves_a_hugging_face_folder(arguments, shop, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(arguments(data__validation_file=shop / "validation.jsonl", trainer__max_epochs=6)) == 0
+    curve = losses(out)
+    assert len(curve) == 30
+    assert curve[29] < 0.5 * curve[0]
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert model.config._attn_implementation == "sdpa"
+    assert AutoTokenizer.from_pretrained(out / "model").chat_template
+    closing = capsys.readouterr().out
+    for word in (
+        "loss",
+        "eval_loss",
+        "tokens per computed token",
+        "effective",
+        str(out / "model"),
+        str(out / "checkpoints"),
+    ):
+        assert word in closing
+    assert not list(out.glob(".*partial"))
+
+
+def test_every_step_logs_what_a_person_watches(arguments, tmp_path):
+    assert main(arguments(trainer__max_steps=2)) == 0
+    for column in (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "packing_ratio",
+        "tokens_per_second",
+        "computed_tokens_per_second",
+    ):
+        assert len(losses(tmp_path / "out", column=column)) == 2
+    assert losses(tmp_path / "out", column="packing_ratio")[0] > 1.5
+
+
+def test_the_ordinary_arm_has_the_same_losses(arguments, tmp_path):
+    for name, dedup in (("on", "true"), ("off", "false")):
+        assert main(arguments(output_dir=tmp_path / name, dedup=dedup, trainer__max_epochs=4)) == 0
+    on, off = losses(tmp_path / "on"), losses(tmp_path / "off")
+    assert len(on) == 20
+    assert max(abs(on[step] - off[step]) for step in on) < 2e-5
+    assert losses(tmp_path / "off", column="packing_ratio")[0] <= 1.0
+
+
+@pytest.mark.parametrize("dedup", ["true", "false"])
+def test_the_cut_into_micro_batches_changes_nothing(arguments, tmp_path, dedup):
+    sizes = {"one": 4096, "many": 120}
+    for name, max_tokens in sizes.items():
+        flags = {"data__max_tokens": max_tokens, "data__max_length": 120, "data__batch_size": 10}
+        assert main(arguments(output_dir=tmp_path / name, dedup=dedup, **flags)) == 0
+    one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
+    assert max(abs(one[step] - many[step]) for step in one) < 5e-6
+    ratio = {name: losses(tmp_path / name, column="packing_ratio")[0] for name in sizes}
+    assert ratio["one"] > ratio["many"] or dedup == "false"
+
+
+def test_workers_change_nothing(arguments, tmp_path):
+    for name, workers in (("none", 0), ("two", 2)):
+        assert main(arguments(output_dir=tmp_path / name, data__dataloader_num_workers=workers)) == 0
+    assert_bit_equal(weights(tmp_path / "none"), weights(tmp_path / "two"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [1, 3, 5, 7])
+def test_a_resumed_run_is_the_same_run(arguments, tmp_path, step, workers):
+    """Five steps an epoch: inside the first, near its end, at its end, inside the second."""
+    flags = {
+        "trainer__max_epochs": 2,
+        "data__dataloader_num_workers": workers,
+        "trainer__callbacks": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "trainer__callbacks.every_n_train_steps": 1,
+        "trainer__callbacks.save_top_k": -1,
+        "trainer__callbacks.filename": "{step}",
+        "trainer__callbacks.dirpath": tmp_path / "saved",
+    }
+    assert main(arguments(output_dir=tmp_path / "whole", **flags)) == 0
+    saved = tmp_path / "saved" / f"step={step}.ckpt"
+    assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved, trainer__max_epochs=2)) == 0
+    whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
+    assert sorted(resumed) == list(range(step, 10))
+    assert all(resumed[later] == whole[later] for later in resumed)
+    assert_bit_equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
+
+
+def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_path):
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    assert main(arguments(model__use_peft="true", model__lora_r=4)) == 0
+    before, after = load_file(shop / "model" / "model.safetensors"), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "_proj" in name}
+    checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert_bit_equal(exported, after)
+
+
+def test_activation_checkpointing_changes_nothing(arguments, tmp_path):
+    for name, value in (("off", "false"), ("on", "true")):
+        assert main(arguments(output_dir=tmp_path / name, model__activation_checkpointing=value)) == 0
+    off, on = losses(tmp_path / "off"), losses(tmp_path / "on")
+    assert max(abs(off[step] - on[step]) for step in off) < 1e-6
+
+
+def test_mixed_precision_runs(arguments, tmp_path):
+    assert main(arguments(trainer__precision="bf16-mixed", trainer__max_steps=3)) == 0
+    assert all(loss > 0 for loss in losses(tmp_path / "out").values())
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(arguments, shop, tmp_path, capsys):
+    assert main(arguments(model__learning_rate=1e30, model__max_grad_norm=0)) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: loss")
+    assert "are not both finite; the weights were not changed" in message
+    assert f"{shop / 'train.jsonl'}:" in message
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_predict_writes_log_probabilities_in_the_order_of_the_file(arguments, shop, tmp_path):
+    records = {}
+    for name, dedup in (("on", "true"), ("off", "false")):
+        flags = {"data__predict_file": shop / "validation.jsonl", "dedup": dedup, "data__train_file": None}
+        assert main(arguments("predict", output_dir=tmp_path / name, **flags)) == 0
+        lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
+        records[name] = [json.loads(line) for line in lines]
+    assert [record["row"] for record in records["on"]] == [
+        f"{shop / 'validation.jsonl'}:{line}" for line in range(1, 6)
+    ]
+    for on, off in zip(records["on"], records["off"], strict=True):
+        assert on["tokens"] == off["tokens"]
+        assert on["logprobs"] == pytest.approx(off["logprobs"], abs=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    assert "Shelf" in tokenizer.decode(records["on"][0]["tokens"])
+
+
+@pytest.mark.parametrize(("command", "split"), [("validate", "validation"), ("test", "test")])
+def test_validation_is_the_mean_over_tokens(arguments, shop, capsys, command, split):
+    """The same however it is batched."""
+    shown = set()
+    for batch_size in (1, 5):
+        flags = {
+            f"data__{split}_file": shop / "validation.jsonl",
+            "data__train_file": None,
+            "data__batch_size": batch_size,
+        }
+        assert main(arguments(command, **flags)) == 0
+        printed = capsys.readouterr().out
+        shown.add(next(word for word in printed.split() if word.replace(".", "").isdigit() and "." in word)[:7])
+    assert len(shown) == 1
