@@ -162,6 +162,7 @@ class TorchCPUKernel(_PerEntry):
         """Its own `is_causal` counts from the top left, which is the bottom right only for equal lengths."""
         if not causal or len(q) == len(k):
             return {"is_causal": causal}
+        assert len(q) < len(k), "no query of a path is without a key"
         hidden = ~_bottom_right(len(q), len(k), q.device)
         return {"is_causal": False, "attn_mask": q.new_zeros(len(q), len(k)).masked_fill_(hidden, float("-inf"))}
 
@@ -207,7 +208,7 @@ class FlashAttnKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         self.interface._flash_attn_varlen_backward(
             *(_rows_contiguous(x) for x in (dout, q, k, v, out)), lse.contiguous(), dq, dk, dv,
             *_ragged_arguments(ragged), 0.0, scale, ragged.causal,
@@ -235,7 +236,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)[None]
+    return _rows_contiguous(x).transpose(0, 1)[None]  # the CPU kernel does not look at the last stride
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

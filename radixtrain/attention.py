@@ -155,5 +155,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout
             f"heads of query must be a multiple of those of key and value: "
             f"got {query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
         )
-    if query.shape[2] != key.shape[2]:
-        raise ValueError(f"head_dim of query and key must agree, got {query.shape[2]} and {key.shape[2]}")
+    if not query.shape[2] == key.shape[2] == value.shape[2]:
+        raise ValueError(f"head_dim must agree, got {query.shape[2]}, {key.shape[2]} and {value.shape[2]}")
+    if not query.dtype.is_floating_point:
+        raise ValueError(f"query, key and value must be floating point, got {query.dtype}")

@@ -50,6 +50,8 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    if not torch.is_grad_enabled():  # autograd.Function looks at requires_grad alone, and would build the gradients
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, rows, loss_weights)
 
 

@@ -298,7 +298,7 @@ class TestValidation:
             self.attend(*((self.U, n, 8) for n in heads))
 
     def test_head_dim_of_key(self) -> None:
-        with pytest.raises(ValueError, match="head_dim of query and key must agree, got 8 and 4"):
+        with pytest.raises(ValueError, match="head_dim must agree, got 8, 4 and 8"):
             self.attend((self.U, 2, 8), (self.U, 2, 4), (self.U, 2, 8))
 
     def test_head_dim_of_value(self) -> None:
