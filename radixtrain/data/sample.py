@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.errors import DataError
 
 __all__ = ["IGNORE_INDEX", "Sample", "check_bears_loss", "check_vocabulary", "sample_from_tokens"]
-
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True, eq=False)

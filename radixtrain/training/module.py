@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import get_scheduler
 
 from radixtrain.errors import UserError
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
-from radixtrain.model import backbone_of, prepare_model, pretrained_model_of
+from radixtrain.model import backbone_of, pretrained_model_of
+from radixtrain.training.loading import load_trainable
 
 __all__ = ["RadixModule"]
 
-logger = logging.getLogger(__name__)
-
 TARGET_KEYS = ("shift_labels", "radix_prediction_rows", "radix_loss_weights", "radix_label_indices", "labels")
-HEAD_MODIFIERS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 class RadixModule(L.LightningModule):
@@ -35,7 +32,7 @@ class RadixModule(L.LightningModule):
         attn_implementation: Hugging Face attention of the ordinary arm, with `dedup: false`.
         allow_dropout: dropout modules to accept by name although a shared token then draws one mask, not one per copy.
         learning_rate: peak, of AdamW.
-        lr_scheduler_type: a name that transformers' `get_scheduler` knows.
+        lr_scheduler_type: what the learning rate does after the warm-up, of transformers' `get_scheduler`.
         warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.
         weight_decay: on matrices; norms and biases have none.
         adam_beta1: decay of the first moment.
@@ -62,7 +59,7 @@ class RadixModule(L.LightningModule):
         attn_implementation: str = "sdpa",
         allow_dropout: list[str] | None = None,
         learning_rate: float = 2e-5,
-        lr_scheduler_type: str = "cosine",
+        lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"] = "cosine",
         warmup_steps: float = 0.0,
         weight_decay: float = 0.0,
         adam_beta1: float = 0.9,
@@ -85,21 +82,8 @@ class RadixModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Load and prepare the model, once, before a checkpoint is restored into it."""
-        if self.model is not None:
-            return
-        hparams = self.hparams
-        model = load_model(hparams.model_name_or_path, hparams.dtype, hparams.attn_implementation)
-        _check_head(model)
-        if hparams.activation_checkpointing:
-            _enable_activation_checkpointing(model)
-        if hparams.use_peft:
-            model = _with_lora(model, hparams)
-        if hparams.dedup:
-            prepare_model(
-                model, attention=hparams.attention, kernel=hparams.kernel, allow_dropout=hparams.allow_dropout or ()
-            )
-        self.model = model.train()
-        logger.info("%s, %s parameters, %s trained", type(model).__name__, *map("{:,}".format, _num_parameters(model)))
+        if self.model is None:
+            self.model = load_trainable(self.hparams)
 
     def configure_optimizers(self) -> Any:
         hparams = self.hparams
@@ -195,22 +179,6 @@ class RadixModule(L.LightningModule):
         self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step["num_labels"])
 
 
-def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) -> Any:
-    """A causal language model through `AutoModelForCausalLM`. UserError, in one line, where it cannot be loaded."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
-        )
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
-
-
-def _enable_activation_checkpointing(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older 5.x
-    enable({"use_reentrant": False})
-
-
 class _Targets:
     """What the predicting rows predict: labels (P), rows (P), weights (P), as `linear_cross_entropy` takes them."""
 
@@ -273,36 +241,6 @@ def _check_finite(loss: Tensor, grad_norm: Tensor, rows: list[str], step: int) -
     )
 
 
-def _check_head(model: nn.Module) -> None:
-    """The fused loss multiplies by the head itself, so the head has to be a plain matrix."""
-    base = pretrained_model_of(model)
-    head = base.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise UserError(
-            f"{type(base).__name__} has the head {type(head).__name__}; the fused loss takes a plain nn.Linear"
-        )
-    for name in HEAD_MODIFIERS:
-        value = getattr(base.config.get_text_config(), name, None)
-        if value not in (None, 1.0):
-            raise UserError(
-                f"{type(base).__name__} changes its logits ({name}={value}), which the fused loss does not compute; "
-                f"use the "
-                f"drop-in RadixCollator with the model's own loss"
-            )
-
-
-def _with_lora(model: nn.Module, hparams: Any) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
-    except ImportError:
-        raise UserError("model.use_peft needs the package peft: pip install 'radixtrain[peft]'") from None
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=hparams.lora_r, lora_alpha=hparams.lora_alpha, lora_dropout=hparams.lora_dropout,
-        target_modules=hparams.lora_target_modules,
-    )  # fmt: skip
-    return get_peft_model(model, config)
-
-
 def _num_steps(trainer: L.Trainer) -> int:
     """Optimizer steps of the whole run.
 
@@ -316,11 +254,6 @@ def _num_steps(trainer: L.Trainer) -> int:
     per_epoch = min(per_epoch, limit) if isinstance(limit, int) else int(per_epoch * limit)
     num_steps = per_epoch * int(trainer.max_epochs or 0)
     return num_steps if trainer.max_steps == -1 else min(num_steps, trainer.max_steps)
-
-
-def _num_parameters(model: nn.Module) -> tuple[int, int]:
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,83 @@
+"""A checkpoint -> a model that is ready to train: loaded, checked, with adapters, prepared for unique tokens."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from radixtrain.errors import UserError
+from radixtrain.model import prepare_model, pretrained_model_of
+
+__all__ = ["load_model", "load_trainable"]
+
+logger = logging.getLogger(__name__)
+HEAD_MODIFIERS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def load_trainable(settings: Any) -> Any:
+    """The model that the settings of a `RadixModule` describe, in training mode. UserError where it cannot be had."""
+    model = load_model(settings.model_name_or_path, settings.dtype, settings.attn_implementation)
+    _check_head(model)
+    if settings.activation_checkpointing:
+        _enable_activation_checkpointing(model)
+    if settings.use_peft:
+        model = _with_lora(model, settings)
+    if settings.dedup:
+        allowed = settings.allow_dropout or ()
+        prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
+    logger.info("%s, %s parameters, %s trained", type(model).__name__, *map("{:,}".format, _num_parameters(model)))
+    return model.train()
+
+
+def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) -> Any:
+    """A causal language model through `AutoModelForCausalLM`. UserError, in one line, where it cannot be loaded."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
+
+
+def _enable_activation_checkpointing(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older 5.x
+    enable({"use_reentrant": False})
+
+
+def _check_head(model: nn.Module) -> None:
+    """The fused loss multiplies by the head itself, so the head has to be a plain matrix."""
+    base = pretrained_model_of(model)
+    head = base.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UserError(
+            f"{type(base).__name__} has the head {type(head).__name__}; the fused loss takes a plain nn.Linear"
+        )
+    for name in HEAD_MODIFIERS:
+        value = getattr(base.config.get_text_config(), name, None)
+        if value not in (None, 1.0):
+            raise UserError(
+                f"{type(base).__name__} changes its logits ({name}={value}), which the fused loss does not compute; "
+                f"use the "
+                f"drop-in RadixCollator with the model's own loss"
+            )
+
+
+def _with_lora(model: nn.Module, settings: Any) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
+    except ImportError:
+        raise UserError("model.use_peft needs the package peft: pip install 'radixtrain[peft]'") from None
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=settings.lora_r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
+        target_modules=settings.lora_target_modules,
+    )  # fmt: skip
+    return get_peft_model(model, config)
+
+
+def _num_parameters(model: nn.Module) -> tuple[int, int]:
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
