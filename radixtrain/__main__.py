@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), 1)
     except ArgumentError as error:
-        return _fail(" ".join(str(error).split()), 2)
+        return _fail(_usage_message(str(error)), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 
@@ -49,6 +50,17 @@ def _run(arguments: list[str]) -> int:
         return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*LIGHTNING_COMMANDS, 'export'))}", 2)
     run(arguments)
     return 0
+
+
+def _usage_message(text: str) -> str:
+    """jsonargparse's message on one line, and of a refused import only that."""
+    refused = re.search(r"Importing '([^']+)' is not allowed", text)
+    if refused:
+        return (
+            f"class_path {refused[1]!r} is not imported: a configuration may name classes of radixtrain, lightning, "
+            f"torch and transformers alone. For others call radixtrain from a script of your own"
+        )
+    return " ".join(text.split())
 
 
 def _fail(message: str, code: int) -> int:

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from jsonargparse import set_parsing_settings
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.chat import load_tokenizer
 from radixtrain.data.module import SFTData
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, first_line
 from radixtrain.training.checkpoint import save_hf_folder
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress import ProgressLine
@@ -30,7 +31,7 @@ from radixtrain.training.summary import PredictionWriter, RunSummary
 __all__ = ["LIGHTNING_COMMANDS", "RadixCLI", "run"]
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
-ALLOWED_IMPORTS = ("radixtrain.", "lightning.", "torch.", "transformers.")
+ALLOWED_IMPORTS = ("radixtrain", "lightning", "torch", "transformers")
 
 
 class RadixCLI(LightningCLI):
@@ -64,7 +65,7 @@ class RadixCLI(LightningCLI):
         if config.logger in (None, True):
             kwargs["logger"] = CSVLogger(output_dir, name="logs")
         self.summary = RunSummary(output_dir)
-        callbacks: list[Any] = [*(config.callbacks or []), self.summary, PredictionWriter(output_dir)]
+        callbacks: list[Any] = [*_as_list(config.callbacks), self.summary, PredictionWriter(output_dir)]
         if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
             callbacks.append(ProgressLine())
         if config.enable_checkpointing is not False and not _has(callbacks, Checkpoint):
@@ -75,7 +76,10 @@ class RadixCLI(LightningCLI):
             raise UserError(
                 f"trainer.devices {config.devices}: radixtrain trains on one device so far; set trainer.devices to 1"
             )
-        return super().instantiate_trainer(**kwargs, callbacks=callbacks)
+        try:
+            return super().instantiate_trainer(**kwargs, callbacks=callbacks)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise UserError(f"trainer: {first_line(error)}") from None
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Checkpoints are read as weights, never as code, unless someone asks for it."""
@@ -102,7 +106,8 @@ class RadixCLI(LightningCLI):
 def run(argv: Sequence[str]) -> None:
     """Run one of Lightning's verbs. Raises UserError, or jsonargparse's ArgumentError, for `main` to print."""
     _quiet()
-    _check_imports(argv)
+    # A `class_path` is imported before its type is checked, so a configuration could run anything.
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
     strict = {"exit_on_error": False}
     RadixCLI(
         RadixModule,
@@ -114,6 +119,10 @@ def run(argv: Sequence[str]) -> None:
         parser_kwargs={"prog": "radixtrain", **strict, **dict.fromkeys(LIGHTNING_COMMANDS, strict)},
         args=list(argv),
     )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value is not None else []
 
 
 def _has(callbacks: list[Any], kind: type) -> bool:
@@ -139,43 +148,3 @@ def _quiet() -> None:
         "pre-optimization",
     ):
         warnings.filterwarnings("ignore", f".*{noise}")
-
-
-def _check_imports(argv: Sequence[str]) -> None:
-    """A `class_path` is imported before its type is checked, so a configuration could run anything: only these may."""
-    for source, name in _class_paths(argv):
-        if "." in name and not name.startswith(ALLOWED_IMPORTS):
-            raise UserError(
-                f"{source}: class_path {name!r} is not from {', '.join(prefix + '*' for prefix in ALLOWED_IMPORTS)}; a "
-                f"configuration may import only these. Other classes: call radixtrain from a script of your own"
-            )
-
-
-def _class_paths(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """(where it stands, dotted name) of every class that the configuration files and flags name."""
-    found: list[tuple[str, str]] = []
-    for flag, value in _flags(argv):
-        if flag in ("--config", "-c") and Path(value).is_file():
-            try:
-                found += [(value, name) for name in _walk(yaml.safe_load(Path(value).read_text(encoding="utf-8")))]
-            except yaml.YAMLError:
-                continue  # the parser says where
-        elif flag.endswith(("class_path", "callbacks", "callbacks+", "logger", "strategy", "plugins", "profiler")):
-            found.append((flag, value))
-    return found
-
-
-def _flags(argv: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = []
-    for index, argument in enumerate(argv):
-        flag, equals, value = argument.partition("=")
-        if flag.startswith("-"):
-            pairs.append((flag, value if equals else "".join(argv[index + 1 : index + 2])))
-    return pairs
-
-
-def _walk(node: Any) -> list[str]:
-    if isinstance(node, dict):
-        own = [node["class_path"]] if isinstance(node.get("class_path"), str) else []
-        return own + [name for value in node.values() for name in _walk(value)]
-    return [name for item in node for name in _walk(item)] if isinstance(node, list) else []

@@ -1,6 +1,6 @@
 """What a user can mend. The command line prints the message as one line and exits with code 1, without a traceback."""
 
-__all__ = ["DataError", "UserError"]
+__all__ = ["DataError", "UserError", "first_line"]
 
 
 class UserError(ValueError):
@@ -16,3 +16,9 @@ class DataError(UserError):
 
     def __reduce__(self):  # survives the trip from a DataLoader worker, which pickles by constructor arguments
         return type(self), (self.where, self.reason)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another library's message, or the name of its type."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -15,7 +15,7 @@ from radixtrain.data.chat import ChatEncoder, EncodeReport, load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler
-from radixtrain.errors import DataError, UserError
+from radixtrain.errors import DataError, UserError, first_line
 
 __all__ = ["SFTData"]
 
@@ -203,7 +203,7 @@ def _vocabulary(model_name_or_path: str) -> int:
     try:
         config = AutoConfig.from_pretrained(model_name_or_path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {_first_line(error)}") from None
+        raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {first_line(error)}") from None
     return int(config.get_text_config().vocab_size)
 
 
@@ -220,7 +220,3 @@ def _summary(report: EncodeReport) -> str:
 
 def _report_bad_row(error: DataError) -> None:
     logger.warning("skipped %s", error)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

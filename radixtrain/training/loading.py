@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, first_line
 from radixtrain.model import prepare_model, pretrained_model_of
 
 __all__ = ["load_model", "load_trainable"]
@@ -39,8 +39,9 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
             model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
         )
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
+        raise UserError(
+            f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {first_line(error)}"
+        ) from None
 
 
 def _enable_activation_checkpointing(model: Any) -> None:

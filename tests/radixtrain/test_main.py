@@ -90,13 +90,17 @@ class TestBadInput:
     def test_several_devices(self, fails):
         assert fails(1, trainer__devices=2).startswith("trainer.devices 2: radixtrain trains on one device so far")
 
+    def test_a_trainer_that_lightning_refuses(self, fails):
+        assert "strategy" in fails(1, trainer__strategy="nonsense")
+
     def test_a_class_of_somebody_elses(self, fails, tmp_path, monkeypatch):
         (tmp_path / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
         monkeypatch.syspath_prepend(tmp_path)
         config = tmp_path / "evil.yaml"
         config.write_text("trainer:\n  callbacks:\n  - class_path: evil.Callback\n")
-        assert "class_path 'evil.Callback' is not from radixtrain.*" in fails(1, config=config)
-        assert "class_path 'evil.Callback' is not from" in fails(1, trainer__callbacks="evil.Callback")
+        nested = '[{"class_path": "evil.Callback"}]'
+        for flags in ({"config": config}, {"trainer__callbacks": "evil.Callback"}, {"trainer__callbacks": nested}):
+            assert fails(2, **flags).startswith("class_path 'evil.Callback' is not imported: a configuration may name")
         assert not (tmp_path / "evil.ran").exists()
 
 
