@@ -1,10 +1,8 @@
 """An optimizer batch -> micro-batches under a budget of unique tokens, which is what memory is spent on.
 
 Sharing exists only inside a micro-batch, so what travels together decides the speed. The sequences are sorted, which
-puts
-shared prefixes side by side, and cut where the budget is full. The gradient of the optimizer step does not depend on
-the
-cut: every micro-batch's loss is a sum, divided by the labelled tokens of the whole step.
+puts shared prefixes side by side, and cut where the budget is full. The gradient of the optimizer step does not depend
+on the cut, since the loss of a micro-batch is a sum, divided by the labelled tokens of the whole step.
 """
 
 from __future__ import annotations

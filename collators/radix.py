@@ -36,7 +36,7 @@ class RadixCollator:
 
     Called with `[{"input_ids": [...], "labels": [...]}, ...]`. `labels` are unshifted, -100 bears no loss; in their
     place a 0/1 list `completion_mask` or `assistant_masks` (both: the product), or nothing: every token bears loss.
-    Returns
+    Tokens that an `attention_mask` of the feature hides are left out. Returns
 
     input_ids: [1, U], int64. the unique tokens, in depth-first order.
     position_ids: [1, U], int64.
@@ -60,7 +60,8 @@ class RadixCollator:
     >>> batch["shift_labels"], batch["radix_predictor_indices"]
     (tensor([[9, 5]]), tensor([1, 1]))
 
-    Raises ValueError, naming the feature, for a sequence that is empty or whose lists differ in length.
+    Raises ValueError, naming the feature, for a sequence that is empty, whose lists differ in length, or that another
+    packer has already filled with several.
     """
 
     min_shared_tokens: int = 1
@@ -118,12 +119,28 @@ def feature_arrays(feature: Mapping[str, Any], index: int) -> FeatureArrays:
                 bears_loss &= mask.astype(bool)
         labels = np.where(bears_loss, ids, IGNORE_INDEX)
     _check_length("labels", labels, ids, index)
+    if feature.get("attention_mask") is not None:
+        mask = _int_array(feature, "attention_mask", index)
+        _check_length("attention_mask", mask, ids, index)
+        ids, labels = ids[mask != 0], labels[mask != 0]
+        positions = None if positions is None else positions[mask != 0]
+    _check_one_sequence(feature, positions, index)
     _check_not_negative("input_ids", ids, ids < 0, index)
     _check_not_negative("labels", labels, (labels < 0) & (labels != IGNORE_INDEX), index)
     if positions is not None:
         _check_not_negative("position_ids", positions, positions < 0, index)
         _check_length("position_ids", positions, ids, index)
     return ids, labels, positions
+
+
+def _check_one_sequence(feature: Mapping[str, Any], positions: IntArray | None, index: int) -> None:
+    """A row that another packer filled with several sequences would attend across them."""
+    restarts = positions is not None and bool((positions[1:] == 0).any())
+    if restarts or len(feature.get("seq_lengths") or ()) > 1:
+        raise ValueError(
+            f"feature {index} holds several packed sequences (its positions restart, or it has seq_lengths); turn "
+            f"packing off: the collator packs, and shares what they have in common"
+        )
 
 
 def packed_positions(arrays: Sequence[FeatureArrays]) -> IntArray | None:

@@ -1,9 +1,8 @@
 """Cascade: every segment attends to itself causally, and its descendants attend to it without a mask.
 
 U rows in depth-first pre-order. The descendants of segment v are the rows right behind it, so for one segment the
-queries
-`[end, subtree_end)` and the keys `[start, end)` are plain slices. Segments of one level of the tree touch disjoint
-rows.
+queries `[end, subtree_end)` and the keys `[start, end)` are plain slices. Segments of one level of the tree touch
+disjoint rows.
 
 - On CUDA a level is one varlen call; a level with a single segment needs no gather.
 - On CPU every segment is its own call, since a slice costs nothing and a gather copies.

@@ -1,10 +1,9 @@
 """Path: each sequence's new rows attend to its whole root path, one ordinary varlen call.
 
 The new rows of a sequence are consecutive, and they are the last of its path, so bottom-right causal attention from
-them
-to the gathered path is exact for any trie, with any varlen kernel. Keys and values are copied (T rows at most), queries
-are not. The keys of an entry are a whole sequence in order, which keeps the meaning of whatever the kernel does by
-distance, such as a sliding window.
+them to the gathered path is exact for any trie, with any varlen kernel. Keys and values are copied (T rows at most),
+queries are not. The keys of an entry are a whole sequence in order, which keeps the meaning of whatever the kernel
+does by distance, such as a sliding window.
 
 One entry per sequence, not per segment: a segment's root path is part of the path of the sequence that brings it, so
 fewer keys are gathered.

@@ -1,9 +1,8 @@
 """Varlen attention kernels behind one signature: each returns its log-sum-exp and takes it back.
 
 T query tokens, J key tokens, N query heads, K key/value heads, H head dim. A ragged call holds E entries; entry e
-attends
-from queries `cu_seqlens_q[e:e+2]` to keys `cu_seqlens_k[e:e+2]`. Causal means from the bottom right: the last query
-sees every key, as in flash-attention >= 2.1. An entry without keys gives zeros and a log-sum-exp of -inf.
+attends from queries `cu_seqlens_q[e:e+2]` to keys `cu_seqlens_k[e:e+2]`. Causal means from the bottom right: the last
+query sees every key, as in flash-attention >= 2.1. An entry without keys gives zeros and a log-sum-exp of -inf.
 
 The backward asks for the *final* output and log-sum-exp of each query. Handing it the ones that several pieces were
 merged to makes it return exactly this piece's share of dq, dk and dv (`pieces.py` says why).

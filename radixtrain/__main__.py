@@ -34,8 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except ArgumentError as error:
         return _fail(_usage_message(str(error)), 2)
+    except OSError as error:
+        return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1)
+    except UnicodeDecodeError as error:
+        return _fail(f"a configuration file is not UTF-8: {error}", 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except SystemExit as stop:
+        return _stopped(stop)
 
 
 def _run(arguments: list[str]) -> int:
@@ -50,6 +56,15 @@ def _run(arguments: list[str]) -> int:
         return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*LIGHTNING_COMMANDS, 'export'))}", 2)
     run(arguments)
     return 0
+
+
+def _stopped(stop: SystemExit) -> int:
+    """Lightning turns signals into exits of its own: SIGTERM into one without a code, SIGINT into 1."""
+    if type(stop).__name__ == "SIGTERMException":
+        return _fail("terminated; resume with --ckpt_path <output_dir>/checkpoints/interrupted.ckpt", 143)
+    if isinstance(stop.__context__, KeyboardInterrupt):
+        return _fail("interrupted", 130)
+    raise stop
 
 
 def _usage_message(text: str) -> str:

@@ -1,7 +1,7 @@
 """The command line: `python -m radixtrain <command>`. Lightning's verbs, typed configuration, one-line errors.
 
 Exit codes: 0 done, 1 what the user can mend (data, model, a request that cannot be met), 2 usage (an unknown key, a
-wrong type), 130 interrupted.
+wrong type), 130 interrupted, 143 terminated (a checkpoint was written).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 from radixtrain.data.chat import load_tokenizer
 from radixtrain.data.module import SFTData
 from radixtrain.errors import UserError, first_line
-from radixtrain.training.checkpoint import save_hf_folder
+from radixtrain.training.checkpoint import check_model_folder, save_hf_folder
+from radixtrain.training.interrupt import SaveOnSigterm
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress import ProgressLine
 from radixtrain.training.summary import PredictionWriter, RunSummary
@@ -31,6 +32,7 @@ from radixtrain.training.summary import PredictionWriter, RunSummary
 __all__ = ["LIGHTNING_COMMANDS", "RadixCLI", "run"]
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
+DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; trainer.max_steps alone means that many steps
 ALLOWED_IMPORTS = ("radixtrain", "lightning", "torch", "transformers")
 
 
@@ -64,22 +66,28 @@ class RadixCLI(LightningCLI):
         output_dir = Path(self._get(self.config, "output_dir"))
         if config.logger in (None, True):
             kwargs["logger"] = CSVLogger(output_dir, name="logs")
+        if config.max_epochs is None and config.max_steps == -1:
+            kwargs["max_epochs"] = DEFAULT_EPOCHS
         self.summary = RunSummary(output_dir)
-        callbacks: list[Any] = [*_as_list(config.callbacks), self.summary, PredictionWriter(output_dir)]
+        own = [self.summary, PredictionWriter(output_dir), SaveOnSigterm(output_dir / "checkpoints")]
+        callbacks: list[Any] = [*_as_list(config.callbacks), *own]
         if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
             callbacks.append(ProgressLine())
         if config.enable_checkpointing is not False and not _has(callbacks, Checkpoint):
             callbacks.append(
                 ModelCheckpoint(output_dir / "checkpoints", "{step}", save_last=True, enable_version_counter=False)
             )
-        if self._get(self.config, "trainer").devices not in ("auto", 1, "1", [0]):
-            raise UserError(
-                f"trainer.devices {config.devices}: radixtrain trains on one device so far; set trainer.devices to 1"
-            )
+        _check_trainer_settings(config)
         try:
-            return super().instantiate_trainer(**kwargs, callbacks=callbacks)
+            trainer = super().instantiate_trainer(**kwargs, callbacks=callbacks)
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise UserError(f"trainer: {first_line(error)}") from None
+        if trainer.world_size != 1:
+            raise UserError(
+                f"trainer: {trainer.world_size} devices: radixtrain trains on one so far; set trainer.devices to 1 and "
+                f"trainer.num_nodes to 1"
+            )
+        return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Checkpoints are read as weights, never as code, unless someone asks for it."""
@@ -90,16 +98,27 @@ class RadixCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Data and model are loaded before the trainer starts, so that an error in either leaves nothing written."""
+        if subcommand == "fit":
+            check_model_folder(self.model_folder, [self.model.hparams.model_name_or_path])
+        ckpt_path = self.config_init[subcommand].get("ckpt_path")
+        if ckpt_path not in (None, "last", "best", "hpc") and not Path(ckpt_path).is_file():
+            raise UserError(f"ckpt_path: no such file: {ckpt_path}")
         self.datamodule.setup(subcommand)
         self.model.configure_model()
         super()._run_subcommand(subcommand)
 
+    @property
+    def model_folder(self) -> Path:
+        """Where `fit` leaves the Hugging Face folder."""
+        return Path(self._get(self.config, "output_dir")) / "model"
+
     def after_fit(self) -> None:
         """The trained model as a Hugging Face folder, and the closing lines."""
-        output_dir = Path(self._get(self.config, "output_dir"))
+        if self._get(self.config, "trainer").fast_dev_run:
+            return
         data = self.datamodule.hparams
         tokenizer = load_tokenizer(data.model_name_or_path, data.chat_template_path)
-        folder = save_hf_folder(self.model.model, tokenizer, output_dir / "model")
+        folder = save_hf_folder(self.model.model, tokenizer, self.model_folder)
         self.summary.print_closing_lines(self.trainer, self.model, folder)
 
 
@@ -113,12 +132,24 @@ def run(argv: Sequence[str]) -> None:
         RadixModule,
         SFTData,
         seed_everything_default=42,
-        trainer_defaults={"max_epochs": 1, "devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
+        trainer_defaults={"devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
         parser_kwargs={"prog": "radixtrain", **strict, **dict.fromkeys(LIGHTNING_COMMANDS, strict)},
         args=list(argv),
     )
+
+
+def _check_trainer_settings(config: Any) -> None:
+    """Refuse what Lightning would do to a step behind our back, with the key that does it here."""
+    if config.accumulate_grad_batches != 1:
+        raise UserError(
+            "trainer.accumulate_grad_batches: a step is cut by data.max_tokens; set data.batch_size instead"
+        )
+    if config.gradient_clip_val is not None:
+        raise UserError("trainer.gradient_clip_val: set model.max_grad_norm instead")
+    if str(config.precision) in ("16", "16-mixed", "16-true"):
+        raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -143,6 +174,7 @@ def _quiet() -> None:
     for noise in (
         "number of training batches",
         "LeafSpec",
+        "Total length of",
         "LightningCLI's args",
         "infer the batch indices",
         "pre-optimization",

@@ -1,9 +1,8 @@
 """The prefix plan as tensors: what travels in a batch, moves to the device, and the attention strategies read.
 
 A batch carries it flat, under keys that start with `radix_`, as tensors and ints alone, so that Hugging Face,
-Accelerate
-and Lightning all move it. Everything that the host has to know for a kernel launch is an int that was computed in the
-DataLoader worker: on a device, nothing here is read back.
+Accelerate and Lightning all move it. Everything that the host has to know for a kernel launch is an int that was
+computed in the DataLoader worker: on a device, nothing here is read back.
 
 T packed tokens, U unique rows, B sequences, S segments, P predictions.
 """

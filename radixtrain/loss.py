@@ -6,9 +6,8 @@ R predictor rows, P predictions, D hidden, V vocabulary. The k next tokens of on
     dz_r = (sum of w_p) softmax(z_r) - sum_p w_p onehot(y_p)
 
 so a predictor costs one row of logits and one log-sum-exp, however many completions follow it. Rows are taken in
-chunks,
-and the gradient of a chunk is computed while its logits are there (as Liger's fused linear cross-entropy does), so that
-the backward pass is a multiplication by a number.
+chunks, and the gradient of a chunk is computed while its logits are there (as Liger's fused linear cross-entropy
+does), so that the backward pass is a multiplication by a number.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Hugging Face models on unique tokens: `prepare_model` installs it, `restore_model` takes it out. No model is
-rewritten.
+"""Hugging Face models on unique tokens: `prepare_model` installs it, `restore_model` removes it. No model is rewritten.
 
 transformers >= 5 gives every hook that is needed:
 
@@ -16,6 +15,7 @@ the start of a new packed document. So the hooks check that "radix" is in force,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from radixtrain.errors import UserError
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.layout import PREFIX, TreeLayout
 
-__all__ = ["ATTENTION_NAME", "backbone_of", "prepare_model", "pretrained_model_of", "restore_model"]
+__all__ = ["ATTENTION_NAME", "backbone_of", "prepare_model", "prepared_options", "pretrained_model_of", "restore_model"]
 
 ATTENTION_NAME = "radix"
 STATE = "_radixtrain"
@@ -55,10 +55,11 @@ def prepare_model(
     cannot be met.
     """
     restore_model(model)
+    allowed = tuple(allow_dropout)
     base = pretrained_model_of(model)
     backbone = backbone_of(model)
     _check_attention(base, backbone)
-    _check_dropout(base, tuple(allow_dropout))
+    _check_dropout(base, allowed)
     _check_choice(backbone, attention, kernel)
     previous = base.config._attn_implementation
     _register()
@@ -68,20 +69,27 @@ def prepare_model(
             f"{type(base).__name__} does not take its attention from AttentionInterface, so its layers cannot be "
             f"reached; train it with dedup: false"
         )
-    hooks = _BackboneHooks(attention, kernel, _num_layers(backbone), allow_neftune="neftune" in allow_dropout)
+    hooks = _BackboneHooks(attention, kernel, _num_layers(backbone), allow_neftune="neftune" in allowed)
     handles = [
         backbone.register_forward_pre_hook(hooks.before, with_kwargs=True),
         backbone.register_forward_hook(hooks.behind, with_kwargs=True),
     ]
-    setattr(base, STATE, (previous, handles))
+    options = {"attention": attention, "kernel": kernel, "allow_dropout": allowed}
+    setattr(base, STATE, (previous, handles, options))
     return model
+
+
+def prepared_options(model: nn.Module) -> dict[str, Any] | None:
+    """The keyword arguments that `prepare_model` was given, or None for a model that is not prepared."""
+    state = getattr(pretrained_model_of(model), STATE, None)
+    return None if state is None else state[2]
 
 
 def restore_model(model: ModelT) -> ModelT:
     """Undo `prepare_model`: the hooks go, the attention is what it was. A model never prepared is left alone."""
     base = pretrained_model_of(model)
     if hasattr(base, STATE):
-        previous, handles = getattr(base, STATE)
+        previous, handles, _ = getattr(base, STATE)
         for handle in handles:
             handle.remove()
         delattr(base, STATE)
@@ -128,8 +136,8 @@ class _BackboneHooks:
         entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
         if not entries:
             return None
-        self._check_in_force(backbone)
         layout = _layout(entries)
+        self._check_in_force(backbone, layout)
         rows = args[0] if args else kwargs.get("input_ids")
         rows = kwargs.get("inputs_embeds") if rows is None else rows
         if rows is None or tuple(rows.shape[:2]) != (1, layout.num_rows):
@@ -150,8 +158,7 @@ class _BackboneHooks:
         if call.layers_seen != self.num_layers:
             raise RuntimeError(
                 f"radix attention ran in {call.layers_seen} of {self.num_layers} layers of "
-                f"{type(backbone).__name__}: the others "
-                f"attended without the tree, and their gradient would be wrong"
+                f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong"
             )
         if call.predictor_indices is None:
             return None
@@ -162,20 +169,24 @@ class _BackboneHooks:
         output.last_hidden_state = predicting
         return output
 
-    def _check_in_force(self, backbone: Any) -> None:
+    def _check_in_force(self, backbone: Any, layout: TreeLayout) -> None:
         name = backbone.config._attn_implementation
         if name != ATTENTION_NAME:
             raise ValueError(
                 f"a radix batch needs attn_implementation={ATTENTION_NAME!r}, but it is now {name!r}: the tree would "
-                f"be ignored; "
-                f"call prepare_model again"
+                f"be ignored; call prepare_model again"
+            )
+        window = _mask_window(backbone.config)
+        if window is not None and window < layout.max_seqlen:
+            raise ValueError(
+                f"{type(backbone).__name__} attends to the last {window} tokens only, and this batch has a sequence of "
+                f"{layout.max_seqlen}; set max_length to {window} or less, where the window changes nothing"
             )
         noise = getattr(backbone.get_input_embeddings(), "neftune_noise_alpha", None)
         if noise and backbone.training and not self.allow_neftune:
             raise ValueError(
                 f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token where an ordinary batch "
-                f"draws one per "
-                f"copy; remove it, or prepare_model(..., allow_dropout=['neftune'])"
+                f"draws one per copy; remove it, or prepare_model(..., allow_dropout=['neftune'])"
             )
 
 
@@ -232,6 +243,15 @@ def _check_call(module: nn.Module, dropout: float, layout: TreeLayout, kwargs: M
         raise ValueError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
 
 
+def _mask_window(config: Any) -> int | None:
+    """Shortest span that the model's own masks would leave, in tokens; some layers see it in their mask alone."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types and all(layer_type == "full_attention" for layer_type in layer_types):
+        return None
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((int(window) for window in windows if window), default=None)
+
+
 def _register() -> None:
     """Without a mask function of its own name an attention function gets no mask at all, so "radix" takes `sdpa`'s."""
     AttentionInterface.register(ATTENTION_NAME, radix_attention)
@@ -252,12 +272,17 @@ def _check_attention(base: PreTrainedModel, backbone: Any) -> None:
     """Refuse attention layers that are not understood, by what the configuration and the modules say."""
     config = backbone.config
     name = type(base).__name__
+    if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "num_hidden_layers"):
+        raise UserError(f"{name} is not a plain decoder (one stack of num_hidden_layers); train it with dedup: false")
+    if getattr(config, "output_router_logits", False):
+        raise UserError(
+            f"{name} adds a router loss (output_router_logits), which would count shared tokens once; set it to false"
+        )
     for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type not in EXACT_LAYERS:
             raise UserError(
                 f"{name} layer {index} is {layer_type!r}: only {' and '.join(EXACT_LAYERS)} compute a shared prefix "
-                f"once; "
-                f"train it with dedup: false"
+                f"once; train it with dedup: false"
             )
     for key, what in (("attn_logit_softcapping", "soft-capped attention"), ("kv_lora_rank", "latent attention (MLA)")):
         if getattr(config, key, None):
@@ -268,12 +293,19 @@ def _check_attention(base: PreTrainedModel, backbone: Any) -> None:
     if getattr(config, "attention_dropout", 0.0):
         raise UserError(
             f"{name} has attention_dropout={config.attention_dropout}: a shared token would draw one mask where an "
-            f"ordinary "
-            f"batch draws one per copy; set attention_dropout to 0"
+            f"ordinary batch draws one per copy; set attention_dropout to 0"
         )
 
 
 def _check_dropout(base: PreTrainedModel, allowed: tuple[str, ...]) -> None:
+    """Refuse what draws at random: settings of the model that name it, and dropout modules wherever they are."""
+    for name, value in base.config.get_text_config().to_dict().items():
+        random = re.search(r"drop(out|$)|pdrop|layerdrop|jitter", name) and not re.search("classifier|summary", name)
+        if random and isinstance(value, float) and value > 0 and name not in allowed:
+            raise UserError(
+                f"{type(base).__name__} has {name}={value}: a shared token would draw once where an ordinary batch "
+                f"draws once per copy; set it to 0, or allow it by name: allow_dropout=[{name!r}]"
+            )
     for path, module in base.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         if drops and not any(name and name in path.split(".") for name in allowed):

@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 
 from radixtrain.data.chat import load_tokenizer
 from radixtrain.errors import UserError
-from radixtrain.training.checkpoint import save_hf_folder
+from radixtrain.training.checkpoint import check_model_folder, save_hf_folder
 from radixtrain.training.module import RadixModule
 
 __all__ = ["export", "run"]
@@ -21,12 +21,13 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
 
     Args:
         ckpt_path: a `.ckpt` written by `fit`, in `<output_dir>/checkpoints` of that run.
-        output_dir: the folder to write; replaced as a whole.
+        output_dir: the folder to write: absent, empty, or a model of before, which is replaced as a whole.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
 
     Raises:
         UserError: the checkpoint is missing, cannot be read, or was not written by radixtrain.
     """
+    check_model_folder(output_dir, [ckpt_path])
     module = _restored(ckpt_path)
     assert module.model is not None
     tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from radixtrain.errors import DataError, UserError
+from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,8 +94,8 @@ class Conversation:
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template runs as a program, and fails in as many ways
-            first_line = (str(error).splitlines() or [""])[0]
-            raise DataError(self.where, f"the chat template failed: {type(error).__name__}: {first_line}") from error
+            reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
+            raise DataError(self.where, reason) from error
 
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
         check_encodable(text, self.where)

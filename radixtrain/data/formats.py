@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from radixtrain.errors import DataError, UserError
+from radixtrain.errors import DataError, UserError, first_line
 
 __all__ = ["Row", "read_rows"]
 
@@ -102,7 +102,7 @@ def _read_parquet(path: str) -> Iterator[Row | DataError]:
         # Not load_dataset: it writes a second copy of the data into the user's cache and treats [ and * as a pattern.
         dataset = datasets.Dataset(pyarrow.parquet.read_table(path))
     except Exception as error:
-        raise UserError(f"{path}: cannot be read as parquet: {_first_line(error)}") from error
+        raise UserError(f"{path}: cannot be read as parquet: {first_line(error)}") from error
     yield from _number_rows(path, dataset)
 
 
@@ -113,7 +113,7 @@ def _read_saved_dataset(path: str) -> Iterator[Row | DataError]:
         dataset = datasets.load_from_disk(path)
     except Exception as error:
         raise UserError(
-            f"{path}: not a data set folder ({_first_line(error)}); expected one written by datasets' save_to_disk, "
+            f"{path}: not a data set folder ({first_line(error)}); expected one written by datasets' save_to_disk, "
             "or the path of a file"
         ) from error
     if isinstance(dataset, datasets.DatasetDict):
@@ -190,10 +190,6 @@ def _open(path: str) -> Any:
 def _kind(value: Any) -> str:
     names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 READERS: dict[str, Callable[[str], Iterator[Row | DataError]]] = {

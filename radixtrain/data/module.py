@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from typing import Any, Literal
 
 import lightning as L
@@ -45,11 +46,11 @@ class SFTData(L.LightningDataModule):
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
         chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
-        seed: of that order and of `val_size`.
+        seed: of that order and of `val_size`; on the command line it is `seed_everything`.
         min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
         dataloader_num_workers: processes that collate and build plans ahead of the training step.
-        model_name_or_path: whose tokenizer and vocabulary; the model's own unless set.
+        model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
         dedup: False for the ordinary padded baseline on the same batches.
     """
 
@@ -116,13 +117,32 @@ class SFTData(L.LightningDataModule):
     def predict_dataloader(self) -> StepLoader:
         return self._loader("predict", merge_labels=False)
 
+    def state_dict(self) -> dict[str, int]:
+        """What the order of the steps depends on, and a checksum of the rows; part of every checkpoint."""
+        rows = self.conversations.get("train", [])
+        tokens = b"".join(sample.input_ids.tobytes() for samples in rows for sample in samples)
+        sizes = {name: int(self.hparams[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
+        return {"conversations": len(rows), **sizes, "rows": zlib.crc32(tokens)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """UserError where the checkpoint was written over other data: its place in the order would mean nothing."""
+        if "train" not in self.conversations:
+            return
+        here = self.state_dict()
+        changed = [f"{name} was {state[name]} and is {here[name]}" for name in here if state.get(name) != here[name]]
+        if changed:
+            named = ", ".join(changed)
+            raise UserError(
+                f"ckpt_path: the checkpoint belongs to other steps: {named}; resume with the data of the run"
+            )
+
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch of training."""
         return -(-len(self.conversations["train"]) // self.hparams.batch_size)
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """What makes an optimizer step of sequences; `bench` and recipes use it outside Lightning."""
+        """What makes an optimizer step of sequences; for use outside Lightning."""
         hparams = self.hparams
         return StepCollator(
             hparams.dedup, hparams.max_tokens, merge_labels, hparams.min_shared_tokens, hparams.pad_to_multiple_of
@@ -183,9 +203,10 @@ class SFTData(L.LightningDataModule):
 
     def _check_sizes(self) -> None:
         hparams = self.hparams
-        for name in ("batch_size", "max_tokens", "min_shared_tokens"):
-            if hparams[name] < 1:
-                raise UserError(f"data.{name} must be at least 1, got {hparams[name]}")
+        smallest = {"batch_size": 1, "max_tokens": 1, "min_shared_tokens": 1, "dataloader_num_workers": 0}
+        for name, least in smallest.items():
+            if hparams[name] < least:
+                raise UserError(f"data.{name} must be at least {least}, got {hparams[name]}")
         if hparams.val_size < 0:
             raise UserError(
                 f"data.val_size must be a share below 1 or a number of conversations, got {hparams.val_size}"
@@ -193,8 +214,7 @@ class SFTData(L.LightningDataModule):
         if hparams.max_length is not None and hparams.max_length > hparams.max_tokens:
             raise UserError(
                 f"data.max_length {hparams.max_length} exceeds data.max_tokens {hparams.max_tokens}: a sequence that "
-                f"long has no "
-                f"micro-batch to go into; raise max_tokens or lower max_length"
+                f"long has no micro-batch to go into; raise max_tokens or lower max_length"
             )
 
 

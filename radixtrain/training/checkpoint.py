@@ -4,34 +4,65 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixtrain.errors import UserError
 from radixtrain.model import restore_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["save_hf_folder"]
+__all__ = ["check_model_folder", "save_hf_folder"]
+
+MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md", "adapter", ".gitattributes"]
+
+
+def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:
+    """The folder, if a model may be written there: absent, empty, or a model of before that can be replaced.
+
+    reads: files and folders that the run reads from; none of them may lie inside.
+
+    Raises UserError for anything else, since the folder is replaced as a whole.
+    """
+    target = Path(output_dir).resolve()
+    for source in reads:
+        if source is not None and Path(source).exists() and Path(source).resolve().is_relative_to(target):
+            raise UserError(
+                f"{output_dir} would be replaced by the model, but {source} is read from there; choose another"
+            )
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{output_dir} is a file; the model needs a folder")
+    inside = list(target.iterdir()) if target.exists() else []
+    foreign = [path.name for path in inside if not any(path.match(pattern) for pattern in MODEL_FILES)]
+    if foreign or (inside and not (target / "config.json").is_file()):
+        named = ", ".join(sorted(foreign)[:3]) or "no config.json"
+        raise UserError(f"{output_dir} holds what is no model ({named}) and would be replaced; choose an empty folder")
+    return target
 
 
 def save_hf_folder(model: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str | os.PathLike[str]) -> Path:
     """Write `model` and `tokenizer` so that `from_pretrained(output_dir)` loads them.
 
-    model: a `PreTrainedModel` or a PEFT model, whose adapters are merged into the weights. Loses its radix hooks.
-    output_dir: replaced as a whole; a crash leaves what was there before.
+    model: a `PreTrainedModel` or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
+        Loses its radix hooks.
+    output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
     """
-    target = Path(output_dir)
-    staging = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
+    target = check_model_folder(output_dir)
+    staging, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)  # an earlier run was killed between the two renames below
+    for leftover in (staging, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
     restore_model(model)
-    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-    merged.save_pretrained(staging)
+    if hasattr(model, "merge_and_unload"):
+        model.save_pretrained(staging / "adapter")
+        model = model.merge_and_unload()
+    model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
-    replaced = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         target.rename(replaced)
     staging.rename(target)
     shutil.rmtree(replaced, ignore_errors=True)
-    return target
+    return Path(output_dir)

@@ -20,11 +20,11 @@ HEAD_MODIFIERS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 def load_trainable(settings: Any) -> Any:
     """The model that the settings of a `RadixModule` describe, in training mode. UserError where it cannot be had."""
     model = load_model(settings.model_name_or_path, settings.dtype, settings.attn_implementation)
-    _check_head(model)
     if settings.activation_checkpointing:
         _enable_activation_checkpointing(model)
     if settings.use_peft:
         model = _with_lora(model, settings)
+    _check_head(model)
     if settings.dedup:
         allowed = settings.allow_dropout or ()
         prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
@@ -62,8 +62,7 @@ def _check_head(model: nn.Module) -> None:
         if value not in (None, 1.0):
             raise UserError(
                 f"{type(base).__name__} changes its logits ({name}={value}), which the fused loss does not compute; "
-                f"use the "
-                f"drop-in RadixCollator with the model's own loss"
+                f"use the drop-in RadixCollator with the model's own loss"
             )
 
 
@@ -72,11 +71,16 @@ def _with_lora(model: nn.Module, settings: Any) -> Any:
         from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
     except ImportError:
         raise UserError("model.use_peft needs the package peft: pip install 'radixtrain[peft]'") from None
+    if settings.lora_r < 1:
+        raise UserError(f"model.lora_r must be at least 1, got {settings.lora_r}")
     config = LoraConfig(
         task_type="CAUSAL_LM", r=settings.lora_r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
         target_modules=settings.lora_target_modules,
     )  # fmt: skip
-    return get_peft_model(model, config)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"model.lora_...: {first_line(error)}") from None
 
 
 def _num_parameters(model: nn.Module) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class RadixModule(L.LightningModule):
     def __init__(
         self,
         model_name_or_path: str,
-        dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "float32",
+        dtype: Literal["auto", "float32", "bfloat16", "float64"] = "float32",
         attention: Literal["auto", "cascade", "path", "expand", "reference"] = "auto",
         kernel: Literal["auto", "torch", "flash_attn", "eager"] = "auto",
         attn_implementation: str = "sdpa",
@@ -79,6 +79,9 @@ class RadixModule(L.LightningModule):
         self.automatic_optimization = False
         self.model: nn.Module | None = None
         self.speed = _Speed()
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
+            if self.hparams[name] < 0:
+                raise UserError(f"model.{name} must not be negative, got {self.hparams[name]}")
 
     def configure_model(self) -> None:
         """Load and prepare the model, once, before a checkpoint is restored into it."""
@@ -248,8 +251,10 @@ def _num_steps(trainer: L.Trainer) -> int:
     restored, after which Lightning (2.6.6) does not give it its state back, and a resumed run repeats data.
     """
     per_epoch = getattr(getattr(trainer, "datamodule", None), "steps_per_epoch", None)
-    if per_epoch is None or trainer.max_epochs in (None, -1):
+    if per_epoch is None:
         return int(trainer.estimated_stepping_batches)
+    if trainer.max_epochs in (None, -1):
+        return trainer.max_steps
     limit = trainer.limit_train_batches
     per_epoch = min(per_epoch, limit) if isinstance(limit, int) else int(per_epoch * limit)
     num_steps = per_epoch * int(trainer.max_epochs or 0)

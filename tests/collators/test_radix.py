@@ -303,3 +303,17 @@ def test_in_the_workers_of_a_data_loader():
         as_python(collator(features[start : start + 3])) for start in (0, 3, 6)
     ]
     assert [TreeLayout.from_batch(batch).num_rows for batch in batches] == [5, 5, 4]
+
+
+def test_tokens_that_an_attention_mask_hides_are_left_out():
+    padded = {"input_ids": [0, 0, 5, 6, 7], "attention_mask": [0, 0, 1, 1, 1], "labels": [-100, -100, -100, 6, 7]}
+    batch = RadixCollator()([padded])
+    assert batch["input_ids"].tolist() == [[5, 6, 7]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2]]
+    assert batch["shift_labels"].tolist() == [[6, 7]]
+
+
+@pytest.mark.parametrize("packed", [{"position_ids": [0, 1, 2, 0, 1, 2]}, {"seq_lengths": [3, 3]}])
+def test_rows_that_another_packer_filled_are_refused(packed):
+    with pytest.raises(ValueError, match="feature 1 holds several packed sequences"):
+        RadixCollator()([{"input_ids": [1, 2]}, {"input_ids": [5, 6, 7, 8, 9, 1], **packed}])

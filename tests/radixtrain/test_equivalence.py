@@ -47,7 +47,7 @@ def labelled_tries(draw):
 def test_generated_tries_in_float32(tiny_qwen3, attention, features, min_shared_tokens, multiple):
     collator = RadixCollator(min_shared_tokens=min_shared_tokens, pad_to_multiple_of=multiple)
     report = verify_equivalence(tiny_qwen3(), features, attention=attention, collator=collator)
-    assert report.passed, str(report)
+    assert report.passed and report.conclusive, str(report)
 
 
 @pytest.mark.parametrize("attention", STRATEGIES)
@@ -56,7 +56,7 @@ def test_generated_tries_in_float32(tiny_qwen3, attention, features, min_shared_
 )
 def test_variants_of_the_model(tiny_qwen3, attention, changes):
     report = verify_equivalence(tiny_qwen3(**changes), BRANCHING, attention=attention)
-    assert report.passed, str(report)
+    assert report.passed and report.conclusive, str(report)
 
 
 def test_with_activation_checkpointing(tiny_qwen3):
@@ -70,7 +70,7 @@ def test_with_lora(tiny_qwen3):
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     report = verify_equivalence(peft.get_peft_model(tiny_qwen3(), config), BRANCHING)
     assert len(report.gradients) == 28
-    assert report.passed, str(report)
+    assert report.passed and report.conclusive, str(report)
 
 
 def test_custom_positions(tiny_qwen3):
@@ -83,6 +83,22 @@ def test_the_model_comes_back_as_it_was(tiny_qwen3):
     verify_equivalence(model, BRANCHING)
     assert model.config._attn_implementation == "sdpa"
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_prepared_model_stays_prepared(tiny_qwen3):
+    model = radixtrain.model.prepare_model(tiny_qwen3(), attention="path")
+    assert verify_equivalence(model, BRANCHING, attention="cascade").passed
+    assert radixtrain.model.prepared_options(model)["attention"] == "path"
+    assert torch.isfinite(model(**RadixCollator()(BRANCHING)).loss)
+
+
+def test_a_fresh_lora_passes_and_is_not_conclusive(tiny_qwen3):
+    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    report = verify_equivalence(
+        peft.get_peft_model(tiny_qwen3(), peft.LoraConfig(target_modules="all-linear")), BRANCHING
+    )
+    assert report.passed
+    assert {tensor.name.split(".")[-3] for tensor in report.dead} == {"lora_A"}
 
 
 def test_sixteen_bit_models_are_refused(tiny_qwen3):
@@ -184,9 +200,9 @@ class TestTheTestItself:
             for layer in model.model.layers:
                 layer.self_attn.o_proj.weight.zero_()
         report = self.verdict(model, RadixCollator())
-        assert report.worst.error < 5e-6
-        assert not report.passed
-        assert "dead     model.layers.0.self_attn.q_proj.weight: its gradient is zero" in str(report)
+        assert report.passed
+        assert not report.conclusive
+        assert "dead     model.layers.0.self_attn.q_proj.weight: zero in both" in str(report)
 
 
 def test_isolation(tiny_qwen3):

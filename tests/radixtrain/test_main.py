@@ -88,7 +88,27 @@ class TestBadInput:
         assert fails(1, data__max_tokens=100).startswith("data.max_length 4096 exceeds data.max_tokens 100")
 
     def test_several_devices(self, fails):
-        assert fails(1, trainer__devices=2).startswith("trainer.devices 2: radixtrain trains on one device so far")
+        message = "trainer: 2 devices: radixtrain trains on one so far"
+        assert fails(1, trainer__devices=2).startswith(message)
+        assert fails(1, trainer__num_nodes=2).startswith(message)
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ({"trainer__accumulate_grad_batches": 4}, "trainer.accumulate_grad_batches: a step is cut by"),
+            ({"trainer__gradient_clip_val": 1.0}, "trainer.gradient_clip_val: set model.max_grad_norm instead"),
+            ({"trainer__precision": "16-mixed"}, "trainer.precision 16-mixed: float16 needs a loss scale"),
+            ({"trainer__accelerator": "cuda"}, "trainer: "),
+            ({"model__learning_rate": -1}, "model.learning_rate must not be negative, got -1"),
+            ({"data__dataloader_num_workers": -1}, "data.dataloader_num_workers must be at least 0, got -1"),
+            ({"ckpt_path": "nope.ckpt"}, "ckpt_path: no such file: nope.ckpt"),
+            ({"model__use_peft": "true", "model__lora_r": 0}, "model.lora_r must be at least 1, got 0"),
+            ({"model__use_peft": "true", "model__lora_target_modules": "[nope]"}, "model.lora_...: "),
+            ({"model__use_peft": "true", "model__lora_target_modules": "[lm_head]"}, "Qwen3ForCausalLM has the head"),
+        ],
+    )
+    def test_settings_that_cannot_be_met(self, fails, flags, message):
+        assert fails(1, **flags).startswith(message)
 
     def test_a_trainer_that_lightning_refuses(self, fails):
         assert "strategy" in fails(1, trainer__strategy="nonsense")

@@ -5,7 +5,21 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import radixtrain.model
 from radixtrain import RadixCollator, prepare_model, restore_model
@@ -136,6 +150,37 @@ class TestRefusals:
         model = prepare_model(tiny_qwen3(**changes))
         with pytest.raises(ValueError, match="attends to the last 4 tokens only, and this batch has a sequence of 5"):
             model(**RadixCollator()(FEATURES))
+
+    def test_a_window_that_only_the_mask_knows(self):
+        torch.manual_seed(0)
+        config = Qwen2MoeConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+            shared_expert_intermediate_size=8, use_sliding_window=True, sliding_window=4,
+            layer_types=["full_attention", "sliding_attention"],
+        )  # fmt: skip
+        model = prepare_model(Qwen2MoeForCausalLM(config))
+        with pytest.raises(ValueError, match="attends to the last 4 tokens only"):
+            model(**RadixCollator()(FEATURES))
+
+    def test_dropout_that_is_no_module(self):
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = Starcoder2Config(vocab_size=32, num_hidden_layers=1, residual_dropout=0.1, **sizes)
+        with pytest.raises(UserError, match=r"residual_dropout=0\.1.*allow_dropout=\['residual_dropout'\]"):
+            prepare_model(Starcoder2ForCausalLM(config))
+
+    def test_a_router_loss(self):
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = MixtralConfig(
+            vocab_size=32, num_hidden_layers=1, num_local_experts=2, output_router_logits=True, **sizes
+        )
+        with pytest.raises(UserError, match="adds a router loss"):
+            prepare_model(MixtralForCausalLM(config))
+
+    def test_an_encoder_and_decoder(self):
+        sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+        with pytest.raises(UserError, match="T5ForConditionalGeneration is not a plain decoder"):
+            prepare_model(T5ForConditionalGeneration(T5Config(vocab_size=32, dropout_rate=0.0, **sizes)))
 
     def test_something_that_is_no_model(self):
         with pytest.raises(TypeError, match=r"expected a transformers PreTrainedModel.*got Linear"):

@@ -2,6 +2,10 @@
 
 import csv
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +121,7 @@ def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_pa
     assert main(arguments(model__use_peft="true", model__lora_r=4)) == 0
     before, after = load_file(shop / "model" / "model.safetensors"), weights(tmp_path / "out")
     assert before.keys() == after.keys()
+    assert (tmp_path / "out" / "model" / "adapter" / "adapter_model.safetensors").is_file()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "_proj" in name}
     checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
@@ -132,9 +137,64 @@ def test_activation_checkpointing_changes_nothing(arguments, tmp_path):
     assert max(abs(off[step] - on[step]) for step in off) < 1e-6
 
 
-def test_mixed_precision_runs(arguments, tmp_path):
-    assert main(arguments(trainer__precision="bf16-mixed", trainer__max_steps=3)) == 0
-    assert all(loss > 0 for loss in losses(tmp_path / "out").values())
+def test_mixed_precision_is_as_good_as_the_ordinary_arms(arguments, tmp_path):
+    """Its distance to the float32 losses is at most twice the ordinary arm's, and one rounding of bfloat16."""
+    arms = {"truth": ("true", "32-true"), "radix": ("true", "bf16-mixed"), "ordinary": ("false", "bf16-mixed")}
+    curve = {}
+    for name, (dedup, precision) in arms.items():
+        flags = {"dedup": dedup, "trainer__precision": precision, "trainer__max_steps": 3}
+        assert main(arguments(output_dir=tmp_path / name, **flags)) == 0
+        curve[name] = losses(tmp_path / name)
+    for step, truth in curve["truth"].items():
+        ordinary, radix = (abs(curve[name][step] - truth) for name in ("ordinary", "radix"))
+        assert radix <= 2 * ordinary + 2**-8 * truth
+
+
+def test_max_steps_alone_means_that_many_steps(arguments, tmp_path):
+    assert main(arguments(trainer__max_epochs=None, trainer__max_steps=12)) == 0
+    assert len(losses(tmp_path / "out")) == 12
+
+
+def test_a_fast_dev_run_leaves_no_model(arguments, tmp_path):
+    assert main(arguments(trainer__fast_dev_run="true")) == 0
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_a_checkpoint_of_other_data_is_refused(arguments, tmp_path, capsys):
+    assert main(arguments(trainer__max_steps=3)) == 0
+    saved = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    assert main(arguments(output_dir=tmp_path / "other", ckpt_path=saved, data__batch_size=5)) == 1
+    assert "belongs to other steps: batch_size was 4 and is 5" in capsys.readouterr().err
+
+
+def test_sigterm_saves_and_exits_143_and_the_run_goes_on(arguments, tmp_path):
+    """The checkpoint is one that a run of its own would have written: resumed, the weights are the same."""
+    flags = {"trainer__max_epochs": 400, "data__dataloader_num_workers": 1}
+    command = [sys.executable, "-m", "radixtrain", *arguments(output_dir=tmp_path / "out", **flags)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "out" / "logs" / "version_0" / "metrics.csv"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr
+    assert stderr.splitlines()[-1].startswith("error: terminated; resume with --ckpt_path")
+    saved = tmp_path / "out" / "checkpoints" / "interrupted.ckpt"
+    step = torch.load(saved, weights_only=True)["global_step"]
+    assert 0 < step < 2000
+    short = {"trainer__max_epochs": -1, "trainer__max_steps": step + 7, "model__lr_scheduler_type": "constant"}
+    schedule = {"output_dir": tmp_path / "resumed", "ckpt_path": saved, **short}
+    assert main(arguments(**schedule)) == 0
+    assert sorted(losses(tmp_path / "resumed")) == list(range(step, step + 7))
+
+
+def test_weights_and_biases_offline(arguments, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="pip install radixtrain")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = {"trainer__logger": "lightning.pytorch.loggers.WandbLogger", "trainer__logger.save_dir": tmp_path / "out"}
+    assert main(arguments(trainer__max_steps=2, **logger)) == 0
+    assert list((tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(arguments, shop, tmp_path, capsys):
