@@ -183,7 +183,7 @@ class TorchCUDAKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the philox state, unread without dropout
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the philox state, unread without dropout
         return aten._flash_attention_backward(
             *(_rows_contiguous(x) for x in (dout, q, k, v, out)), lse.contiguous(), *_ragged_arguments(ragged),
             0.0, ragged.causal, no_dropout, no_dropout, scale=scale,

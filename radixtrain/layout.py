@@ -22,7 +22,7 @@ from radixtrain.kernels.pieces import Piece
 from radixtrain.kernels.varlen import Ragged
 from radixtrain.plan import PrefixPlan
 
-__all__ = ["PREFIX", "Level", "TreeLayout"]
+__all__ = ["PREFIX", "Level", "TreeLayout", "sequences_of"]
 
 PREFIX = "radix_"
 
@@ -174,6 +174,11 @@ class TreeLayout:
                 k_rows, key = self.level_keys[key : key + level.num_keys], key + level.num_keys
             pieces.append(Piece(q_rows, k_rows, ragged))
         return pieces
+
+
+def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Which sequence each packed token belongs to, int64, the shape of `token_indices`."""
+    return torch.bucketize(token_indices, cu_seqlens[1:].to(token_indices.dtype), right=True)
 
 
 def _levels(plan: PrefixPlan) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.kernels.rows import gather_rows
+from radixtrain.layout import sequences_of
 from radixtrain.model import backbone_of, prepare_model
 
 CONFIG = Path(__file__).parent.parent / "configs" / "banking77.yaml"
@@ -89,7 +90,7 @@ def exact_match(folder: Path, test: Path) -> float:
         rows, of_prediction = inputs.pop("radix_predictor_indices").unique(return_inverse=True)
         hidden = gather_rows(backbone_of(model)(**inputs).last_hidden_state[0], rows)
         best = model.lm_head(hidden).argmax(-1)[of_prediction]
-        sequences = torch.bucketize(tokens, batch["radix_cu_seqlens"][1:].long(), right=True)
+        sequences = sequences_of(tokens, batch["radix_cu_seqlens"])
         missed = torch.zeros(len(members), dtype=torch.bool)
         missed[sequences[(best != labels) & (labels >= 0)]] = True
         wrong += int(missed.sum())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from radixtrain.errors import UserError
+from radixtrain.layout import sequences_of
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
 from radixtrain.model import backbone_of, pretrained_model_of
 from radixtrain.training.loading import load_trainable
@@ -222,7 +223,7 @@ def _in_order(batch: dict[str, Any], labels: Tensor, logprobs: Tensor) -> list[t
     if "radix_label_indices" in batch:
         kept = batch["shift_labels"][0] >= 0
         tokens = batch["radix_label_indices"]
-        sequences = torch.bucketize(tokens, batch["radix_cu_seqlens"][1:].to(tokens.dtype), right=True)
+        sequences = sequences_of(tokens, batch["radix_cu_seqlens"])
     else:
         kept = torch.ones_like(labels, dtype=torch.bool)
         tokens = batch["predictor_indices"]

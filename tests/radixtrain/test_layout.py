@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
-from radixtrain.layout import PREFIX, Level, TreeLayout
+from radixtrain.layout import PREFIX, Level, TreeLayout, sequences_of
 from radixtrain.plan import build_prefix_plan
 from radixtrain.testing import ragged_batches
 
@@ -230,3 +230,8 @@ def test_batch_survives_the_movers_of_other_trainers(move, device):
     assert {getattr(moved, name).device.type for name in INT64 | INT32} == {device}
     assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
     assert len(moved.level_pieces) == (3 if device == "cpu" else 2)
+
+
+def test_sequences_of_skips_empty_ones():
+    cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    assert sequences_of(torch.tensor([0, 1, 2, 4]), cu_seqlens).tolist() == [0, 0, 2, 2]
