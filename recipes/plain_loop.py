@@ -1,0 +1,49 @@
+"""A training loop of your own, with optimizer steps that are cut into micro-batches of unique tokens.
+
+make fit && python recipes/plain_loop.py                  # on the demo's chats and starting model
+"""
+
+import argparse
+import random
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from radixtrain import prepare_model
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.chat import ChatEncoder, load_tokenizer
+from radixtrain.data.formats import read_rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="runs/demo/model")
+    parser.add_argument("--train_file", default="runs/demo/train.jsonl")
+    parser.add_argument("--max_steps", type=int, default=100)
+    options = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    encoded = ChatEncoder(load_tokenizer(options.model)).encode_all(read_rows(options.train_file))
+    rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
+    model = prepare_model(AutoModelForCausalLM.from_pretrained(options.model).to(device).train())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    collate = StepCollator(max_tokens=2048, merge_labels=False)  # the model's own loss: one entry per labelled token
+    draw = random.Random(0)
+    for number in range(options.max_steps):
+        step = collate(draw.sample(rows, 16))
+        total = 0.0
+        for batch in step["micro_batches"]:
+            inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            loss = model(**inputs, num_items_in_batch=step["num_labels"]).loss  # a sum over the step's labelled tokens
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 10 == 0 or number == options.max_steps - 1:
+            ratio = step["num_tokens"] / step["num_computed_tokens"]
+            print(f"step {number}: loss {total:.4f}, r {ratio:.1f}, {len(step['micro_batches'])} micro-batches")
+
+
+if __name__ == "__main__":
+    main()
