@@ -68,18 +68,9 @@ class RadixCLI(LightningCLI):
             kwargs["logger"] = CSVLogger(output_dir, name="logs")
         if config.max_epochs is None and config.max_steps == -1:
             kwargs["max_epochs"] = DEFAULT_EPOCHS
-        self.summary = RunSummary(output_dir)
-        own = [self.summary, PredictionWriter(output_dir), SaveOnSigterm(output_dir / "checkpoints")]
-        callbacks: list[Any] = [*_as_list(config.callbacks), *own]
-        if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
-            callbacks.append(ProgressLine())
-        if config.enable_checkpointing is not False and not _has(callbacks, Checkpoint):
-            callbacks.append(
-                ModelCheckpoint(output_dir / "checkpoints", "{step}", save_last=True, enable_version_counter=False)
-            )
         _check_trainer_settings(config)
         try:
-            trainer = super().instantiate_trainer(**kwargs, callbacks=callbacks)
+            trainer = super().instantiate_trainer(**kwargs, callbacks=self._callbacks(config, output_dir))
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise UserError(f"trainer: {first_line(error)}") from None
         if trainer.world_size != 1:
@@ -88,6 +79,22 @@ class RadixCLI(LightningCLI):
                 f"trainer.num_nodes to 1"
             )
         return trainer
+
+    def _callbacks(self, config: Any, output_dir: Path) -> list[Any]:
+        """The configuration's own, ours, and the progress line and checkpoints that it does not replace."""
+        checkpoints = output_dir / "checkpoints"
+        self.summary = RunSummary(output_dir)
+        callbacks = [
+            *_as_list(config.callbacks),
+            self.summary,
+            PredictionWriter(output_dir),
+            SaveOnSigterm(checkpoints),
+        ]
+        if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
+            callbacks.append(ProgressLine())
+        if config.enable_checkpointing is not False and not _has(callbacks, Checkpoint):
+            callbacks.append(ModelCheckpoint(checkpoints, "{step}", save_last=True, enable_version_counter=False))
+        return callbacks
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Checkpoints are read as weights, never as code, unless someone asks for it."""

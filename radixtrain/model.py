@@ -142,7 +142,7 @@ class _BackboneHooks:
         rows = kwargs.get("inputs_embeds") if rows is None else rows
         if rows is None or tuple(rows.shape[:2]) != (1, layout.num_rows):
             came = None if rows is None else tuple(rows.shape)
-            raise ValueError(
+            raise UserError(
                 f"a radix batch of {layout.num_rows} unique tokens needs input_ids [1, {layout.num_rows}], got {came}"
             )
         call = _RadixCall(layout, entries.get(f"{PREFIX}predictor_indices"), self.attention, self.kernel)
@@ -172,19 +172,19 @@ class _BackboneHooks:
     def _check_in_force(self, backbone: Any, layout: TreeLayout) -> None:
         name = backbone.config._attn_implementation
         if name != ATTENTION_NAME:
-            raise ValueError(
+            raise UserError(
                 f"a radix batch needs attn_implementation={ATTENTION_NAME!r}, but it is now {name!r}: the tree would "
                 f"be ignored; call prepare_model again"
             )
         window = _mask_window(backbone.config)
         if window is not None and window < layout.max_seqlen:
-            raise ValueError(
+            raise UserError(
                 f"{type(backbone).__name__} attends to the last {window} tokens only, and this batch has a sequence of "
                 f"{layout.max_seqlen}; set max_length to {window} or less, where the window changes nothing"
             )
         noise = getattr(backbone.get_input_embeddings(), "neftune_noise_alpha", None)
         if noise and backbone.training and not self.allow_neftune:
-            raise ValueError(
+            raise UserError(
                 f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token where an ordinary batch "
                 f"draws one per copy; remove it, or prepare_model(..., allow_dropout=['neftune'])"
             )
@@ -229,18 +229,18 @@ def _check_call(module: nn.Module, dropout: float, layout: TreeLayout, kwargs: M
     """Refuse what a layer asks for and the tree does not compute."""
     layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     if dropout:
-        raise ValueError(f"{layer} asks for attention dropout {dropout}; set attention_dropout to 0")
+        raise UserError(f"{layer} asks for attention dropout {dropout}; set attention_dropout to 0")
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{layer} asks for {name}, which tree attention does not compute")
+            raise UserError(f"{layer} asks for {name}, which tree attention does not compute")
     window = kwargs.get("sliding_window")
     if window is not None and window < layout.max_seqlen:
-        raise ValueError(
+        raise UserError(
             f"{layer} attends to the last {window} tokens only, and this batch has a sequence of {layout.max_seqlen}; "
             f"set max_length to {window} or less, where the window changes nothing"
         )
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        raise ValueError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
+        raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
 
 
 def _mask_window(config: Any) -> int | None:
@@ -262,7 +262,7 @@ def _layout(entries: Mapping[str, Any]) -> TreeLayout:
     try:
         return TreeLayout.from_batch(entries)
     except KeyError as missing:
-        raise ValueError(
+        raise UserError(
             f"the batch lost its entry {missing}: keep every key of the collator (remove_unused_columns does not "
             f"touch them)"
         ) from None
