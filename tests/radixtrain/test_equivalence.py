@@ -37,8 +37,8 @@ def labelled_tries(draw):
     for ids in sequences:
         bears_loss = draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
         features.append({"input_ids": ids, "labels": [t if b else -100 for t, b in zip(ids, bears_loss, strict=True)]})
-    features.append({"input_ids": [1, 0, 1, 1, 0], "labels": [-100, 0, 1, 1, 0]})  # so that no gradient is dead
-    return features
+    alive = [1, 0, 1, 1, 0, 0, 1, 0]  # so that no gradient is dead
+    return [*features, {"input_ids": alive, "labels": alive}]
 
 
 @SETTINGS
