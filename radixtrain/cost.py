@@ -48,7 +48,8 @@ def unique_flops(config: Any, plan: PrefixPlan, num_predictors: int) -> StepFlop
 
     num_predictors: distinct rows that predict.
     """
-    new, path = np.diff(plan.path_cu_seqlens_q), np.diff(plan.path_cu_seqlens_k)
+    entries = len(plan.path_cu_seqlens_q) - 1 - (plan.num_padding > 0)  # padding rows are the last entry
+    new, path = (np.diff(bounds)[:entries] for bounds in (plan.path_cu_seqlens_q, plan.path_cu_seqlens_k))
     pairs = int((new * (path - new) + new * (new + 1) // 2).sum())
     return _flops(config, plan.num_unique_tokens, pairs, num_predictors)
 

@@ -46,7 +46,8 @@ class SFTData(L.LightningDataModule):
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
         chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
-        seed: of that order and of `val_size`; on the command line it is `seed_everything`.
+        seed: of that order and of `val_size`; on the command line it is `seed_everything`, and 42 where that
+            is true or false and not a number.
         min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
         dataloader_num_workers: processes that collate and build plans ahead of the training step.

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["check_model_folder", "save_hf_folder"]
 
-MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md", "adapter", ".gitattributes"]
+# What `save_pretrained` of models and tokenizers writes, by name: *.json would take somebody's data along.
+MODEL_FILES = [
+    *("config.json", "generation_config.json", "chat_template.jinja", "adapter"),
+    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
+]
 
 
 def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:

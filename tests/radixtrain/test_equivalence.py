@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 import radixtrain.model
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.attention import tree_attention
+from radixtrain.equivalence import EquivalenceReport, TensorError
 from radixtrain.layout import TreeLayout
 
 STRATEGIES = ("cascade", "path", "expand", "reference")
@@ -104,6 +105,11 @@ def test_a_fresh_lora_passes_and_is_not_conclusive(tiny_qwen3):
 def test_sixteen_bit_models_are_refused(tiny_qwen3):
     with pytest.raises(ValueError, match="needs float32 or float64 weights"):
         verify_equivalence(tiny_qwen3().bfloat16(), BRANCHING)
+
+
+def test_nothing_alive_is_no_pass():
+    report = EquivalenceReport(1.0, 1.0, (TensorError("w", norm=0.0, difference=0.0),), 5e-6)
+    assert not report.passed
 
 
 def test_features_without_loss_are_refused(tiny_qwen3):

@@ -27,6 +27,15 @@ def test_other_files_are_never_lost(parts, tmp_path):
     assert (tmp_path / "precious" / "thesis.tex").read_text() == "years"
 
 
+@pytest.mark.parametrize("name", ["results.json", "notes.txt", "thesis.md", "run1.safetensors"])
+def test_files_of_ones_own_beside_a_model_are_never_lost(parts, tmp_path, name):
+    save_hf_folder(*parts, tmp_path / "model")
+    (tmp_path / "model" / name).write_text("years")
+    with pytest.raises(UserError, match="holds what is no model"):
+        save_hf_folder(*parts, tmp_path / "model")
+    assert (tmp_path / "model" / name).read_text() == "years"
+
+
 def test_what_is_read_is_not_replaced(shop):
     with pytest.raises(UserError, match="is read from there"):
         check_model_folder(shop / "model", [shop / "model"])
