@@ -10,6 +10,7 @@ from torch import Tensor
 
 from radixtrain.kernels.pieces import Piece, attention_in_pieces
 from radixtrain.kernels.rows import gather_rows
+from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import Ragged, VarlenKernel
 
 __all__ = ["expand_attention"]
@@ -17,15 +18,18 @@ __all__ = ["expand_attention"]
 
 def expand_attention(
     q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor,
-    inverse_indices: Tensor, gather_indices: Tensor, ragged: Ragged, kernel: VarlenKernel, scale: float,
+    inverse_indices: Tensor, gather_indices: Tensor, ragged: Ragged, kernel: VarlenKernel, scoring: Scoring,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of the T packed tokens, read at their first occurrences.
 
     inverse_indices: (T,), int64. packed token -> unique row.
     gather_indices: (U,), int64. unique row -> packed token.
     ragged: the sequences, causal.
+    sinks_N: (N,). logits without a value, one a head, or None.
     Returns (U, N, H).
     """
     q, k, v = (gather_rows(x, inverse_indices) for x in (q_UNH, k_UKH, v_UKH))
-    out_TNH = attention_in_pieces(q, k, v, (Piece(slice(None), slice(None), ragged),), kernel, scale)
+    everything = Piece(slice(None), slice(None), ragged)
+    out_TNH = attention_in_pieces(q, k, v, (everything,), kernel, scoring, sinks_N)
     return gather_rows(out_TNH, gather_indices)

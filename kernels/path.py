@@ -15,20 +15,23 @@ from torch import Tensor
 
 from radixtrain.kernels.pieces import Piece, attention_in_pieces
 from radixtrain.kernels.rows import gather_rows
+from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import Ragged, VarlenKernel
 
 __all__ = ["path_attention"]
 
 
 def path_attention(
-    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, path_keys: Tensor, ragged: Ragged, kernel: VarlenKernel, scale: float
-) -> Tensor:
+    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor,
+    path_keys: Tensor, ragged: Ragged, kernel: VarlenKernel, scoring: Scoring, sinks_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Tree attention from unique queries to gathered root paths.
 
     path_keys: (T',), int64. unique rows of every path, back to back.
     ragged: new rows of each path onto the path, causal.
+    sinks_N: (N,). logits without a value, one a head, or None.
     Returns (U, N, H).
     """
     everything = Piece(slice(None), slice(None), ragged)
     k_path, v_path = gather_rows(k_UKH, path_keys), gather_rows(v_UKH, path_keys)
-    return attention_in_pieces(q_UNH, k_path, v_path, (everything,), kernel, scale)
+    return attention_in_pieces(q_UNH, k_path, v_path, (everything,), kernel, scoring, sinks_N)

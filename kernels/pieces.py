@@ -9,6 +9,10 @@ Backward: flash-attention recomputes `p = exp(s - lse)` and `ds = p (dp - delta)
 q, k, v, dout and the final out and lse alone. Every key belongs to one piece, and out and lse of the whole row enter
 only as those two numbers per row. So the stock backward of a piece, given the **merged** out and lse, returns exactly
 that piece's share of dq and its dk and dv; the shares add up. (Ring attention rests on the same identity.)
+
+Sinks (gpt-oss): a logit s_n of every head that takes part in the softmax and has no value. It is one more piece, of
+log-sum-exp s_n and output 0, merged last: `lse' = logaddexp(lse, s_n)` and `out' = out exp(lse - lse')`. The identity
+above holds for out' and lse', and `ds_n = -sum_q exp(s_n - lse') delta`.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import Ragged, VarlenKernel
 
 __all__ = ["Piece", "attention_in_pieces"]
@@ -41,50 +46,70 @@ class Piece:
 
 
 def attention_in_pieces(
-    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, pieces: Sequence[Piece], kernel: VarlenKernel, scale: float
-) -> Tensor:
+    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor,
+    pieces: Sequence[Piece], kernel: VarlenKernel, scoring: Scoring, sinks_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of every query over the keys of all its pieces.
 
     pieces: the first covers every row of q and of k; the others may cover any. No query sees a key in two pieces.
+    scoring: of every piece; a window needs a single one, whose entries are whole sequences.
+    sinks_N: (N,), any floating dtype; differentiable like the others.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
     """
-    return _Pieces.apply(q_UNH, k_UKH, v_UKH, tuple(pieces), kernel, scale)
+    assert scoring.window is None or len(pieces) == 1, "a distance means nothing between pieces"
+    return _Pieces.apply(q_UNH, k_UKH, v_UKH, sinks_N, tuple(pieces), kernel, scoring)
 
 
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, pieces: tuple[Piece, ...], kernel: VarlenKernel, scale: float
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+        pieces: tuple[Piece, ...], kernel: VarlenKernel, scoring: Scoring,
+    ) -> Tensor:  # fmt: skip
         first, *rest = pieces
-        out, lse = kernel.forward(q, k, v, first.ragged, scale)
-        merged = out.to(lse.dtype) if rest else out
+        out, lse = kernel.forward(q, k, v, first.ragged, scoring)
+        merged = out.to(lse.dtype) if rest or sinks is not None else out
         for piece in rest:
             keys = _rows(k, piece.k_rows), _rows(v, piece.k_rows)
-            _merge(merged, lse, piece.q_rows, *kernel.forward(_rows(q, piece.q_rows), *keys, piece.ragged, scale))
+            _merge(merged, lse, piece.q_rows, *kernel.forward(_rows(q, piece.q_rows), *keys, piece.ragged, scoring))
+        if sinks is not None:
+            _merge_sinks(merged, lse, sinks)
         out = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pieces, ctx.kernel, ctx.scale = pieces, kernel, scale
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.pieces, ctx.kernel, ctx.scoring = pieces, kernel, scoring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         first, *rest = ctx.pieces
-        grads = ctx.kernel.backward(dout, q, k, v, out, lse, first.ragged, ctx.scale)
+        grads = ctx.kernel.backward(dout, q, k, v, out, lse, first.ragged, ctx.scoring)
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if rest else grads
         for piece in rest:
             q_side = (_rows(x, piece.q_rows) for x in (dout, q, out))
             dout_piece, q_piece, out_piece = q_side
             keys = _rows(k, piece.k_rows), _rows(v, piece.k_rows)
             lse_piece = _rows(lse.t(), piece.q_rows).t()
-            shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, ctx.scale)
+            shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, ctx.scoring)
             for total, share, rows in zip(
                 (dq, dk, dv), shares, (piece.q_rows, piece.k_rows, piece.k_rows), strict=True
             ):
                 _add(total, rows, share)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+
+
+def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Fold the sinks (N,) into `out` (U, N, H) and `lse` (N, U), in place."""
+    total = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+    out.mul_(torch.exp(lse - total).t()[..., None])
+    lse.copy_(total)
+
+
+def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    delta_NU = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
+    return -(torch.exp(sinks[:, None].to(lse.dtype) - lse) * delta_NU).sum(1).to(sinks.dtype)
 
 
 def _rows(x: Tensor, rows: Rows) -> Tensor:

@@ -9,21 +9,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from radixtrain.kernels.scoring import Scoring
+
 __all__ = ["reference_attention", "tree_mask"]
 
 
-def tree_mask(row_subtree_ends: Tensor) -> Tensor:
+def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor | None = None, window: int | None = None) -> Tensor:
     """(U, U), bool: query q (row of the mask) sees key k (column) iff `k <= q < row_subtree_ends[k]`.
 
     row_subtree_ends: (U,), integer. one past the last descendant of each row's segment.
+    row_depths: (U,), integer. place of each row in its sequence, in tokens from 0; asked for by a window only.
+    window: None, or w: `row_depths[q] - w < row_depths[k]` as well.
     """
     rows = torch.arange(len(row_subtree_ends), device=row_subtree_ends.device)
-    return (rows[None, :] <= rows[:, None]) & (rows[:, None] < row_subtree_ends[None, :])
+    seen = (rows[None, :] <= rows[:, None]) & (rows[:, None] < row_subtree_ends[None, :])
+    if window is None:
+        return seen
+    assert row_depths is not None, "a window needs the depth of every row"
+    return seen & (row_depths[:, None] - window < row_depths[None, :])
 
 
-def reference_attention(q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, row_subtree_ends: Tensor, scale: float) -> Tensor:
-    """`softmax(scale * q k^T + mask) v`, heads in groups, differentiable by autograd alone.
+def reference_attention(
+    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask_UU: Tensor, scoring: Scoring, sinks_N: Tensor | None = None
+) -> Tensor:
+    """`softmax(scores + mask) v`, heads in groups, differentiable by autograd alone.
 
+    mask_UU: (U, U), bool, True where seen; of `tree_mask`, which has taken care of the window.
+    sinks_N: (N,). one more logit for every query of a head, which has no value.
     Any floating dtype; 16-bit inputs are computed in float32 and rounded once.
     Returns (U, N, H), the dtype of q.
     """
@@ -31,7 +43,12 @@ def reference_attention(q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, row_subtree
     num_groups = k_UKH.shape[1]
     wide = torch.promote_types(q_UNH.dtype, torch.float32)
     q_UKGH = q_UNH.to(wide).unflatten(1, (num_groups, num_heads // num_groups))
-    scores_KGUU = torch.einsum("qkgh,ukh->kgqu", q_UKGH, k_UKH.to(wide)) * scale
-    scores_KGUU = scores_KGUU.masked_fill(~tree_mask(row_subtree_ends), float("-inf"))
-    out_UKGH = torch.einsum("kgqu,ukh->qkgh", scores_KGUU.softmax(-1), v_UKH.to(wide))
+    scores_KGUU = scoring.of(torch.einsum("qkgh,ukh->kgqu", q_UKGH, k_UKH.to(wide)))
+    scores_KGUU = scores_KGUU.masked_fill(~mask_UU, float("-inf"))
+    if sinks_N is not None:
+        sinks_KGU1 = sinks_N.to(wide).view(num_groups, -1, 1, 1).expand(*scores_KGUU.shape[:-1], 1)
+        weights_KGUU = torch.cat([scores_KGUU, sinks_KGU1], -1).softmax(-1)[..., :-1]
+    else:
+        weights_KGUU = scores_KGUU.softmax(-1)
+    out_UKGH = torch.einsum("kgqu,ukh->qkgh", weights_KGUU, v_UKH.to(wide))
     return out_UKGH.reshape(num_rows, num_heads, v_UKH.shape[-1]).to(q_UNH.dtype)

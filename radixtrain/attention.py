@@ -1,11 +1,14 @@
 """The one door to the kernels: validates, chooses, dispatches. An explicit request that cannot be met raises.
 
-| strategy    | queries       | keys and values          | calls                      |
-|-------------|---------------|--------------------------|----------------------------|
-| `reference` | U             | U, explicit mask         | eager; the specification   |
-| `expand`    | scatter to T  | T                        | one varlen call            |
-| `path`      | U             | root paths, gathered     | one varlen call            |
-| `cascade`   | U, no copies  | U, no copies             | one, and one a tree level  |
+| strategy    | queries       | keys and values          | calls                      | a window that binds |
+|-------------|---------------|--------------------------|----------------------------|---------------------|
+| `reference` | U             | U, explicit mask         | eager; the specification   | yes                 |
+| `expand`    | scatter to T  | T                        | one varlen call            | yes                 |
+| `path`      | U             | root paths, gathered     | one varlen call            | yes                 |
+| `cascade`   | U, no copies  | U, no copies             | one, and one a tree level  | no                  |
+
+Sinks go with every strategy and kernel, a soft-cap with every strategy and the kernels that compute it
+(`kernels/varlen.py`). A window binds where it is shorter than the longest sequence; any other is as none.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from torch import Tensor
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
 from radixtrain.kernels.path import path_attention
-from radixtrain.kernels.reference import reference_attention
-from radixtrain.kernels.varlen import KERNELS, VarlenKernel, varlen_kernel
+from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.varlen import KERNELS, VarlenKernel, takes_window, varlen_kernel
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan
 
@@ -54,42 +58,55 @@ def tree_attention(
     attention: str = "auto",
     kernel: str = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention on unique tokens: every query sees the keys of its own root path, itself included.
 
     query: (U, N, H), float64, float32, bfloat16 or float16.
     key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
-    attention: `auto`, `cascade`, `path`, `expand` or `reference`.
+    attention: `auto`, `cascade`, `path`, `expand` or `reference`. `auto` is `cascade`, or `path` where a window binds.
     kernel: `auto`, `torch`, `flash_attn` or `eager`; not used by `reference`.
     scale: factor on the scores; default `H ** -0.5`.
+    softcap: None, or c: scaled scores s become `c * tanh(s / c)`.
+    window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
+    sinks: None, or (N,), floating point. A logit for every query of a head that has no value.
 
-    Returns (U, N, H), the dtype of query; differentiable once in query, key and value.
+    Returns (U, N, H), the dtype of query; differentiable once in query, key, value and sinks.
     Raises ValueError where shapes, dtypes or devices do not fit, or what was asked for by name cannot be had.
     """
     layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
     _check_tensors(query, key, value, layout)
-    choice = choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1])
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    _check_modifiers(query, softcap, window, sinks)
+    binding = window if window is not None and window < layout.max_seqlen else None
+    where = query.device, query.dtype, query.shape[-1]
+    choice = choose_attention(attention, kernel, *where, softcap=softcap is not None, window=binding is not None)
+    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
     if choice.strategy == "reference":
-        return reference_attention(query, key, value, layout.row_subtree_ends, scale)
+        mask = tree_mask(layout.row_subtree_ends, layout.row_depths, binding)
+        return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
-        return cascade_attention(query, key, value, layout.self_piece, layout.level_pieces, varlen, scale)
+        return cascade_attention(query, key, value, layout.self_piece, layout.level_pieces, varlen, scoring, sinks)
     if choice.strategy == "path":
-        return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scale)
+        return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
     indices = layout.inverse_indices, layout.gather_indices
-    return expand_attention(query, key, value, *indices, layout.sequences, varlen, scale)
+    return expand_attention(query, key, value, *indices, layout.sequences, varlen, scoring, sinks)
 
 
 @lru_cache(maxsize=64)
 def choose_attention(
-    attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> AttentionChoice:
+    attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int,
+    *, softcap: bool = False, window: bool = False,
+) -> AttentionChoice:  # fmt: skip
     """Resolve `auto`, or check what was asked for by name. Each new choice is logged once, in one line.
 
-    Raises ValueError for an unknown name, and for a named kernel that is not installed or does not take this device,
-    dtype or head dim.
+    softcap, window: whether scores are soft-capped, and whether a sliding window binds.
+
+    Raises ValueError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
+    head dim or modifier, and for `cascade` where a window binds.
     """
     if attention not in ("auto", *STRATEGIES):
         raise ValueError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
@@ -98,39 +115,68 @@ def choose_attention(
     if attention == "reference":
         choice = AttentionChoice(attention, "none", "explicit mask, by request")
     else:
-        strategy, why = ("cascade", "no row is copied") if attention == "auto" else (attention, "by request")
-        name, why_kernel = _choose_kernel(kernel, device, dtype, head_dim)
+        strategy, why = _choose_strategy(attention, window)
+        name, why_kernel = _choose_kernel(kernel, _Call(device, dtype, head_dim, softcap, window))
         choice = AttentionChoice(strategy, name, f"{strategy}: {why}; {name}: {why_kernel}")
     logger.info("%s", choice)
     return choice
 
 
-def _choose_kernel(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+@dataclass(frozen=True)
+class _Call:
+    """What a kernel has to take."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    softcap: bool
+    window: bool
+
+
+def _choose_strategy(attention: str, window: bool) -> tuple[str, str]:
+    """Name and reason, or ValueError."""
+    if attention == "cascade" and window:
+        raise ValueError(
+            "attention='cascade' cannot be used: it attends to a prompt in one piece, and a sliding window shorter "
+            "than the batch's longest sequence cuts through it; attention='auto' or 'path' keeps the window"
+        )
+    if attention != "auto":
+        return attention, "by request"
+    return ("path", "a sliding window binds, which cascade cannot keep") if window else ("cascade", "no row is copied")
+
+
+def _choose_kernel(kernel: str, call: _Call) -> tuple[str, str]:
     """Name and reason. The first of the preferred kernels that can run there, or the one asked for, or ValueError."""
     if kernel != "auto":
-        refusal = _refusal(kernel, device, dtype, head_dim)
+        refusal = _refusal(kernel, call)
         if refusal:
             raise ValueError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
         return kernel, "by request"
-    preferred = ("flash_attn", "torch", "eager") if device.type == "cuda" else ("torch", "eager")
-    refusals = {name: _refusal(name, device, dtype, head_dim) for name in preferred}
+    preferred = ("flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
+    refusals = {name: _refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)
     passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]
-    return name, f"on {device.type}" + "".join(f", {text}" for text in passed_over)
+    return name, f"on {call.device.type}" + "".join(f", {text}" for text in passed_over)
 
 
-def _refusal(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _refusal(kernel: str, call: _Call) -> str | None:
     """Why this kernel cannot run there, or None."""
-    if kernel == "eager" or (kernel == "torch" and device.type == "cpu"):
+    if kernel == "eager":
         return None
-    if device.type != "cuda":
-        return f"needs CUDA, the tensors are on {device.type}"
+    if kernel == "torch" and call.softcap:
+        return "computes no soft-cap"
+    if kernel == "torch" and call.device.type == "cpu":
+        return None
+    if call.device.type != "cuda":
+        return f"needs CUDA, the tensors are on {call.device.type}"
     if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed (pip install 'radixtrain[flash]', needs a CUDA toolchain)"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, got {dtype}"
-    if head_dim > FLASH_MAX_HEAD_DIM or head_dim % 8:
-        return f"takes head dims that are multiples of 8 up to {FLASH_MAX_HEAD_DIM}, got {head_dim}"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {call.dtype}"
+    if call.head_dim > FLASH_MAX_HEAD_DIM or call.head_dim % 8:
+        return f"takes head dims that are multiples of 8 up to {FLASH_MAX_HEAD_DIM}, got {call.head_dim}"
+    if kernel == "torch" and call.window and not takes_window():
+        return f"takes no sliding window in torch {torch.__version__}"
     return None
 
 
@@ -159,3 +205,19 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout
         raise ValueError(f"head_dim must agree, got {query.shape[2]}, {key.shape[2]} and {value.shape[2]}")
     if not query.dtype.is_floating_point:
         raise ValueError(f"query, key and value must be floating point, got {query.dtype}")
+
+
+def _check_modifiers(query: Tensor, softcap: float | None, window: int | None, sinks: Tensor | None) -> None:
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (a query sees itself), or None for no window; got {window}")
+    if sinks is None:
+        return
+    if sinks.shape != (query.shape[1],) or not sinks.dtype.is_floating_point:
+        raise ValueError(
+            f"sinks must be ({query.shape[1]},), one floating-point logit a query head; got {tuple(sinks.shape)}, "
+            f"{sinks.dtype}"
+        )
+    if sinks.device != query.device:
+        raise ValueError(f"sinks are on {sinks.device}, query on {query.device}")

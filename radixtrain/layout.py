@@ -125,6 +125,11 @@ class TreeLayout:
         return self.subtree_ends.repeat_interleave(lengths, output_size=self.num_rows)
 
     @cached_property
+    def row_depths(self) -> Tensor:
+        """(U,), int64. place of each row in its sequence, in tokens from 0, whatever its position id; padding too."""
+        return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
+
+    @cached_property
     def sequences(self) -> Ragged:
         """The packed sequences onto themselves, causal: `expand`."""
         bounds = _host_bounds(self.cu_seqlens, self.cu_seqlens)

@@ -25,6 +25,7 @@ def load_trainable(settings: Any) -> Any:
     if settings.use_peft:
         model = _with_lora(model, settings)
     _check_head(model)
+    _check_router_loss(model)
     if settings.dedup:
         allowed = settings.allow_dropout or ()
         prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
@@ -39,9 +40,13 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
             model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
         )
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {first_line(error)}"
-        ) from None
+        no_sdpa = attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error)
+        reason = (
+            "its soft-cap or sinks are beyond sdpa; set model.attn_implementation: eager"
+            if no_sdpa
+            else first_line(error)
+        )
+        raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
 
 
 def _enable_activation_checkpointing(model: Any) -> None:
@@ -64,6 +69,17 @@ def _check_head(model: nn.Module) -> None:
                 f"{type(base).__name__} changes its logits ({name}={value}), which the fused loss does not compute; "
                 f"use the drop-in RadixCollator with the model's own loss"
             )
+
+
+def _check_router_loss(model: nn.Module) -> None:
+    """The fused loss knows the backbone and the head; a router loss is computed by the model's own forward."""
+    base = pretrained_model_of(model)
+    if getattr(base.config.get_text_config(), "output_router_logits", False):
+        raise UserError(
+            f"{type(base).__name__} adds a router loss (output_router_logits: true in its config.json), which the "
+            f"fused loss does not compute; set it to false there, or use the drop-in RadixCollator with the model's "
+            f"own loss"
+        )
 
 
 def _with_lora(model: nn.Module, settings: Any) -> Any:

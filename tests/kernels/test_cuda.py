@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from radixtrain import build_prefix_plan, tree_attention
+from radixtrain.attention import choose_attention
+from radixtrain.kernels.reference import tree_mask
+from radixtrain.layout import TreeLayout
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book
 
 pytestmark = [
@@ -43,3 +46,63 @@ def test_strategies_in_bfloat16(attention, kernel):
     mask &= torch.arange(plan.num_rows)[:, None] < torch.tensor(plan.row_subtree_ends)[None, :]
     out, _, *grads = flash_attention_by_the_book(*inputs, dout, mask, 64**-0.5)
     assert_within_reference_error([x.cpu() for x in actual], [out, *grads], truth, names=("out", "dq", "dk", "dv"))
+
+
+MODIFIERS = {
+    "sinks": {"sinks": True},
+    "window": {"window": 100},
+    "soft-cap": {"softcap": 5.0},
+    "window and sinks": {"window": 100, "sinks": True},
+    "soft-cap and window": {"softcap": 5.0, "window": 100},
+}
+
+
+def plain(q, k, v, plan, softcap=None, window=None, sinks=None):
+    """The formula in the dtype of q, by autograd: what a model without a flash kernel computes."""
+    layout = TreeLayout.from_plan(plan)
+    mask = tree_mask(layout.row_subtree_ends, layout.row_depths, window)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->nqk", q, k) * 64**-0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., : len(q)], v)
+
+
+def modified_gradients(attend, tensors, dout, sinks):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    own = [sinks.detach().requires_grad_()] if sinks is not None else []
+    out = attend(*leaves, **({"sinks": own[0]} if own else {}))
+    return [out.detach().cpu(), *(x.cpu() for x in torch.autograd.grad(out, [*leaves, *own], dout))]
+
+
+@pytest.mark.parametrize("kernel", INSTALLED)
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+@pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
+def test_modifiers_in_bfloat16(attention, kernel, modifiers):
+    plan = nested_plan()
+    options = {name: value for name, value in modifiers.items() if name != "sinks"}
+    asked = {name: name in options for name in ("softcap", "window")}
+    try:
+        choose_attention(attention, kernel, torch.device("cuda"), torch.bfloat16, 64, **asked)
+    except ValueError:
+        return  # refused with a reason, which test_attention.py reads
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(plan.num_rows, heads, 64) for heads in (8, 2, 2, 8)]
+    *inputs, dout = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    sinks = torch.linspace(-1, 3, 8).bfloat16() if "sinks" in modifiers else None
+
+    def tree(q, k, v, **given):
+        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **options, **given)
+
+    def exact(q, k, v, **given):
+        return plain(q, k, v, plan, **options, **given)
+
+    cuda_sinks, wide_sinks = (None, None) if sinks is None else (sinks.cuda(), sinks.double())
+    actual = modified_gradients(tree, [x.cuda() for x in inputs], dout.cuda(), cuda_sinks)
+    truth = modified_gradients(exact, [x.double() for x in inputs], dout.double(), wide_sinks)
+    reference = modified_gradients(exact, inputs, dout, sinks)
+    assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=("out", "dq", "dk", "dv"))
+    if sinks is not None:  # eight numbers: too few for luck to average out, so one rounding of each is let through
+        assert (actual[4] - truth[4]).norm() <= 2 * (reference[4] - truth[4]).norm() + 2**-8 * truth[4].norm()

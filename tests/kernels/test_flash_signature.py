@@ -19,6 +19,7 @@ from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import EagerKernel, FlashAttnKernel, Ragged, TorchCUDAKernel, VarlenKernel
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
@@ -51,6 +52,7 @@ class FlashRules:
     def __init__(self, dtypes: tuple[torch.dtype, ...]):
         self.dtypes = dtypes
         self.num_forward = self.num_backward = 0
+        self.seen: list[Scoring] = []
 
     def check_rows(self, *tensors: Tensor) -> None:
         for x in tensors:
@@ -69,6 +71,7 @@ class FlashRules:
         max_q: int,
         max_k: int,
         causal: bool,
+        windowed: bool,
     ) -> Ragged:
         assert k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0
         assert type(causal) is bool
@@ -78,24 +81,43 @@ class FlashRules:
             lengths = cu_seqlens.diff()
             assert lengths.min() >= 0 and type(longest) is int and longest == lengths.max()
         assert cu_seqlens_q.shape == cu_seqlens_k.shape
-        if max_q == 1 and q.shape[1] > k.shape[1]:  # heads and queries change places, and then the bounds are not read
+        swaps = max_q == 1 and q.shape[1] > k.shape[1] and not windowed
+        if swaps:  # heads and queries change places, and then the bounds are not read
             assert len(q) == len(cu_seqlens_q) - 1
         return Ragged(cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *ragged, scale: float) -> tuple[Tensor, Tensor]:
+    def scoring(self, causal: bool, scale: float, left: int | None, right: int | None, softcap: float) -> Scoring:
+        """A window counts the keys on either side of a query's own, -1 or None for all of them."""
+        assert type(scale) is float and type(softcap) is float and softcap >= 0
+        if left in (None, -1):
+            assert right == left
+            return Scoring(scale, softcap or None)
+        assert type(left) is type(right) is int and left >= 0 and right == 0
+        assert causal, "without causality the window would have another meaning than ours"
+        return Scoring(scale, softcap or None, left + 1)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *ragged, scale: float, left=None, right=None, softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         self.num_forward += 1
         self.check_rows(q, k, v)
-        return EagerKernel().forward(q, k, v, self.ragged(q, k, v, *ragged), scale)
+        scoring = self.scoring(ragged[-1], scale, left, right, softcap)
+        self.seen.append(scoring)
+        return EagerKernel().forward(q, k, v, self.ragged(q, k, v, *ragged, scoring.window is not None), scoring)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *ragged, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *ragged,
+        scale: float, left=None, right=None, softcap: float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         self.num_backward += 1
         self.check_rows(dout, q, k, v, out)
         assert dout.shape == out.shape == q.shape
         assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
-        return EagerKernel().backward(dout, q, k, v, out, lse, self.ragged(q, k, v, *ragged), scale)
+        scoring = self.scoring(ragged[-1], scale, left, right, softcap)
+        self.seen.append(scoring)
+        bounds = self.ragged(q, k, v, *ragged, scoring.window is not None)
+        return EagerKernel().backward(dout, q, k, v, out, lse, bounds, scoring)
 
 
 def stand_in_for_aten(rules: FlashRules) -> SimpleNamespace:
@@ -105,9 +127,10 @@ def stand_in_for_aten(rules: FlashRules) -> SimpleNamespace:
         num_splits=None,
     ):  # fmt: skip
         assert dropout_p == 0.0 and return_debug_mask is False
-        assert window_size_left is window_size_right is seqused_k is alibi_slopes is block_table is num_splits is None
+        assert seqused_k is alibi_slopes is block_table is num_splits is None
         ragged = cum_seq_q, cum_seq_k, max_q, max_k, is_causal
-        out, lse = rules.forward(query, key, value, *ragged, scale=scale)
+        window = {"left": window_size_left, "right": window_size_right}
+        out, lse = rules.forward(query, key, value, *ragged, scale=scale, **window)
         rng_state, unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
         return out, lse, rng_state, unused, query.new_zeros(0)
 
@@ -115,10 +138,11 @@ def stand_in_for_aten(rules: FlashRules) -> SimpleNamespace:
         grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
         rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        assert dropout_p == 0.0 and window_size_left is window_size_right is None
+        assert dropout_p == 0.0
         assert rng_state.dtype == torch.uint64 and isinstance(unused, Tensor)
         ragged = cum_seq_q, cum_seq_k, max_q, max_k, is_causal
-        return rules.backward(grad_out, query, key, value, out, logsumexp, *ragged, scale=scale)
+        window = {"left": window_size_left, "right": window_size_right}
+        return rules.backward(grad_out, query, key, value, out, logsumexp, *ragged, scale=scale, **window)
 
     return SimpleNamespace(
         _flash_attention_forward=_flash_attention_forward, _flash_attention_backward=_flash_attention_backward
@@ -131,11 +155,12 @@ def stand_in_for_flash_attn(rules: FlashRules) -> ModuleType:
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
         block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
-        assert dropout_p == softcap == 0.0 and window_size_left == window_size_right == -1
+        assert dropout_p == 0.0
         assert alibi_slopes is block_table is leftpad_k is seqused_k is None
         assert return_softmax is zero_tensors is False
         ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-        out, lse = rules.forward(q, k, v, *ragged, scale=softmax_scale)
+        modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+        out, lse = rules.forward(q, k, v, *ragged, scale=softmax_scale, **modifiers)
         return out, lse, None, torch.zeros(2, dtype=torch.int64)
 
     def _flash_attn_varlen_backward(
@@ -143,13 +168,14 @@ def stand_in_for_flash_attn(rules: FlashRules) -> ModuleType:
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
         rng_state=None, zero_tensors=False,
     ):  # fmt: skip
-        assert dropout_p == softcap == 0.0 and window_size_left == window_size_right == -1
+        assert dropout_p == 0.0
         assert alibi_slopes is rng_state is None and zero_tensors is False
         assert deterministic is True, "atomics give other bits every time"
         assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
         rules.check_rows(dq, dk, dv)
         ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
-        grads = rules.backward(dout, q, k, v, out, softmax_lse, *ragged, scale=softmax_scale)
+        modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+        grads = rules.backward(dout, q, k, v, out, softmax_lse, *ragged, scale=softmax_scale, **modifiers)
         for given, grad in zip((dq, dk, dv), grads, strict=True):
             given.copy_(grad)
         return torch.zeros(0)  # softmax_d
@@ -201,15 +227,21 @@ def with_gradients(attention, plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor,
     return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, dout)]
 
 
-def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scale: float):
+def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring, sinks: Tensor | None = None):
     """A strategy with the pieces that it takes on CUDA: for `cascade` one call a level."""
+    options = kernel, scoring, sinks
     if strategy == "cascade":
         pieces = layout.self_piece, layout._packed_level_pieces()
-        return lambda q, k, v: cascade_attention(q, k, v, *pieces, kernel, scale)
+        return lambda q, k, v: cascade_attention(q, k, v, *pieces, *options)
     if strategy == "path":
-        return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, kernel, scale)
+        return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, *options)
     indices = layout.inverse_indices, layout.gather_indices
-    return lambda q, k, v: expand_attention(q, k, v, *indices, layout.sequences, kernel, scale)
+    return lambda q, k, v: expand_attention(q, k, v, *indices, layout.sequences, *options)
+
+
+def by_reference(layout: TreeLayout, scoring: Scoring, sinks: Tensor | None = None):
+    mask = tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
+    return lambda q, k, v: reference_attention(q, k, v, mask, scoring, sinks)
 
 
 @pytest.mark.parametrize("name", ["_flash_attention_forward", "_flash_attention_backward"])
@@ -225,13 +257,60 @@ def test_stand_in_has_the_signature_of_the_installed_torch(name: str) -> None:
 def test_float64(kernel: VarlenKernel, rules: FlashRules, trie: str, strategy: str, heads: tuple[int, int]) -> None:
     plan = plan_of(TRIES[trie], pad_to_multiple_of=4)
     layout = TreeLayout.from_plan(plan)
-    tensors, scale = inputs(plan, heads, 8, torch.float64), 0.4
-    truth = with_gradients(lambda q, k, v: reference_attention(q, k, v, layout.row_subtree_ends, scale), plan, *tensors)
-    actual = with_gradients(on_cuda(strategy, layout, kernel, scale), plan, *tensors)
+    tensors, scoring = inputs(plan, heads, 8, torch.float64), Scoring(0.4)
+    truth = with_gradients(by_reference(layout, scoring), plan, *tensors)
+    actual = with_gradients(on_cuda(strategy, layout, kernel, scoring), plan, *tensors)
     errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
     assert max(errors.values()) <= 1e-12, errors
     num_calls = 1 + len(layout.levels) if strategy == "cascade" else 1
     assert (rules.num_forward, rules.num_backward) == (num_calls, num_calls)
+
+
+MODIFIED = {
+    "window of 1": ("path", Scoring(0.4, window=1)),
+    "window of 3, path": ("path", Scoring(0.4, window=3)),
+    "window of 3, expand": ("expand", Scoring(0.4, window=3)),
+    "soft-cap, cascade": ("cascade", Scoring(0.4, softcap=0.7)),
+    "soft-cap and window": ("path", Scoring(0.4, softcap=0.7, window=2)),
+}
+
+
+@pytest.mark.parametrize("trie", TRIES)
+@pytest.mark.parametrize("name", MODIFIED)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_modifiers_reach_the_kernel(
+    kernel: VarlenKernel, rules: FlashRules, trie: str, name: str, with_sinks: bool
+) -> None:
+    """Both directions are told the window and the soft-cap; sinks are merged outside."""
+    strategy, scoring = MODIFIED[name]
+    plan = plan_of(TRIES[trie], pad_to_multiple_of=4)
+    layout, tensors = TreeLayout.from_plan(plan), inputs(plan, (4, 2), 8, torch.float64)
+    if isinstance(kernel, TorchCUDAKernel) and scoring.softcap:  # tree_attention takes another kernel, or raises
+        with pytest.raises(AssertionError, match="refuses a soft-cap on this kernel"):
+            on_cuda(strategy, layout, kernel, scoring)(*tensors[:3])
+        return
+    results = []
+    for attention_of in (by_reference, lambda *given: on_cuda(strategy, given[0], kernel, *given[1:])):
+        sinks = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True) if with_sinks else None
+        attention = attention_of(layout, scoring, sinks)
+        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = attention(*leaves)
+        (out * tensors[3]).sum().backward()
+        grads = [x.grad for x in (*leaves, *([sinks] if with_sinks else []))]
+        results.append([out.detach()[: plan.num_unique_tokens], *grads])
+    errors = [relative_error(x, y) for y, x in zip(*results, strict=True)]
+    if scoring.window == 1:  # of a single key dq and dk are zero, but for the rounding of delta, unless sinks share
+        errors = errors if with_sinks else [errors[0], errors[3], *(x.abs().max() for x in results[1][1:3])]
+    assert max(errors) <= 1e-12, errors
+    assert rules.seen == [scoring] * len(rules.seen) and len(rules.seen) >= 2
+
+
+def test_torch_without_window_arguments_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert varlen.takes_window()
+    arguments = [SimpleNamespace(name=name) for name in ("query", "scale")]
+    old = SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=arguments)))
+    monkeypatch.setattr(varlen, "aten", SimpleNamespace(_flash_attention_forward=old, _flash_attention_backward=old))
+    assert not varlen.takes_window()
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "path", "expand"])
@@ -243,9 +322,9 @@ def test_16_bit(kernel: VarlenKernel, rules: FlashRules, strategy: str, dtype: t
     layout = TreeLayout.from_plan(plan)
     tensors, scale = inputs(plan, (4, 2), 16, dtype), 0.25
     wide = [x.double() for x in tensors]
-    truth = with_gradients(lambda q, k, v: reference_attention(q, k, v, layout.row_subtree_ends, scale), plan, *wide)
+    truth = with_gradients(by_reference(layout, Scoring(scale)), plan, *wide)
     out, _, *grads = flash_attention_by_the_book(*tensors, tree_mask(layout.row_subtree_ends), scale)
-    actual = with_gradients(on_cuda(strategy, layout, kernel, scale), plan, *tensors)
+    actual = with_gradients(on_cuda(strategy, layout, kernel, Scoring(scale)), plan, *tensors)
     assert_within_reference_error(actual, [out[: plan.num_unique_tokens], *grads], truth, names=NAMES)
 
 
@@ -256,7 +335,7 @@ def test_strided_last_axis(kernel: VarlenKernel, strategy: str, which: str) -> N
     plan = plan_of(TRIES["nested"])
     layout = TreeLayout.from_plan(plan)
     tensors = inputs(plan, (4, 2), 8, torch.float64)
-    attention = on_cuda(strategy, layout, kernel, 0.4)
+    attention = on_cuda(strategy, layout, kernel, Scoring(0.4))
     expected = with_gradients(attention, plan, *tensors)
     strided = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in tensors]
     names = ("q", "k", "v", "dout")
@@ -269,7 +348,7 @@ def test_gradient_of_a_sum(kernel: VarlenKernel) -> None:
     plan = plan_of(TRIES["nested"])
     layout = TreeLayout.from_plan(plan)
     *tensors, dout = inputs(plan, (4, 2), 8, torch.float64)
-    attention = on_cuda("cascade", layout, kernel, 0.4)
+    attention = on_cuda("cascade", layout, kernel, Scoring(0.4))
     ones = torch.ones_like(dout)
     expanded = with_gradients(attention, plan, *tensors, ones[0, 0, 0].expand_as(dout))
     assert all(
@@ -282,18 +361,18 @@ def test_rules_are_enforced(kernel: VarlenKernel, rules: FlashRules) -> None:
     q, k, v, dout = inputs(plan_of([[1, 2, 3, 4]]), (2, 2), 8, torch.float64)
     cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
     good = Ragged(cu_seqlens, cu_seqlens, 4, 4, True)
-    out, lse = kernel.forward(q, k, v, good, 1.0)
+    out, lse = kernel.forward(q, k, v, good, Scoring(1.0))
     for bad in (
         Ragged(cu_seqlens.long(), cu_seqlens, 4, 4, True),
         Ragged(cu_seqlens, cu_seqlens + 1, 4, 4, True),
         Ragged(cu_seqlens, cu_seqlens, 3, 4, True),
     ):
         with pytest.raises(AssertionError):
-            kernel.forward(q, k, v, bad, 1.0)
+            kernel.forward(q, k, v, bad, Scoring(1.0))
         with pytest.raises(AssertionError):
-            kernel.backward(dout, q, k, v, out, lse, bad, 1.0)
+            kernel.backward(dout, q, k, v, out, lse, bad, Scoring(1.0))
     with pytest.raises(AssertionError, match="head_size 7"):
-        kernel.forward(q[..., :7], k[..., :7], v[..., :7], good, 1.0)
+        kernel.forward(q[..., :7], k[..., :7], v[..., :7], good, Scoring(1.0))
     rules.dtypes = HALF
     with pytest.raises(AssertionError, match=r"got torch\.float64"):
-        kernel.forward(q, k, v, good, 1.0)
+        kernel.forward(q, k, v, good, Scoring(1.0))

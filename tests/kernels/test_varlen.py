@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import (
     KERNELS,
     EagerKernel,
@@ -87,11 +88,15 @@ def by_softmax(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, case: Case, scale:
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, dout))]
 
 
-def by_the_book(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, case: Case, scale: float) -> list[Tensor]:
+def by_the_book(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, case: Case, scale: float, window: int | None = None
+) -> list[Tensor]:
     """out, lse, dq, dk, dv in the dtype of q."""
     lse = torch.full((q.shape[1], len(q)), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
     results = [torch.zeros_like(q), lse, *(torch.zeros_like(x) for x in (q, k, v))]
     for queries, keys, mask in masked_entries(case):
+        if window is not None:
+            mask = mask.triu(mask.shape[1] - mask.shape[0] - window + 1)
         if mask.numel():
             places = queries, (slice(None), queries), queries, keys, keys
             parts = flash_attention_by_the_book(q[queries], k[keys], v[keys], dout[queries], mask, scale)
@@ -103,8 +108,8 @@ def by_the_book(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, case: Case, scale
 def by_kernel(
     kernel: VarlenKernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ragged: Ragged, scale: float
 ) -> list[Tensor]:
-    out, lse = kernel.forward(q, k, v, ragged, scale)
-    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, ragged, scale)]
+    out, lse = kernel.forward(q, k, v, ragged, Scoring(scale))
+    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, ragged, Scoring(scale))]
 
 
 def split_lse(results: list[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -142,6 +147,124 @@ class TestAgainstSoftmax:
             assert (actual[1] - truth[1]).abs().max() <= torch.finfo(dtype).eps / 2
             actual[1] = reference[1]
         assert_within_reference_error(actual, reference, truth, names=NAMES)
+
+
+def modified_softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, case: Case, scoring: Scoring, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """One softmax an entry, written as Hugging Face's eager functions write it: out and lse of a causal case."""
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    outs, lses = [], []
+    for queries, keys, mask in masked_entries(case):
+        scores = torch.einsum("tnh,jnh->ntj", q[queries], k[keys]) * scoring.scale
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        distance = torch.arange(mask.shape[0])[:, None] + mask.shape[1] - mask.shape[0] - torch.arange(mask.shape[1])
+        if scoring.window is not None:
+            mask = mask & (distance < scoring.window)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        outs.append(torch.einsum("ntj,jnh->tnh", scores.softmax(-1), v[keys]))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def modified_by_autograd(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, case: Case, scoring: Scoring, dtype: torch.dtype
+) -> list[Tensor]:
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    out, lse = modified_softmax_attention(*leaves, case, scoring, dtype)
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, dout.to(dtype)))]
+
+
+MODIFIERS = {
+    "window of 2": Scoring(0.4, window=2),
+    "window of 3": Scoring(0.4, window=3),
+    "window of all": Scoring(0.4, window=9),
+    "soft-cap": Scoring(0.4, softcap=0.7),
+    "soft-cap and window": Scoring(0.4, softcap=0.7, window=3),
+}
+LONG = (300, 1, 40), (1500, 700, 40), True  # several runs of queries, and whole blocks of a kernel that nobody sees
+CAUSAL = {name: case for name, case in CASES.items() if case[2] and "empty" not in name}
+modified = pytest.mark.parametrize(
+    ("kernel", "scoring"),
+    [
+        pytest.param(kernel, scoring, id=f"{type(kernel).__name__}-{name}")
+        for kernel in (EagerKernel(), TorchCPUKernel())
+        for name, scoring in MODIFIERS.items()
+        if scoring.softcap is None or isinstance(kernel, EagerKernel)
+    ],
+)
+
+
+class TestModifiers:
+    @modified
+    @pytest.mark.parametrize("case", [*CAUSAL.values(), LONG], ids=[*CAUSAL, "long"])
+    @pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+    def test_float64(self, kernel: VarlenKernel, scoring: Scoring, case: Case, heads: tuple[int, int]) -> None:
+        tensors = inputs(case, heads, 8, torch.float64)
+        truth = modified_by_autograd(*tensors, case, scoring, torch.float64)
+        out, lse = kernel.forward(*tensors[:3], ragged_call(case), scoring)
+        grads = kernel.backward(tensors[3], *tensors[:3], out, lse, ragged_call(case), scoring)
+        errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, (out, lse, *grads), truth, strict=True)}
+        assert max(errors.values()) <= 1e-12, errors
+
+    @modified
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_lower_precision(self, kernel: VarlenKernel, scoring: Scoring, dtype: torch.dtype) -> None:
+        """By the book with the window in its mask; a soft-cap by autograd in the same dtype, as a user has it.
+
+        Wider windows, for the same reason as longer entries above: enough keys to average out luck.
+        """
+        case, window = ((160, 24), (400, 24), True), scoring.window and 24 * scoring.window
+        scoring = Scoring(32**-0.5, scoring.softcap, window)
+        tensors = inputs(case, (4, 2), 32, dtype)
+        out, lse = kernel.forward(*tensors[:3], ragged_call(case), scoring)
+        grads = kernel.backward(tensors[3], *tensors[:3], out, lse, ragged_call(case), scoring)
+        truth = modified_by_autograd(*tensors, case, scoring, torch.float64)
+        if scoring.softcap is None:
+            reference = by_the_book(*tensors, case, scoring.scale, scoring.window)
+        else:
+            reference = modified_by_autograd(*tensors, case, scoring, dtype)
+        assert [x.dtype for x in (out, lse, *grads)] == [dtype, torch.float32, dtype, dtype, dtype]
+        names = ("out", "dq", "dk", "dv")
+        assert_within_reference_error((out, *grads), reference[:1] + reference[2:], truth[:1] + truth[2:], names=names)
+
+    @modified
+    def test_entries_that_are_empty(self, kernel: VarlenKernel, scoring: Scoring) -> None:
+        case = (2, 0, 3, 1, 0), (0, 4, 5, 1, 0), True
+        tensors = inputs(case, (2, 1), 8, torch.float64)
+        out, lse = kernel.forward(*tensors[:3], ragged_call(case), scoring)
+        grads = kernel.backward(tensors[3], *tensors[:3], out, lse, ragged_call(case), scoring)
+        assert all(x.isfinite().all() for x in (out, *grads))
+        assert not out[:2].any() and (lse[:, :2] == float("-inf")).all()
+        assert not grads[1][:4].any() and not grads[2][:4].any()
+
+    @pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
+    def test_window_of_one_literally(self, kernel: VarlenKernel) -> None:
+        """Every query sees itself alone, whatever the number of keys before it."""
+        q, k, v, dout = inputs(((2, 3), (5, 3), True), (2, 2), 8, torch.float64)
+        ragged, scoring = ragged_call(((2, 3), (5, 3), True)), Scoring(1.0, window=1)
+        out, lse = kernel.forward(q, k, v, ragged, scoring)
+        _, dk, dv = kernel.backward(dout, q, k, v, out, lse, ragged, scoring)
+        own = torch.tensor([3, 4, 5, 6, 7])
+        assert relative_error(out, v[own]) <= 1e-15 and relative_error(dv[own], dout) <= 1e-15
+        assert not dv[:3].any() and dk.abs().max() <= 1e-14
+
+    @pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
+    def test_window_needs_causality(self, kernel: VarlenKernel) -> None:
+        case = CASES["everything"]
+        with pytest.raises(AssertionError, match="counts from the last key"):
+            kernel.forward(*inputs(case, (2, 2), 8, torch.float64)[:3], ragged_call(case), Scoring(1.0, window=2))
+
+    def test_pairs_grow_with_the_length_alone(self) -> None:
+        """Within a window of 64, twice the tokens are twice the pairs, not four times."""
+        pairs = []
+        for length in (1024, 2048):
+            runs = ragged_call(((length,), (length,), True)).entries(window=64)
+            pairs.append(sum((q.stop - q.start) * (k.stop - k.start) for q, k in runs))
+        assert pairs[1] < 2.1 * pairs[0]
 
 
 @kernels
@@ -223,10 +346,10 @@ def test_gradient_of_a_sum(kernel: VarlenKernel, case: Case) -> None:
 def test_inputs_are_left_alone(kernel: VarlenKernel, dtype: torch.dtype) -> None:
     case = CASES["causal, onto themselves"]
     tensors, ragged = inputs(case, (4, 2), 8, dtype), ragged_call(case)
-    out, lse = kernel.forward(*tensors[:3], ragged, 0.5)
+    out, lse = kernel.forward(*tensors[:3], ragged, Scoring(0.5))
     given = [*tensors, out, lse]
     before = [x.clone() for x in given]
-    kernel.backward(tensors[3], *tensors[:3], out, lse, ragged, 0.5)
+    kernel.backward(tensors[3], *tensors[:3], out, lse, ragged, Scoring(0.5))
     assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
 
 
@@ -245,16 +368,16 @@ def test_backward_with_merged_out_and_lse_is_the_share_of_the_piece(
         (slice(None, cut), ragged_call(((num_queries,), (cut,), False))),
         (slice(cut, None), ragged_call(((num_queries,), (num_keys - cut,), True))),
     ]
-    partial = [kernel.forward(q, k[keys], v[keys], ragged, scale) for keys, ragged in pieces]
+    partial = [kernel.forward(q, k[keys], v[keys], ragged, Scoring(scale)) for keys, ragged in pieces]
     lse = torch.logaddexp(partial[0][1], partial[1][1])
     out = sum(out_i * (lse_i - lse).exp().t()[..., None] for out_i, lse_i in partial)
-    shares = [kernel.backward(dout, q, k[keys], v[keys], out, lse, ragged, scale) for keys, ragged in pieces]
+    shares = [kernel.backward(dout, q, k[keys], v[keys], out, lse, ragged, Scoring(scale)) for keys, ragged in pieces]
 
     dq = shares[0][0] + shares[1][0]
     dk, dv = (torch.cat([shares[0][i], shares[1][i]]) for i in (1, 2))
     errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, (out, lse, dq, dk, dv), truth, strict=True)}
     assert max(errors.values()) <= 1e-12, errors
-    own = kernel.backward(dout, q, k[:cut], v[:cut], *partial[0], pieces[0][1], scale)
+    own = kernel.backward(dout, q, k[:cut], v[:cut], *partial[0], pieces[0][1], Scoring(scale))
     assert relative_error(own[1], truth[3][:cut]) > 0.1  # with a piece's own out and lse it would not be
 
 

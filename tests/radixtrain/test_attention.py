@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from radixtrain.attention import AttentionChoice, choose_attention, tree_attention
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.path import path_attention
-from radixtrain.kernels.reference import reference_attention
+from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import EagerKernel
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
@@ -23,6 +24,7 @@ from radixtrain.testing import assert_within_reference_error, ragged_batches, re
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = ("out", "dq", "dk", "dv")
+DEFAULT = Scoring(8**-0.5)  # of heads of 8
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
 ways = pytest.mark.parametrize(("attention", "kernel"), WAYS)
 every_way = pytest.mark.parametrize(("attention", "kernel"), [*WAYS, ("reference", "auto"), ("auto", "auto")])
@@ -208,16 +210,213 @@ def test_same_bits_every_time(attention: str, kernel: str) -> None:
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
+MODIFIERS = {
+    "sinks": {"sinks": True},
+    "soft-cap": {"softcap": 0.8},
+    "window of 1": {"window": 1},
+    "window of 2": {"window": 2},
+    "window of 3": {"window": 3},
+    "a window that just binds": {"window": 9},
+    "a window that does not bind": {"window": 10},
+    "window and sinks": {"window": 3, "sinks": True},
+    "soft-cap and window": {"softcap": 0.8, "window": 3},
+    "all": {"softcap": 0.8, "window": 2, "sinks": True},
+}
+LONGEST = 10
+
+
+def modified_ways(modifiers: dict) -> list[tuple[str, str]]:
+    """The strategies and kernels that compute it."""
+    ways = [*WAYS, ("reference", "auto"), ("auto", "auto")]
+    if modifiers.get("window", LONGEST) < LONGEST:
+        ways = [way for way in ways if way[0] != "cascade"]
+    return [way for way in ways if way[1] != "torch"] if "softcap" in modifiers else ways
+
+
+modified = pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
+modified_every_way = pytest.mark.parametrize(
+    ("attention", "kernel", "modifiers"),
+    [
+        pytest.param(*way, modifiers, id=f"{name}-{way[0]}-{way[1]}")
+        for name, modifiers in MODIFIERS.items()
+        for way in modified_ways(modifiers)
+    ],
+)
+
+
+def with_sinks(modifiers: dict, num_heads: int, dtype: torch.dtype) -> dict:
+    """The modifiers with one sink a head where they ask for sinks."""
+    if not modifiers.get("sinks"):
+        return modifiers
+    return {**modifiers, "sinks": torch.linspace(-1, 2, num_heads, dtype=torch.float64).to(dtype)}
+
+
+def modified_by_tree(
+    plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str, modifiers: dict
+) -> list[Tensor]:
+    """out of the unique tokens, dq, dk, dv, and dsinks where there are sinks."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+    options = with_sinks(modifiers, tensors[0].shape[1], tensors[0].dtype)
+    if "sinks" in options:
+        options["sinks"].requires_grad_()
+        leaves.append(options["sinks"])
+    out = tree_attention(*leaves[:3], plan, attention=attention, kernel=kernel, **options)
+    return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def modified_each_alone(plan: PrefixPlan, tensors: list[Tensor], modifiers: dict) -> list[Tensor]:
+    """Each sequence alone, with one plain softmax as Hugging Face's eager functions write it. No tree, no kernel."""
+    q, k, v, dout = tensors
+    rows = torch.tensor(plan.inverse_indices)
+    first = torch.tensor(plan.gather_indices[: plan.num_unique_tokens])
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    options = with_sinks(modifiers, q.shape[1], q.dtype)
+    if "sinks" in options:
+        leaves.append(options["sinks"].requires_grad_())
+    packed = [x[rows].split(np.diff(plan.cu_seqlens).tolist()) for x in leaves[:3]]
+    out = torch.cat([one_softmax(*parts, **options) for parts in zip(*packed, strict=True)])[first]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout[: plan.num_unique_tokens])]
+
+
+def one_softmax(q: Tensor, k: Tensor, v: Tensor, *, softcap=None, window=None, sinks=None) -> Tensor:
+    length, num_heads, head_dim = q.shape
+    k, v = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->nqk", q, k) * head_dim**-0.5
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
+    return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., :length], v)
+
+
+def assert_modified_equal(actual: list[Tensor], truth: list[Tensor], modifiers: dict) -> None:
+    """Where a query sees itself alone, dq and dk are zero but for the rounding of delta, and have no relative error."""
+    names = (*NAMES, "dsinks")[: len(truth)]
+    dead = ("dq", "dk") if modifiers == {"window": 1} else ()
+    for name, x, y in zip(names, actual, truth, strict=True):
+        error = float(x.abs().max()) / 100 if name in dead else relative_error(x, y)
+        assert error <= 1e-12, f"{name}: {error:.2g}"
+
+
+class TestModifiers:
+    @modified
+    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(sequences=ragged_batches(min_length=0, max_length=LONGEST), pad_to_multiple_of=st.sampled_from([None, 8]))
+    def test_generated_in_float64(
+        self, modifiers: dict, sequences: list[list[int]], pad_to_multiple_of: int | None
+    ) -> None:
+        sequences = [*sequences, [0, 1, 2] * 3 + [3]]  # one as long as can be: windows below bind
+        plan = plan_of(sequences, pad_to_multiple_of=pad_to_multiple_of)
+        tensors = inputs(plan, torch.float64, (2, 1), 4)
+        truth = modified_each_alone(plan, tensors, modifiers)
+        for attention, kernel in modified_ways(modifiers):
+            assert_modified_equal(modified_by_tree(plan, tensors, attention, kernel, modifiers), truth, modifiers)
+
+    @modified_every_way
+    @pytest.mark.parametrize("options", [{"min_shared_tokens": 3}, {"pad_to_multiple_of": 16}], ids=str)
+    def test_nested_in_float64(self, attention: str, kernel: str, modifiers: dict, options: dict) -> None:
+        plan = plan_of(longer(NESTED, 2), **options)
+        modifiers = {**modifiers, **({"window": 12} if modifiers == {"window": LONGEST} else {})}
+        tensors = inputs(plan, torch.float64, (4, 2))
+        actual = modified_by_tree(plan, tensors, attention, kernel, modifiers)
+        assert_modified_equal(actual, modified_each_alone(plan, tensors, modifiers), modifiers)
+
+    @modified_every_way
+    def test_gradcheck(self, attention: str, kernel: str, modifiers: dict) -> None:
+        plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3], list(range(7, 7 + LONGEST))])
+        leaves = [x.requires_grad_() for x in inputs(plan, torch.float64, (2, 1), 3)[:3]]
+        options = with_sinks(modifiers, 2, torch.float64)
+        sinks = [options["sinks"].requires_grad_()] if "sinks" in options else []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+            given = {**options, "sinks": sinks[0]} if sinks else options
+            return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **given)
+
+        assert gradcheck(attend, [*leaves, *sinks], fast_mode=True)
+
+    @modified_every_way
+    def test_bfloat16(self, attention: str, kernel: str, modifiers: dict) -> None:
+        """Windows as much wider as the sequences are longer, so that there are keys enough to average out luck."""
+        plan = plan_of(longer(NESTED, 10))
+        modifiers = {**modifiers, **({"window": 10 * modifiers["window"]} if "window" in modifiers else {})}
+        if modifiers.get("window") == 100:
+            modifiers = {"window": 60}  # the longest sequence
+        tensors = inputs(plan, torch.bfloat16, head_dim=16)
+        truth = modified_each_alone(plan, [x.double() for x in tensors], modifiers)
+        actual = modified_by_tree(plan, tensors, attention, kernel, modifiers)
+        reference = modified_each_alone(plan, tensors, modifiers)
+        assert [x.dtype for x in actual] == [torch.bfloat16] * len(actual)
+        assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=NAMES)
+
+    def test_window_counts_tokens_not_positions(self) -> None:
+        """Positions that jump, as after a dropped span, do not change who is near."""
+        tokens = [1, 1, 2, 2, 3, 1, 1, 2, 2, 4]
+        jumping = build_prefix_plan(tokens, [0, 5, 10], position_ids=[0, 1, 50, 51, 52] * 2)
+        tensors = inputs(jumping, torch.float64)
+        truth = modified_each_alone(jumping, tensors, {"window": 3})
+        for attention in ("reference", "path", "expand"):
+            assert_modified_equal(modified_by_tree(jumping, tensors, attention, "auto", {"window": 3}), truth, {})
+
+    @pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])
+    @pytest.mark.parametrize("window", [6, 7, 1000])
+    def test_window_that_does_not_bind_is_none(self, attention: str, window: int) -> None:
+        plan = plan_of(NESTED)
+        tensors = inputs(plan, torch.float32)
+        with_window = by_tree(plan, tensors, attention, window=window)
+        assert all(torch.equal(x, y) for x, y in zip(with_window, by_tree(plan, tensors, attention), strict=True))
+
+    @pytest.mark.parametrize(
+        ("right", "wrong"),
+        [
+            ({"window": 3}, {"window": 2}),
+            ({"window": 3}, {"window": 4}),
+            ({"window": 3}, {}),
+            ({"softcap": 0.8}, {}),
+            ({"softcap": 0.8}, {"softcap": 0.9}),
+            ({"window": 3, "sinks": True}, {"window": 3}),
+        ],
+    )
+    def test_wrong_modifiers_are_caught(self, right: dict, wrong: dict) -> None:
+        plan = plan_of(longer(NESTED, 3))
+        tensors = inputs(plan, torch.float64)
+        truth = modified_each_alone(plan, tensors, right)[:4]
+        for tensor, exact in zip(modified_by_tree(plan, tensors, "auto", "eager", wrong)[:4], truth, strict=True):
+            assert relative_error(tensor, exact) > 1e-3
+
+    @pytest.mark.parametrize("attention", ["path", "expand", "reference"])
+    def test_branches_do_not_see_each_other(self, attention: str) -> None:
+        plan = plan_of(longer(NESTED, 3))
+        tensors, others = inputs(plan, torch.float32), inputs(plan, torch.float32, seed=1)
+        before = modified_by_tree(plan, tensors, attention, "auto", MODIFIERS["all"])[0]
+        for start, end in zip(plan.segment_starts.tolist(), plan.subtree_ends.tolist(), strict=False):
+            changed = [x.clone() for x in tensors]
+            for x, y in zip(changed[:3], others[:3], strict=True):
+                x[start:end] = y[start:end]
+            after = modified_by_tree(plan, changed, attention, "auto", MODIFIERS["all"])[0]
+            assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
+
+    @pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])
+    @pytest.mark.parametrize("sequences", [[], [[], []]])
+    def test_no_rows(self, attention: str, sequences: list[list[int]]) -> None:
+        plan = plan_of(sequences)
+        results = modified_by_tree(plan, inputs(plan, torch.float32), attention, "auto", {"sinks": True, "window": 1})
+        assert [x.shape for x in results] == [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8), (4,)]
+        assert not results[-1].any()
+
+
 class TopLeftKernel(EagerKernel):
     """Causal from the wrong corner: the first query sees the first key alone."""
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-        scores = super()._scores(q, k, False, scale)
-        return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, scoring: Scoring) -> tuple[Tensor, Tensor | float]:
+        scores, slope = super()._scores(q, k, False, scoring)
+        return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf")), slope
 
 
 def top_left_causal(layout: TreeLayout):
-    return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, TopLeftKernel(), q.shape[-1] ** -0.5)
+    return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, TopLeftKernel(), DEFAULT)
 
 
 def one_level(layout: TreeLayout):
@@ -227,7 +426,7 @@ def one_level(layout: TreeLayout):
         if piece.k_rows.start >= end:
             roots, end = [*roots, piece], piece.q_rows.stop
     assert len(roots) < len(layout.level_pieces)
-    return lambda q, k, v: cascade_attention(q, k, v, layout.self_piece, roots, EagerKernel(), q.shape[-1] ** -0.5)
+    return lambda q, k, v: cascade_attention(q, k, v, layout.self_piece, roots, EagerKernel(), DEFAULT)
 
 
 def sibling_leak(layout: TreeLayout):
@@ -236,13 +435,13 @@ def sibling_leak(layout: TreeLayout):
     leaf = next(i for i in range(len(ends)) if ends[i] == starts[i + 1])
     ends[leaf] += 1
     wrong = dataclasses.replace(layout, subtree_ends=ends)
-    return lambda q, k, v: reference_attention(q, k, v, wrong.row_subtree_ends, q.shape[-1] ** -0.5)
+    return lambda q, k, v: reference_attention(q, k, v, tree_mask(wrong.row_subtree_ends), DEFAULT)
 
 
 def plain_causal(layout: TreeLayout):
     """All unique rows as one sequence: what stock attention makes of a radix batch."""
     ends = torch.full((layout.num_rows,), layout.num_rows)
-    return lambda q, k, v: reference_attention(q, k, v, ends, q.shape[-1] ** -0.5)
+    return lambda q, k, v: reference_attention(q, k, v, tree_mask(ends), DEFAULT)
 
 
 def shifted_segments(layout: TreeLayout):
@@ -250,7 +449,7 @@ def shifted_segments(layout: TreeLayout):
     starts = layout.segment_starts.clone()
     starts[1:-1] -= 1
     wrong = dataclasses.replace(layout, segment_starts=starts)
-    return lambda q, k, v: reference_attention(q, k, v, wrong.row_subtree_ends, q.shape[-1] ** -0.5)
+    return lambda q, k, v: reference_attention(q, k, v, tree_mask(wrong.row_subtree_ends), DEFAULT)
 
 
 @pytest.mark.parametrize("wrong", [top_left_causal, one_level, sibling_leak, plain_causal, shifted_segments])
@@ -325,6 +524,26 @@ class TestValidation:
         ):
             tree_attention(*(q.to("meta"),) * 3, TreeLayout.from_plan(self.plan))
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"softcap": 0.0}, "softcap must be positive, or None for no soft-cap; got 0.0"),
+            ({"window": 0}, r"window must be at least 1 \(a query sees itself\), or None for no window; got 0"),
+            ({"sinks": torch.zeros(3)}, r"sinks must be \(2,\), one floating-point logit a query head; got \(3,\)"),
+            ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"sinks must be .* torch\.int64"),
+            ({"sinks": torch.zeros(2, device="meta")}, "sinks are on meta, query on cpu"),
+            (
+                {"window": 2, "attention": "cascade"},
+                "attention='cascade' cannot be used: .* attention='auto' or 'path' keeps",
+            ),
+            ({"softcap": 1.0, "kernel": "torch"}, "kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"),
+        ],
+    )
+    def test_modifiers(self, options: dict, message: str) -> None:
+        shape = self.U, 2, 8
+        with pytest.raises(ValueError, match=message):
+            self.attend(shape, shape, shape, **options)
+
     def test_kernel_that_cannot_be_had(self) -> None:
         shape = self.U, 2, 8
         with pytest.raises(ValueError, match="kernel='flash_attn' cannot be used: needs CUDA, the tensors are on cpu"):
@@ -388,6 +607,32 @@ class TestChoice:
         for kernel in ("torch", "flash_attn"):
             with pytest.raises(ValueError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto'"):
                 choose_attention("auto", kernel, CUDA, dtype, head_dim)
+
+    def test_soft_cap(self, with_flash_attn: None) -> None:
+        choice = choose_attention("auto", "auto", CPU, torch.float32, 64, softcap=True)
+        assert str(choice) == (
+            "attention=cascade, kernel=eager (cascade: no row is copied; eager: on cpu, torch computes no soft-cap)"
+        )
+        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, softcap=True).kernel == "flash_attn"
+
+    def test_soft_cap_on_cuda_without_flash_attn(self, without_flash_attn: None) -> None:
+        choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, softcap=True)
+        assert choice.kernel == "eager"
+        assert "flash-attn is not installed" in choice.reason and "torch computes no soft-cap" in choice.reason
+
+    def test_window(self) -> None:
+        choice = choose_attention("auto", "auto", CPU, torch.float32, 64, window=True)
+        assert str(choice) == (
+            "attention=path, kernel=torch (path: a sliding window binds, which cascade cannot keep; torch: on cpu)"
+        )
+        assert choose_attention("expand", "auto", CPU, torch.float32, 64, window=True).strategy == "expand"
+
+    def test_window_on_a_torch_that_takes_none(self, without_flash_attn, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True).kernel == "torch"
+        choose_attention.cache_clear()
+        monkeypatch.setattr("radixtrain.attention.takes_window", lambda: False)
+        choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True)
+        assert choice.kernel == "eager" and "torch takes no sliding window in torch 2" in choice.reason
 
     def test_logged_once_in_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
         plan = plan_of(NESTED)

@@ -235,3 +235,15 @@ def test_batch_survives_the_movers_of_other_trainers(move, device):
 def test_sequences_of_skips_empty_ones():
     cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert sequences_of(torch.tensor([0, 1, 2, 4]), cu_seqlens).tolist() == [0, 0, 2, 2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(sequences=ragged_batches(min_length=0), min_shared_tokens=st.sampled_from([1, 3]))
+def test_depth_of_a_row_is_its_place_in_every_sequence_that_has_it(sequences, min_shared_tokens):
+    layout = layout_of(sequences, min_shared_tokens=min_shared_tokens)
+    places = torch.tensor([place for sequence in sequences for place in range(len(sequence))], dtype=torch.int64)
+    assert torch.equal(layout.row_depths[layout.inverse_indices], places)
+
+
+def test_depths_literally():
+    assert layout_of(FOREST, pad_to_multiple_of=12).row_depths.tolist() == [0, 1, 2, 2, 3, 0, 1, 1, 2, 2, 0, 0]
