@@ -40,9 +40,11 @@ class RadixCollator:
 
     input_ids: [1, U], int64. the unique tokens, in depth-first order.
     position_ids: [1, U], int64.
-    labels, shift_labels: [1, P], int64, equal. the token that each predictor row predicts, already shifted. P never
-        equals U: one ignored prediction is added where it would, so that a model that was not prepared raises on the
+    shift_labels: [1, P], int64. the token that each predictor row predicts, and -100 for the last one. P never equals
+        U: another ignored prediction is added where it would, so that a model that was not prepared raises on the
         shapes instead of training on nonsense.
+    labels: [1, P], int64. the same before the shift: `labels[1:] == shift_labels[:-1]`, so that a loss that shifts its
+        labels, such as label smoothing's, sees the same pairs.
     radix_predictor_indices: [P], int64. the unique row behind each entry of `shift_labels`.
     radix_label_indices: [P], int64. the token behind each entry, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`.
@@ -57,8 +59,8 @@ class RadixCollator:
     >>> batch = RadixCollator()([first, second])
     >>> batch["input_ids"], batch["position_ids"]
     (tensor([[7, 8, 5, 9]]), tensor([[0, 1, 2, 2]]))
-    >>> batch["shift_labels"], batch["radix_predictor_indices"]
-    (tensor([[9, 5]]), tensor([1, 1]))
+    >>> batch["labels"], batch["shift_labels"], batch["radix_predictor_indices"]
+    (tensor([[-100,    9,    5]]), tensor([[   9,    5, -100]]), tensor([1, 1, 0]))
 
     Raises ValueError, naming the feature, for a sequence that is empty, whose lists differ in length, or that another
     packer has already filled with several.
@@ -151,14 +153,17 @@ def packed_positions(arrays: Sequence[FeatureArrays]) -> IntArray | None:
 
 
 def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]:
-    """One prediction per original labelled token, for whatever head and loss the model has."""
+    """One prediction per original labelled token, for whatever head and loss the model has.
+
+    An ignored one closes the list, so that `labels` can be what losses that shift them for themselves expect.
+    """
     rows, labels, tokens = predictions.predictor_indices, predictions.labels, predictions.label_indices
-    while len(rows) in (0, plan.num_rows):
-        rows, labels, tokens = np.append(rows, 0), np.append(labels, IGNORE_INDEX), np.append(tokens, 0)
-    shift_labels = torch.tensor(labels)[None]
+    num_ignored = 2 if len(rows) + 1 == plan.num_rows else 1
+    rows, tokens = np.append(rows, [0] * num_ignored), np.append(tokens, [0] * num_ignored)
+    shift_labels = np.append(labels, [IGNORE_INDEX] * num_ignored)
     return {
-        "labels": shift_labels,
-        "shift_labels": shift_labels.clone(),
+        "labels": torch.tensor(np.roll(shift_labels, 1))[None],
+        "shift_labels": torch.tensor(shift_labels)[None],
         f"{PREFIX}predictor_indices": torch.tensor(rows),
         f"{PREFIX}label_indices": torch.tensor(tokens),
     }

@@ -61,10 +61,10 @@ def test_two_sequences():
     assert as_python(batch) == {
         "input_ids": (long, [[7, 8, 5, 9]]),
         "position_ids": (long, [[0, 1, 2, 2]]),
-        "labels": (long, [[9, 5]]),
-        "shift_labels": (long, [[9, 5]]),
-        "radix_predictor_indices": (long, [1, 1]),
-        "radix_label_indices": (long, [2, 5]),
+        "labels": (long, [[N, 9, 5]]),
+        "shift_labels": (long, [[9, 5, N]]),
+        "radix_predictor_indices": (long, [1, 1, 0]),
+        "radix_label_indices": (long, [2, 5, 0]),
         "radix_gather_indices": (long, [0, 1, 5, 2]),
         "radix_inverse_indices": (long, [0, 1, 3, 0, 1, 2]),
         "radix_cu_seqlens": (short, [0, 3, 6]),
@@ -119,9 +119,11 @@ def test_docstrings():
     ],
 )
 def test_what_bears_loss(extra, expected):
-    """Three rows; an ignored prediction is added only where there would be none or three."""
+    """Three rows, and so a second ignored prediction behind two labels."""
     batch = RadixCollator()([{"input_ids": [7, 8, 9], **extra}])
-    assert batch["shift_labels"].tolist() == batch["labels"].tolist() == [expected]
+    ignored = [N] * (2 if len(expected) == 2 else 1)
+    assert batch["shift_labels"].tolist() == [[*expected, *ignored]]
+    assert batch["labels"].tolist() == [[N, *expected, *ignored[1:]]]
     assert batch["labels"].data_ptr() != batch["shift_labels"].data_ptr(), "a model may change one in place"
 
 
@@ -153,13 +155,11 @@ def test_options_reach_the_plan():
 @pytest.mark.parametrize(
     ("features", "options", "num_rows", "expected"),
     [
-        pytest.param([[7, 8, 9]], {}, 3, [8, 9], id="one less than rows"),
-        pytest.param([[7, 8, 9], [7, 8]], {}, 3, [8, 8, 9, N], id="equal by a label on a shared token"),
-        pytest.param([[7, 8], [7, 5], [7, 5]], {}, 3, [8, 5, 5, N], id="equal at a branch"),
-        pytest.param([[7, 8, 9], [7, 8]], {"pad_to_multiple_of": 4}, 4, [8, 8, 9], id="not equal, thanks to padding"),
-        pytest.param(
-            [[7, 8], [7, 8], [7, 8], [7, 8]], {"pad_to_multiple_of": 4}, 4, [8] * 4 + [N], id="equal by padding"
-        ),
+        pytest.param([[7, 8, 9]], {}, 3, [8, 9, N, N], id="as many as rows with the one that closes the list"),
+        pytest.param([[7, 8, 9], [7, 8]], {}, 3, [8, 8, 9, N], id="a label on a shared token"),
+        pytest.param([[7, 8], [7, 5], [7, 5]], {}, 3, [8, 5, 5, N], id="a branch"),
+        pytest.param([[7, 8, 9], [7, 8]], {"pad_to_multiple_of": 4}, 4, [8, 8, 9, N, N], id="as many by padding"),
+        pytest.param([[7, 8], [7, 8], [7, 8], [7, 8]], {"pad_to_multiple_of": 4}, 4, [8] * 4 + [N], id="padding"),
         pytest.param([[7]], {}, 1, [N, N], id="no label and one row"),
         pytest.param([[7], [8]], {}, 2, [N], id="no label"),
         pytest.param([[7, 8], [7, 8]], {}, 2, [8, 8, N], id="identical"),
@@ -205,7 +205,8 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
                 expected[inverse[token - 1], row[place]] += 1
             token += 1
     assert Counter((row, y) for row, y in targets(batch) if y != N) == expected
-    assert batch["labels"].tolist() == batch["shift_labels"].tolist()
+    assert batch["labels"][0, 1:].tolist() == batch["shift_labels"][0, :-1].tolist()
+    assert batch["labels"][0, 0] == batch["shift_labels"][0, -1] == N, "so that a loss may shift for itself"
 
     predictors = merged["radix_predictor_indices"].tolist()
     rows, weights = merged["radix_prediction_rows"].tolist(), merged["radix_loss_weights"].tolist()
@@ -310,7 +311,7 @@ def test_tokens_that_an_attention_mask_hides_are_left_out():
     batch = RadixCollator()([padded])
     assert batch["input_ids"].tolist() == [[5, 6, 7]]
     assert batch["position_ids"].tolist() == [[0, 1, 2]]
-    assert batch["shift_labels"].tolist() == [[6, 7]]
+    assert batch["shift_labels"].tolist() == [[6, 7, N, N]]
 
 
 @pytest.mark.parametrize("packed", [{"position_ids": [0, 1, 2, 0, 1, 2]}, {"seq_lengths": [3, 3]}])
