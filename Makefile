@@ -1,4 +1,4 @@
-# Five verbs. Each sets up what it needs; `make test PYTHON=python3.12` chooses the interpreter (3.11 or newer for the pins).
+# Six verbs. Each sets up what it needs; `make test PYTHON=python3.12` chooses the interpreter (3.11 or newer for the pins).
 
 PYTHON ?= python3
 WORKERS ?= auto
@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt
 INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 
-.PHONY: fit test check bench test-gpu setup clean
+.PHONY: fit test test-full check bench test-gpu setup clean
 .NOTPARALLEL:
 
 fit: .venv/.user runs/demo/train.jsonl  ## fine-tune the demo model on the demo chats
@@ -14,6 +14,9 @@ fit: .venv/.user runs/demo/train.jsonl  ## fine-tune the demo model on the demo 
 
 test: setup  ## everything that runs without a GPU, one thread per worker
 	OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not gpu"
+
+test-full: export RADIXTRAIN_TRIES = 500
+test-full: test  ## the same with ten times the generated tries
 
 check: setup  ## lint, formatting, types
 	.venv/bin/ruff check .

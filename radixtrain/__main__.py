@@ -14,6 +14,7 @@ USAGE = """usage: python -m radixtrain <command> [--config FILE] [--key value ..
   validate   loss on data.validation_file
   test       loss on data.test_file
   predict    log-probability of every labelled token of data.predict_file
+  verify     is the gradient that of ordinary Hugging Face, on this model and data?
   export     a checkpoint as a Hugging Face folder
 
 `<command> --help` lists every key; `<command> --config FILE --print_config` shows what would run.
@@ -50,10 +51,10 @@ def _run(arguments: list[str]) -> int:
 
         run_export(arguments[1:])
         return 0
-    from radixtrain.cli import LIGHTNING_COMMANDS, run
+    from radixtrain.cli import COMMANDS, run
 
-    if arguments[0] not in LIGHTNING_COMMANDS:
-        return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*LIGHTNING_COMMANDS, 'export'))}", 2)
+    if arguments[0] not in COMMANDS:
+        return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*COMMANDS, 'export'))}", 2)
     run(arguments)
     return 0
 

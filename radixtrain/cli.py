@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers.utils.logging import disable_progress_bar
 
+from radixtrain.commands.verify import Trainer
 from radixtrain.data.chat import load_tokenizer
 from radixtrain.data.module import SFTData
 from radixtrain.errors import UserError, first_line
@@ -29,9 +30,9 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.progress import ProgressLine
 from radixtrain.training.summary import PredictionWriter, RunSummary
 
-__all__ = ["LIGHTNING_COMMANDS", "RadixCLI", "run"]
+__all__ = ["COMMANDS", "RadixCLI", "run"]
 
-LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
+COMMANDS = ("fit", "validate", "test", "predict", "verify")
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; trainer.max_steps alone means that many steps
 ALLOWED_IMPORTS = ("radixtrain", "lightning", "torch", "transformers")
 
@@ -58,7 +59,7 @@ class RadixCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         given_by_us = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
-        return dict.fromkeys(LIGHTNING_COMMANDS, given_by_us)
+        return dict.fromkeys(COMMANDS, given_by_us)
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A CSV logger and a checkpoint of the last step unless the configuration names others."""
@@ -99,7 +100,7 @@ class RadixCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Checkpoints are read as weights, never as code, unless someone asks for it."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        if kwargs.get("weights_only") is None:
+        if subcommand != "verify" and kwargs.get("weights_only") is None:
             kwargs["weights_only"] = True
         return {**kwargs, "return_predictions": False} if subcommand == "predict" else kwargs
 
@@ -138,11 +139,12 @@ def run(argv: Sequence[str]) -> None:
     RadixCLI(
         RadixModule,
         SFTData,
+        trainer_class=Trainer,
         seed_everything_default=42,
         trainer_defaults={"devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
-        parser_kwargs={"prog": "radixtrain", **strict, **dict.fromkeys(LIGHTNING_COMMANDS, strict)},
+        parser_kwargs={"prog": "radixtrain", **strict, **dict.fromkeys(COMMANDS, strict)},
         args=list(argv),
     )
 

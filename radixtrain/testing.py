@@ -1,12 +1,14 @@
-"""What the tests of this library and of its users share: generated ragged batches, and bars for rounding errors.
+"""What the tests of this library and of its users share: generated tries, and bars for rounding errors.
 
 An error is measured against a float64 truth, and its bar is the error of an ordinary implementation in the same dtype:
-derived, not tuned.
+derived, not tuned. For tensors that is `assert_within_reference_error`, for whole models `assert_equivalent` over the
+ladder of `radixtrain.oracle`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["assert_within_reference_error", "flash_attention_by_the_book", "ragged_batches", "relative_error"]
+    from radixtrain.equivalence import EquivalenceReport
+    from radixtrain.oracle import Features
+
+__all__ = [
+    "assert_equivalent",
+    "assert_within_reference_error",
+    "flash_attention_by_the_book",
+    "labelled_features",
+    "ragged_batches",
+    "relative_error",
+]
+# A sequence that keeps every gradient of a small model alive: where every query sees one key, q and k have none.
+ALIVE = [1, 0, 1, 1, 0, 0, 1, 0]
 
 
 def ragged_batches(
@@ -52,6 +66,39 @@ def ragged_batches(
         return draw(st.permutations(sequences))
 
     return batches()
+
+
+def labelled_features(**options: Any) -> SearchStrategy[Features]:
+    """A hypothesis strategy for features of a `RadixCollator`: `ragged_batches` with labels and positions.
+
+    Labels are anywhere: on shared tokens, differing between copies, none at all in a row. Half of the batches have
+    `position_ids` of their own: an offset, jumps, and rows that are alike but for their positions. A last sequence is
+    labelled throughout, so that no gradient of a small model is zero.
+
+    options: as for `ragged_batches`.
+    """
+    from hypothesis import strategies as st
+
+    @st.composite
+    def features(draw: Any) -> Features:
+        sequences = draw(ragged_batches(**options))
+        steps = st.lists(st.integers(1, 3), min_size=options.get("max_length", 10), max_size=40)
+        places = [[draw(st.integers(0, 5)), *draw(steps)] for _ in range(2)] if draw(st.booleans()) else []
+        rows: list[dict[str, list[int]]] = [{"input_ids": ALIVE, "labels": ALIVE}]
+        for ids in sequences:
+            bears_loss = draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+            row = {"input_ids": ids, "labels": [t if b else -100 for t, b in zip(ids, bears_loss, strict=True)]}
+            if places:
+                row["position_ids"] = list(accumulate(draw(st.sampled_from(places))[: len(ids)]))
+            rows.append(row)
+        return rows
+
+    return features()
+
+
+def assert_equivalent(report: EquivalenceReport) -> None:
+    """Assert that a report passed and that no gradient was dead. The message is its table, worst element and place."""
+    assert report.passed and report.conclusive, str(report)
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:

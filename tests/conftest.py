@@ -1,8 +1,79 @@
-"""Generated cases are the same in every run, so that red is a change's doing; RADIXTRAIN_FUZZ=1 draws new ones."""
+"""What all tests share: generated cases, a tiny Qwen3, and the figures that are printed behind the run.
 
+Generated cases are the same in every run, so that red is a change's doing; RADIXTRAIN_FUZZ=1 draws new ones.
+"""
+
+import json
 import os
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
+README = Path(__file__).resolve().parents[1] / "README.md"
 
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> Callable[..., "Qwen3ForCausalLM"]:
+    """Two layers, grouped heads, random weights of order one; keyword arguments go to `Qwen3Config`."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def build(seed: int = 0, **changes: object) -> Qwen3ForCausalLM:
+        sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+        generator = torch.Generator().manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, "max_position_embeddings": 512, **changes}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                scale, shift = (0.2, 1.0) if parameter.ndim == 1 else (parameter.shape[-1] ** -0.5, 0.0)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + shift)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def print_behind(record_property: Callable[[str, Any], None]) -> Callable[[str, str], None]:
+    """`print_behind(section, line)`: a line of the summary behind the run, with every number of workers."""
+    return lambda section, line: record_property("print_behind", json.dumps([section, line]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    recorded = [
+        (name, json.loads(value))
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, value in report.user_properties
+        if name in ("print_behind", "family")
+    ]
+    lines = sorted(value for name, value in recorded if name == "print_behind")
+    for section, group in groupby(lines, key=lambda entry: entry[0]):
+        terminalreporter.section(section)
+        for _, line in group:
+            terminalreporter.write_line(line)
+    families = [value for name, value in recorded if name == "family"]
+    if families and os.environ.get("RADIXTRAIN_WRITE_TABLE"):
+        write_families_table(families)
+
+
+def write_families_table(families: list[list[str]]) -> None:
+    """README's table of model families, in the order of the run, between its two markers."""
+    head = ["family", "attention and layers", "float64", "float32", "ordinary float32"]
+    by_name = sorted(families, key=lambda family: (family[2] == "refused", family[0].lower()))
+    rows = [head, ["---"] * len(head), *by_name]
+    table = "\n".join("| " + " | ".join(cell or "-" for cell in row) + " |" for row in rows)
+    text = README.read_text(encoding="utf-8")
+    begin, end = "<!-- families: begin -->", "<!-- families: end -->"
+    before, rest = text.split(begin)
+    README.write_text(f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}", encoding="utf-8")

@@ -19,7 +19,10 @@ FLOORS = [
     ["attention"],
     ["model"],
     ["collators"],
-    ["data", "training", "equivalence"],
+    ["oracle"],
+    ["equivalence"],
+    ["testing"],
+    ["data", "training"],
     ["commands"],
     ["cli", "__main__"],
 ]

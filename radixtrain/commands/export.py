@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from jsonargparse import ArgumentParser
 
 from radixtrain.data.chat import load_tokenizer
-from radixtrain.errors import UserError
-from radixtrain.training.checkpoint import check_model_folder, save_hf_folder
+from radixtrain.training.checkpoint import check_model_folder, read_checkpoint, save_hf_folder
 from radixtrain.training.module import RadixModule
 
 __all__ = ["export", "run"]
@@ -43,14 +41,9 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _restored(ckpt_path: str) -> RadixModule:
-    if not Path(ckpt_path).is_file():
-        raise UserError(f"ckpt_path: no such file: {ckpt_path}")
-    try:
-        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
-        hparams, weights = checkpoint["hyper_parameters"], checkpoint["state_dict"]
-    except Exception as error:  # whatever torch raises for a file that is no checkpoint, it is that
-        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: {type(error).__name__}") from error
+    checkpoint = read_checkpoint(ckpt_path)
+    hparams = checkpoint["hyper_parameters"]
     module = RadixModule(**{name: value for name, value in hparams.items() if not name.startswith("_")})
     module.configure_model()
-    module.load_state_dict(weights)
+    module.load_state_dict(checkpoint["state_dict"])
     return module

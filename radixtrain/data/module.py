@@ -91,6 +91,7 @@ class SFTData(L.LightningDataModule):
         """Read, render and tokenise what this stage needs, once."""
         wanted = {
             "fit": ("train", "validation"),
+            "verify": ("train", "validation"),
             "validate": ("validation",),
             "test": ("test",),
             "predict": ("predict",),
@@ -149,16 +150,22 @@ class SFTData(L.LightningDataModule):
             hparams.dedup, hparams.max_tokens, merge_labels, hparams.min_shared_tokens, hparams.pad_to_multiple_of
         )
 
+    def features_of_step(self, index: int) -> list[dict[str, Any]]:
+        """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
+        indices = list(self._sampler("train", self.hparams.shuffle_dataset))[index]
+        return StepDataset(self.conversations["train"], self.step_collator()).features(indices)
+
+    def _sampler(self, split: str, shuffle: bool) -> StepSampler:
+        return StepSampler(len(self.conversations[split]), self.hparams.batch_size, shuffle, self.hparams.seed)
+
     def _loader(self, split: str, shuffle: bool = False, merge_labels: bool = True) -> StepLoader:
         os.environ.setdefault(
             "TOKENIZERS_PARALLELISM", "false"
         )  # tokenising is done; its threads do not survive a fork
-        conversations = self.conversations[split]
-        sampler = StepSampler(len(conversations), self.hparams.batch_size, shuffle, self.hparams.seed)
         workers = self.hparams.dataloader_num_workers
         return StepLoader(
-            StepDataset(conversations, self.step_collator(merge_labels)),
-            sampler,
+            StepDataset(self.conversations[split], self.step_collator(merge_labels)),
+            self._sampler(split, shuffle),
             num_workers=workers,
             persistent_workers=workers > 0 and split == "train",
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",

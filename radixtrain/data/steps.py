@@ -31,9 +31,13 @@ class StepDataset(Dataset[dict[str, Any]]):
         return len(self.conversations)
 
     def __getitem__(self, indices: list[int]) -> dict[str, Any]:
+        rows = [sample.where for index in indices for sample in self.conversations[index]]
+        return {**self.collator(self.features(indices)), "rows": rows}
+
+    def features(self, indices: list[int]) -> list[dict[str, Any]]:
+        """The sequences of these conversations, as the collator takes them."""
         samples = [sample for index in indices for sample in self.conversations[index]]
-        features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
-        return {**self.collator(features), "rows": [sample.where for sample in samples]}
+        return [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
 
 
 class StepSampler(Sampler[list[int]]):

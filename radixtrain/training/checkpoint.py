@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder: safetensors, tokenizer, chat template. Written whole or not at all."""
+"""Checkpoints of a run, and the trained model as a Hugging Face folder, which is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from radixtrain.errors import UserError
 from radixtrain.model import restore_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_model_folder", "save_hf_folder"]
+__all__ = ["check_model_folder", "read_checkpoint", "save_hf_folder"]
 
 # What `save_pretrained` of models and tokenizers writes, by name: *.json would take somebody's data along.
 MODEL_FILES = [
@@ -23,6 +25,22 @@ MODEL_FILES = [
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt"),
 ]
+
+
+def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
+    """A checkpoint that `fit` wrote: `hyper_parameters`, `state_dict` and what else Lightning keeps, on the CPU.
+
+    Raises UserError where there is no file, or no checkpoint of radixtrain in it. No code in it is run.
+    """
+    if not Path(ckpt_path).is_file():
+        raise UserError(f"ckpt_path: no such file: {ckpt_path}")
+    try:
+        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch raises for a file that is no checkpoint, it is that
+        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: {type(error).__name__}") from error
+    if not isinstance(checkpoint, dict) or not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
+        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
+    return checkpoint
 
 
 def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:

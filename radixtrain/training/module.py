@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Literal
 
@@ -15,8 +16,11 @@ from radixtrain.layout import sequences_of
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
 from radixtrain.model import backbone_of, pretrained_model_of
 from radixtrain.training.loading import load_trainable
+from radixtrain.training.verification import verify_step
 
 __all__ = ["RadixModule"]
+
+logger = logging.getLogger(__name__)
 
 TARGET_KEYS = ("shift_labels", "radix_prediction_rows", "radix_loss_weights", "radix_label_indices", "labels")
 
@@ -47,6 +51,8 @@ class RadixModule(L.LightningModule):
         lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
         lora_target_modules: names of the layers that get one; `all-linear` for every one but the head.
         dedup: False for the ordinary baseline: stock attention on padded batches.
+        verify_first_batch: before training, compare the gradient of the first optimizer step with ordinary Hugging
+            Face's, and stop where they differ; see the command `verify`.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
@@ -74,6 +80,7 @@ class RadixModule(L.LightningModule):
         lora_dropout: float = 0.0,
         lora_target_modules: list[str] | str = "all-linear",
         dedup: bool = True,
+        verify_first_batch: bool = False,
     ):
         super().__init__()
         self.save_hyperparameters()
@@ -148,7 +155,7 @@ class RadixModule(L.LightningModule):
         """Hidden rows that predict, (R, D), and what they predict. The only place that tells the two arms apart."""
         assert self.model is not None
         backbone = backbone_of(self.model)
-        if self.hparams.dedup:
+        if "radix_predictor_indices" in batch:
             inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
             return backbone(**inputs).last_hidden_state[0], _Targets.of_radix(batch)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
@@ -157,10 +164,21 @@ class RadixModule(L.LightningModule):
         return hidden.flatten(0, 1)[batch["predictor_indices"]], targets
 
     def on_train_start(self) -> None:
+        if self.hparams.verify_first_batch:
+            self._verify_first_batch()
         self.speed.start()
 
     def on_train_epoch_start(self) -> None:
         self.speed.start()  # validation between the epochs is not training
+
+    def _verify_first_batch(self) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if not hasattr(data, "features_of_step"):
+            raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
+        report = verify_step(self, data.features_of_step(0), data.step_collator(), str(self.trainer.precision))
+        if not report.passed:
+            raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
+        logger.info("first batch verified:\n%s", report)
 
     def _head(self) -> nn.Linear:
         assert self.model is not None

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 whose every gradient is alive, and a demo in miniature: chats that share a system prompt."""
+"""A demo in miniature: chats that share a system prompt."""
 
 import json
 import sys
@@ -7,30 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SYSTEM = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two, paper on shelf three."
 THINGS = {"apple": "one", "pear": "one", "plum": "one", "hammer": "two", "saw": "two", "file": "two", "card": "three"}
-
-
-@pytest.fixture
-def tiny_qwen3() -> Callable[..., Qwen3ForCausalLM]:
-    """Two layers, grouped heads, random weights of order one; keyword arguments go to `Qwen3Config`."""
-
-    def build(seed: int = 0, **changes: object) -> Qwen3ForCausalLM:
-        sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
-        generator = torch.Generator().manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, "max_position_embeddings": 512, **changes}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                scale, shift = (0.2, 1.0) if parameter.ndim == 1 else (parameter.shape[-1] ** -0.5, 0.0)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + shift)
-        return model
-
-    return build
 
 
 def chats(count: int) -> list[dict[str, Any]]:

@@ -146,7 +146,8 @@ class TestUsage:
 
     def test_unknown_command(self, capsys):
         assert main(["fti"]) == 2
-        assert capsys.readouterr().err == "error: no command 'fti'; commands: fit, validate, test, predict, export\n"
+        commands = "fit, validate, test, predict, verify, export"
+        assert capsys.readouterr().err == f"error: no command 'fti'; commands: {commands}\n"
 
     def test_export_of_nothing(self, capsys, tmp_path):
         assert main(["export", f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--output_dir={tmp_path / 'y'}"]) == 1

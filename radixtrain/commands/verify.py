@@ -1,0 +1,62 @@
+"""`radixtrain verify`: is the gradient of this model on these data that of ordinary Hugging Face?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from torch import nn
+
+from radixtrain.data.module import SFTData
+from radixtrain.equivalence import EquivalenceReport
+from radixtrain.errors import UserError
+from radixtrain.training.checkpoint import read_checkpoint
+from radixtrain.training.module import RadixModule
+from radixtrain.training.verification import verify_step
+
+__all__ = ["Trainer"]
+
+
+class Trainer(L.Trainer):
+    """Lightning's trainer with one more verb."""
+
+    def verify(self, model: RadixModule, datamodule: SFTData, num_steps: int = 1, ckpt_path: str | None = None) -> None:
+        """Compare the gradient of the first optimizer steps with that of ordinary Hugging Face, tensor by tensor.
+
+        Args:
+            num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
+            ckpt_path: a `.ckpt` of the run, whose weights are taken. Without it a fresh LoRA, which is zero and would
+                leave half of its gradients zero, is filled at random.
+
+        Raises:
+            UserError: a gradient or the loss is further from the truth than rounding can take it.
+        """
+        if num_steps < 1:
+            raise UserError(f"num_steps must be at least 1, got {num_steps}")
+        self._place(model, ckpt_path)
+        available = datamodule.steps_per_epoch
+        failed: list[tuple[int, EquivalenceReport]] = []
+        for index in range(min(num_steps, available)):
+            features = datamodule.features_of_step(index)
+            report = verify_step(model, features, datamodule.step_collator(), str(self.precision))
+            print(f"step {index}: {_size_of(features)}\n{report}\n", flush=True)  # noqa: T201
+            failed += [] if report.passed else [(index, report)]
+        if failed:
+            index, report = failed[0]
+            raise UserError(f"verify: step {index}: {report.reason}")
+        print(f"verified: {min(num_steps, available)} of {available} steps of an epoch")  # noqa: T201
+
+    def _place(self, model: RadixModule, ckpt_path: str | None) -> None:
+        """Weights of the checkpoint, in the precision and on the device of the run."""
+        if ckpt_path is not None:
+            model.load_state_dict(read_checkpoint(ckpt_path)["state_dict"])
+        for name, parameter in model.named_parameters():
+            if ckpt_path is None and "lora_B" in name:
+                nn.init.normal_(parameter, std=0.02)
+        self.precision_plugin.convert_module(model)
+        model.to(self.strategy.root_device)
+
+
+def _size_of(features: Any) -> str:
+    num_tokens = sum(len(feature["input_ids"]) for feature in features)
+    return f"{len(features)} sequences, {num_tokens:,} tokens"

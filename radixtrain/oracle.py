@@ -1,0 +1,184 @@
+"""The oracle ladder: the same loss and gradients in float64, by the ordinary model, and by the one under test.
+
+    truth      the unmodified model in float64, one sequence at a time: no padding, no packing, no plan
+    ordinary   the unmodified model in the precision that one trains in, on the padded batch that a trainer would make
+    radix      the prepared model in that precision, on a batch of unique tokens
+
+What separates ordinary from truth is rounding alone, so it says how far radix may be from it. Hugging Face computes
+norms, rotary embeddings, router weights and losses in float32 whatever the dtype of the model is; `float64_throughout`
+lifts that, without which a float64 model agrees with itself to 1e-7 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from radixtrain.collators.radix import all_feature_arrays
+from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.model import pretrained_model_of
+
+__all__ = [
+    "Arm",
+    "Features",
+    "Gradients",
+    "float64_throughout",
+    "float64_truth",
+    "gradients_of",
+    "ordinary_alone",
+    "ordinary_padded",
+    "radix_batch",
+    "weights_in",
+]
+
+Features = Sequence[Mapping[str, Any]]
+Arm = Callable[[], Iterable[Tensor]]
+"""A way to compute one loss: its terms, each of which is differentiated before the next one is computed."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A loss, and the gradient of every trained parameter by name; one that was not reached is zero."""
+
+    loss: float
+    tensors: dict[str, Tensor]
+
+
+def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
+    """Run an arm forward and backward. Gradients that the model held before are lost; none stay behind."""
+    model.zero_grad(set_to_none=True)
+    loss = 0.0
+    for term in arm():
+        torch.autograd.backward(term)
+        loss += term.item()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    model.zero_grad(set_to_none=True)
+    return Gradients(loss, tensors)
+
+
+def float64_truth(model: nn.Module, features: Features) -> Gradients:
+    """The oracle's first rung: `ordinary_alone` in float64. `model` must not be prepared; its weights come back."""
+    with float64_throughout(model):
+        return gradients_of(model, lambda: ordinary_alone(model, features))
+
+
+def ordinary_alone(model: nn.Module, features: Features) -> Iterator[Tensor]:
+    """Mean cross-entropy over the labelled tokens, one sequence a call; a term for each. ValueError if none bears loss.
+
+    Written with nothing of radixtrain but the reading of the features, from the definition of the loss.
+    """
+    device = next(model.parameters()).device
+    sequences = all_feature_arrays(features)
+    count = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels, _ in sequences)
+    if not count:
+        raise ValueError("no token of these features bears loss, so there is no gradient to compare")
+    for ids, labels, positions in sequences:
+        if (labels[1:] != IGNORE_INDEX).any():
+            inputs = {"input_ids": ids}
+            if positions is not None:  # with a mask, or Hugging Face reads a jump as the start of another document
+                inputs |= {"position_ids": positions, "attention_mask": np.ones_like(ids)}
+            tensors = {name: torch.tensor(array, device=device)[None] for name, array in inputs.items()}
+            logits = model(**tensors, use_cache=False).logits
+            yield _cross_entropy(logits, torch.tensor(labels, device=device)[None]) / count
+
+
+def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
+    """The same loss in a single call on the right-padded batch of an ordinary collator."""
+    device = next(model.parameters()).device
+    sequences = all_feature_arrays(features)
+    longest = max(len(ids) for ids, _, _ in sequences)
+    columns: dict[str, list[np.ndarray]] = {"input_ids": [], "attention_mask": [], "position_ids": [], "labels": []}
+    for ids, labels, positions in sequences:
+        positions = np.arange(len(ids)) if positions is None else positions
+        row = {"input_ids": (ids, 0), "attention_mask": (np.ones_like(ids), 0), "position_ids": (positions, 0)}
+        for name, (values, fill) in {**row, "labels": (labels, IGNORE_INDEX)}.items():
+            columns[name].append(np.pad(values, (0, longest - len(ids)), constant_values=fill))
+    batch = {name: torch.tensor(np.stack(rows), device=device) for name, rows in columns.items()}
+    labels_BL = batch.pop("labels")
+    count = (labels_BL[:, 1:] != IGNORE_INDEX).sum()
+    yield _cross_entropy(model(**batch, use_cache=False).logits, labels_BL) / count
+
+
+def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The loss of a prepared model, as it returns it itself."""
+    device = next(model.parameters()).device
+    yield model(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}).loss
+
+
+@contextmanager
+def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Parameters and floating-point buffers in another dtype for a while, in place; then what they were, bit for bit.
+
+    To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
+    notice.
+    """
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    originals = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor, original in zip(tensors, originals, strict=True):
+            tensor.grad = None
+            tensor.data = original
+
+
+@contextmanager
+def float64_throughout(model: nn.Module) -> Iterator[None]:
+    """Weights in float64, and every cast to float32 that the model asks for is one to float64 instead."""
+    with ExitStack() as stack:
+        stack.enter_context(_plain_experts(model))
+        stack.enter_context(weights_in(model, torch.float64))
+        stack.enter_context(_LiftCasts())
+        # Activation checkpointing recomputes in the backward pass, which must run in the thread that the mode is in.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        yield
+
+
+@contextmanager
+def _plain_experts(model: nn.Module) -> Iterator[None]:
+    """Mixtures of experts as a loop of matrix products: torch's grouped one takes no float64."""
+    base = pretrained_model_of(model)
+    if not getattr(base, "_can_set_experts_implementation", bool)():
+        yield
+        return
+    before = base.get_experts_implementation()
+    base.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        base.set_experts_implementation(before)
+
+
+class _LiftCasts(TorchFunctionMode):
+    """Every torch function that is told float32 is told float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.backward:  # torch suspends a mode inside it, and so in what the pass recomputes
+            (losses,) = args
+            with self:
+                ones = tuple(torch.ones_like(loss) for loss in losses)
+                _engine_run_backward(losses, ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            return None
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """Summed over the labelled tokens, each predicted from the position before it; float32 or wider."""
+    wide = logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32))
+    targets = labels_BL[:, 1:].flatten()
+    return nn.functional.cross_entropy(wide[:, :-1].flatten(0, 1), targets, reduction="sum", ignore_index=IGNORE_INDEX)

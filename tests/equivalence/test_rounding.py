@@ -1,0 +1,76 @@
+"""In float32 and bfloat16 radix is as far from the float64 truth as the ordinary padded batch is.
+
+Over all tries of a strategy: the worst tensor's error at most 2x the ordinary worst, the median ratio at most 1.2. A
+single try is held to the looser bar of `Rung`, since one batch of a model with norms of 8 elements has luck.
+"""
+
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain.attention import STRATEGIES
+from radixtrain.equivalence import Rung, compare_gradients
+from radixtrain.oracle import Features, float64_truth, gradients_of, ordinary_padded, radix_batch
+from radixtrain.testing import labelled_features
+
+TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50"))
+BATCHES = labelled_features(vocab_size=50, max_sequences=16, min_length=8, max_length=40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_rounding(tiny_qwen3: Callable[..., Any], dtype: torch.dtype, print_behind: Callable[[str, str], None]) -> None:
+    model = tiny_qwen3(seed=1).to(dtype)
+    rungs: dict[str, list[Rung]] = {attention: [] for attention in STRATEGIES}
+
+    @settings(max_examples=TRIES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(features=BATCHES)
+    def one_try(features: Features) -> None:
+        for attention, rung in climb(model, features).items():
+            assert rung.passed, f"{attention}: {rung.worst}"
+            rungs[attention].append(rung)
+
+    one_try()
+    for attention, tries in rungs.items():
+        radix, ordinary = max(rung.worst.radix for rung in tries), max(rung.worst_ordinary for rung in tries)
+        median = statistics.median(t.radix / t.ordinary for rung in tries for t in rung.alive)
+        name = str(dtype).removeprefix("torch.")
+        print_behind(
+            "rounding: error against the float64 truth, radix and the ordinary padded batch",
+            f"{name} {attention}: worst tensor {radix:.2e} and {ordinary:.2e} ({radix / ordinary:.2f}x), median ratio "
+            f"{median:.3f}, {len(tries)} tries",
+        )
+        assert radix <= 2 * ordinary
+        assert median <= 1.2
+
+
+def test_half_the_precision_is_seen(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar is where it says: attention that sums in bfloat16 fails the float32 rung."""
+    import radixtrain.model
+
+    def careless(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        return attend(query, key, value.bfloat16().to(value.dtype), *args, **options)
+
+    attend = radixtrain.model.tree_attention
+    monkeypatch.setattr(radixtrain.model, "tree_attention", careless)
+    features = [{"input_ids": [1, 0, 1, 1, 0, 0, 1, 0]}, {"input_ids": [1, 0, 1, 1, 3, 2]}]
+    assert not climb(tiny_qwen3(), features)["cascade"].passed
+
+
+def climb(model: Any, features: Features) -> dict[str, Rung]:
+    """The rung of the model's own dtype for every strategy, against one truth and one ordinary batch."""
+    precision = str(model.dtype).removeprefix("torch.")
+    truth = float64_truth(restore_model(model), features)
+    ordinary = gradients_of(model, lambda: ordinary_padded(model, features))
+    batch = RadixCollator()(features)
+    rungs = {}
+    for attention in STRATEGIES:
+        radix = gradients_of(prepare_model(model, attention=attention), lambda: radix_batch(model, batch))
+        rungs[attention] = compare_gradients(precision, truth, ordinary, radix)
+    restore_model(model)
+    return rungs
