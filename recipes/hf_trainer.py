@@ -1,5 +1,6 @@
 """The drop-in, with Hugging Face's Trainer: two lines differ from an ordinary script, marked below.
 
+pip install accelerate                                    # Trainer asks for it
 make fit && python recipes/hf_trainer.py                  # on the demo's chats and starting model
 python recipes/hf_trainer.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir out
 """
@@ -24,14 +25,18 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     encoded = ChatEncoder(tokenizer, max_length=4096).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
+    model = AutoModelForCausalLM.from_pretrained(options.model)
     arguments = TrainingArguments(
         output_dir=options.output_dir, max_steps=options.max_steps, per_device_train_batch_size=16, learning_rate=4e-3,
         logging_steps=10, save_strategy="no", report_to="none", seed=0,
     )  # fmt: skip
-    model = prepare_model(AutoModelForCausalLM.from_pretrained(options.model))  # <- prepare_model
     trainer = Trainer(
-        model=model, args=arguments, train_dataset=rows, data_collator=RadixCollator(), processing_class=tokenizer
-    )  # <- RadixCollator
+        model=prepare_model(model),  # <- was model
+        data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)
+        args=arguments,
+        train_dataset=rows,
+        processing_class=tokenizer,
+    )
     trainer.train()
     trainer.save_model()
 

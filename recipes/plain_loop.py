@@ -1,5 +1,8 @@
 """A training loop of your own, with optimizer steps that are cut into micro-batches of unique tokens.
 
+Three lines differ from an ordinary loop, marked below. Memory is spent on unique tokens, so those are what the cut
+counts; the loss of a step is the mean over its labelled tokens, whatever the cut.
+
 make fit && python recipes/plain_loop.py                  # on the demo's chats and starting model
 """
 
@@ -26,16 +29,17 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoded = ChatEncoder(load_tokenizer(options.model)).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
-    model = prepare_model(AutoModelForCausalLM.from_pretrained(options.model).to(device).train())
+    model = AutoModelForCausalLM.from_pretrained(options.model).to(device).train()
+    model = prepare_model(model)  # <-
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    collate = StepCollator(max_tokens=2048, merge_labels=False)  # the model's own loss: one entry per labelled token
+    collate = StepCollator(max_tokens=2048, merge_labels=False)  # <- for the model's own loss: nothing merged
     draw = random.Random(0)
     for number in range(options.max_steps):
         step = collate(draw.sample(rows, 16))
         total = 0.0
         for batch in step["micro_batches"]:
             inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-            loss = model(**inputs, num_items_in_batch=step["num_labels"]).loss  # a sum over the step's labelled tokens
+            loss = model(**inputs, num_items_in_batch=step["num_labels"]).loss  # <- sum / num_labels
             loss.backward()
             total += loss.item()
         optimizer.step()

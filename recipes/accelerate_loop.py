@@ -1,0 +1,54 @@
+"""The drop-in, in a loop with Accelerate: two lines differ from an ordinary script, marked below.
+
+pip install accelerate
+make fit && python recipes/accelerate_loop.py             # on the demo's chats and starting model
+"""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.data.chat import ChatEncoder, load_tokenizer
+from radixtrain.data.formats import read_rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="runs/demo/model")
+    parser.add_argument("--train_file", default="runs/demo/train.jsonl")
+    parser.add_argument("--output_dir", default="runs/demo/accelerate_loop")
+    parser.add_argument("--epochs", type=int, default=2)
+    options = parser.parse_args()
+
+    set_seed(0)
+    tokenizer = load_tokenizer(options.model)
+    encoded = ChatEncoder(tokenizer).encode_all(read_rows(options.train_file))
+    rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
+    model = AutoModelForCausalLM.from_pretrained(options.model).train()
+    model = prepare_model(model)  # <- before Accelerate wraps it
+    collator = RadixCollator()  # <- was DataCollatorForSeq2Seq(tokenizer)
+    loader = DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collator)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=4e-3), loader)
+    for epoch in range(options.epochs):
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if number % 10 == 0:
+                accelerator.print(f"epoch {epoch}, batch {number}: loss {loss.item():.4f}")
+    accelerator.unwrap_model(model).save_pretrained(options.output_dir)
+    tokenizer.save_pretrained(options.output_dir)
+
+
+if __name__ == "__main__":
+    main()

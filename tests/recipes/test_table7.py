@@ -1,0 +1,114 @@
+"""Table 7 with RoPE alive: the patterns, the differences, and that the flaw of the published proof would be seen."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+import table7  # noqa: E402
+
+sys.path.remove(str(FOLDER))
+
+BAR = 5e-6  # relative L2 of each gradient tensor in float32, as everywhere (CONTRIBUTING.md)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return table7.build_model()
+
+
+def test_the_patterns_are_the_papers_by_name_and_size():
+    sizes = {name: sum(map(len, sequences)) for name, sequences in table7.PATTERNS.items()}
+    assert sizes == {
+        "single_sequence": 5,
+        "identical_sequences": 10,
+        "shared_prefix": 10,
+        "no_sharing": 6,
+        "mixed_lengths": 10,
+        "complex_sharing": 20,
+    }
+    assert table7.PUBLISHED.keys() == sizes.keys()
+
+
+def test_the_patterns_are_what_their_names_say():
+    patterns = table7.PATTERNS
+    assert len(patterns["single_sequence"]) == 1
+    assert len(set(map(tuple, patterns["identical_sequences"]))) == 1
+    one, other = patterns["shared_prefix"]
+    assert one[:3] == other[:3] and one[3] != other[3]
+    assert not set(patterns["no_sharing"][0]) & set(patterns["no_sharing"][1])
+    assert sorted(map(len, patterns["mixed_lengths"])) == [2, 3, 5]
+    heads = [tuple(ids[:depth]) for ids in patterns["complex_sharing"] for depth in range(1, len(ids))]
+    assert {heads.count(head) for head in heads} >= {1, 2, 3, 4}  # trunks of several depths and widths
+
+
+def test_rope_is_alive(model):
+    table7.check_alive(model, table7.PATTERNS["complex_sharing"])
+    (before, after), _ = table7.rotated_queries(model, table7.PATTERNS["complex_sharing"])
+    assert after.norm(dim=-1).min() > 0
+    assert (before - after).norm(dim=-1).min() > 0.1
+
+
+@pytest.mark.parametrize("attention", table7.STRATEGIES)
+@pytest.mark.parametrize("loss", table7.LOSSES)
+@pytest.mark.parametrize("pattern", table7.PATTERNS)
+def test_every_gradient_is_the_ordinary_ones(model, pattern, loss, attention):
+    sequences = table7.PATTERNS[pattern]
+    ordinary = table7.ordinary_pass(model, sequences, loss)
+    found = table7.compare(table7.radix_pass(model, sequences, loss, attention), ordinary)
+    assert found.relative <= BAR, found
+    assert found.largest_gradient > 0.1
+    assert found.logits[0] <= BAR * ordinary.logits.abs().max()
+
+
+def test_the_flaw_of_the_published_proof_is_seen(model):
+    """Cosines and sines as integers: the queries vanish, and with them the gradients of q and k."""
+    sequences = table7.PATTERNS["complex_sharing"]
+    with table7.integer_rope():
+        for _, after in table7.rotated_queries(model, sequences):
+            assert after.abs().max() == 0
+        shares = table7.projection_shares(table7.ordinary_pass(model, sequences, "logits.sum()"))
+        with pytest.raises(RuntimeError, match="RoPE is dead in layer 0"):
+            table7.check_alive(model, sequences)
+    assert max(shares.values()) < 1e-6
+    table7.check_alive(model, sequences)  # and it is gone again
+
+
+def test_dead_gradients_are_seen_without_a_look_at_rope(model, monkeypatch):
+    monkeypatch.setattr(table7, "rotated_queries", lambda model, sequences: [])
+    with table7.integer_rope(), pytest.raises(RuntimeError, match="it proves nothing"):
+        table7.check_alive(model, table7.PATTERNS["complex_sharing"])
+
+
+def test_a_wrong_position_shows_only_where_rope_is_alive(model):
+    """With integers a plan may give any position behind 0 and the published comparison does not change by a bit."""
+    sequences, loss = table7.PATTERNS["complex_sharing"], "logits.sum()"
+
+    def passes(change=None):
+        return table7.radix_pass(model, sequences, loss, "cascade", change)
+
+    wrong = table7.compare(passes(table7.off_by_one), table7.ordinary_pass(model, sequences, loss))
+    assert wrong.relative > 0.01
+    with table7.integer_rope():
+        right, shifted = passes(), passes(table7.off_by_one)
+    assert torch.equal(right.logits, shifted.logits)
+    assert all(torch.equal(right.gradients[name], gradient) for name, gradient in shifted.gradients.items())
+
+
+def test_what_it_prints(model, capsys):
+    table7.print_header()
+    table7.print_alive(model)
+    table7.print_table(model, "logits.sum()")
+    table7.print_flaw(model)
+    printed = capsys.readouterr().out
+    assert printed.count("| complex_sharing, 20 |") == 1 + len(table7.STRATEGIES)
+    assert "| published | 4.8e-7, 9.0e-8 | 1.9e-5, 3.9e-7 |" in printed
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.0, "0"), (4.31e-4, "4.3e-4"), (0.94, "0.94"), (1171.2, "1171")])
+def test_numbers_are_short(value, shown):
+    assert table7.number(value) == shown
