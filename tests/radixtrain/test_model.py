@@ -10,23 +10,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    BartConfig,
-    BartForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import radixtrain.model
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import tree_attention
-from radixtrain.errors import UserError
 from radixtrain.model import backbone_of
 from radixtrain.testing import relative_error
 
@@ -151,7 +139,7 @@ def test_full_layers_stay_on_cascade(monkeypatch):
         seen.append(options["window"])
         return tree_attention(*args, **options)
 
-    monkeypatch.setattr(radixtrain.model, "tree_attention", spy)
+    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", spy)
     prepare_model(windowed("Gemma3"))(**RadixCollator()(NESTED))
     assert seen == [4, None]
 
@@ -164,7 +152,9 @@ def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
     model = windowed(family)
     expected = ordinary_results(model, NESTED)
     monkeypatch.setattr(
-        radixtrain.model, "tree_attention", lambda *args, **options: tree_attention(*args, **{**options, lost: None})
+        radixtrain.layer_attention,
+        "tree_attention",
+        lambda *args, **options: tree_attention(*args, **{**options, lost: None}),
     )
     actual = {name: torch.zeros_like(x) for name, x in expected.items()} | radix_results(model, NESTED)
     assert worst_error(actual, expected) > 1e-3
@@ -256,13 +246,6 @@ class TestWithoutAPlan:
         assert model(**RadixCollator()(FEATURES)).loss.isfinite()
         assert restore_model(model).config._attn_implementation == "eager"
 
-    def test_a_layer_without_an_eager_function(self, tiny_qwen3, monkeypatch):
-        model = prepare_model(tiny_qwen3(attn_implementation="eager"))
-        monkeypatch.delattr("transformers.models.qwen3.modeling_qwen3.eager_attention_forward")
-        query = torch.zeros(1, 4, 2, 8)
-        with pytest.raises(UserError, match="Qwen3Attention of layer 0 has no eager attention beside it"):
-            radixtrain.model.radix_eager_attention(model.model.layers[0].self_attn, query, query, query, None)
-
     def test_padded_logits_are_bit_equal(self, tiny_qwen3):
         model = tiny_qwen3().eval()
         before = model(**PADDED).logits
@@ -344,158 +327,6 @@ class TestNeverOnAnotherAttention:
         assert seen[0].numel() == 0
 
 
-class TestRefusals:
-    def test_attention_dropout(self, tiny_qwen3):
-        with pytest.raises(UserError, match=r"attention_dropout=0\.1"):
-            prepare_model(tiny_qwen3(attention_dropout=0.1))
-
-    def test_lora_dropout_unless_allowed_by_name(self, tiny_qwen3):
-        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
-        model = peft.get_peft_model(tiny_qwen3(), peft.LoraConfig(lora_dropout=0.05, target_modules=["q_proj"]))
-        with pytest.raises(
-            UserError, match=r"dropout p=0\.05 at '.*q_proj\.lora_dropout.*allow_dropout=\['lora_dropout'\]"
-        ):
-            prepare_model(model)
-        assert prepare_model(model, allow_dropout=["lora_dropout"]) is model
-
-    def test_neftune(self, tiny_qwen3):
-        model = prepare_model(tiny_qwen3()).train()
-        model.get_input_embeddings().neftune_noise_alpha = 5
-        with pytest.raises(ValueError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
-            model(**RadixCollator()(FEATURES))
-
-    def test_linear_attention(self):
-        config = Qwen3NextConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-            linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-        )  # fmt: skip
-        with pytest.raises(UserError, match="Qwen3NextForCausalLM layer 0 is 'linear_attention'"):
-            prepare_model(Qwen3NextForCausalLM(config))
-
-    def test_cascade_where_a_window_binds(self):
-        model = prepare_model(windowed("Mistral"), attention="cascade")
-        message = (
-            r"MistralAttention of layer 0 attends to the last 4 tokens, and this batch has a sequence of 11: "
-            r"attention='cascade' cannot be used: .* attention='auto' or 'path' keeps the window"
-        )
-        with pytest.raises(UserError, match=message):
-            model(**RadixCollator()(NESTED))
-
-    def test_a_kernel_without_a_soft_cap(self):
-        with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
-            prepare_model(windowed("Gemma2"), kernel="torch")
-
-    def test_a_window_that_contradicts_the_mask(self):
-        """OLMoE hands a window to its attention function, which flash attention obeys, and masks none."""
-        model = tiny("Olmoe", sliding_window=4, **ROUTED["Olmoe"])
-        message = "OlmoeAttention of layer 0 attends to the last 4 tokens by its sliding_window and to all by its mask"
-        with pytest.raises(UserError, match=message):
-            prepare_model(model)(**RadixCollator()(NESTED))
-
-    def test_a_mask_that_a_model_made(self, tiny_qwen3):
-        model = prepare_model(tiny_qwen3())
-        attention = model.model.layers[1].self_attn
-        attention.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": torch.zeros(1, 1, 6, 6)}), with_kwargs=True
-        )
-        with pytest.raises(
-            UserError, match=r"Qwen3Attention of layer 1 gets a mask \(1, 1, 6, 6\) that its model made"
-        ):
-            model(**RadixCollator()(FEATURES))
-
-    def test_a_window_whose_mask_does_not_come_from_masking_utils(self):
-        model = prepare_model(windowed("Mistral"))
-        model.model.layers[1].self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
-        )
-        with pytest.raises(UserError, match=r"MistralAttention of layer 1 gets a mask that .* has not made"):
-            model(**RadixCollator()(NESTED))
-
-    def test_a_mask_that_a_model_has_changed(self, tiny_qwen3):
-        config = prepare_model(tiny_qwen3()).config
-        mask = ALL_MASK_ATTENTION_FUNCTIONS["radix"]
-        asked = {"attention_mask": torch.empty(1, 0, dtype=torch.bool), "local_size": 4, "config": config}
-        assert mask(use_vmap=False, **asked).shape == (1, 1, 0, 4)
-        with pytest.raises(UserError, match=r"the model of Qwen3Config adds a mask of its own.*max_length to 4"):
-            mask(use_vmap=True, **asked)
-
-    def test_sinks_that_do_not_reach_the_attention_function(self, tiny_qwen3):
-        model = prepare_model(tiny_qwen3())
-        model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
-        with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 has sinks and does not hand it .* as s_aux"):
-            model(**RadixCollator()(FEATURES))
-
-    def test_chunks(self):
-        config = Llama4TextConfig(
-            **TINY, intermediate_size_mlp=32, head_dim=8, num_local_experts=2, attention_chunk_size=4
-        )
-        with pytest.raises(UserError, match="Llama4ForCausalLM layer 0 is 'chunked_attention'"):
-            prepare_model(Llama4ForCausalLM(config))
-
-    def test_chunks_without_layer_types(self, tiny_qwen3):
-        model = prepare_model(tiny_qwen3(attention_chunk_size=4))
-        model.config.layer_types = None
-        with pytest.raises(UserError, match=r"within chunks of 4 tokens .* a sequence of 5; set max_length to 4"):
-            model(**RadixCollator()(FEATURES))
-
-    def test_values_of_another_head_dim(self):
-        changes = {"head_dim": 8, "v_head_dim": 4, "swa_head_dim": 8, "swa_v_head_dim": 4, "n_routed_experts": 2}
-        config = transformers.MiMoV2FlashConfig(**TINY, num_experts_per_tok=1, moe_intermediate_size=8, **changes)
-        model = prepare_model(transformers.MiMoV2FlashForCausalLM(config))
-        with pytest.raises(
-            UserError, match="MiMoV2FlashAttention of layer 0 has values of head dim 4 and queries of 8"
-        ):
-            model(**RadixCollator()(FEATURES))
-
-    def test_layers_that_are_not_given_the_call(self):
-        """StableLM hands its layers no keyword arguments. It was an error about the shape of a mask."""
-        model = prepare_model(tiny("StableLm"))
-        with pytest.raises(UserError, match="StableLmAttention of layer 0 is not given the keyword arguments"):
-            model(**RadixCollator()(FEATURES))
-
-    def test_positions_that_a_model_counts_itself(self):
-        sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
-        config = BartConfig(vocab_size=32, dropout=0.0, is_encoder_decoder=False, is_decoder=True, **sizes)
-        with pytest.raises(UserError, match="BartDecoder does not take position_ids"):
-            prepare_model(BartForCausalLM(config))
-
-    @pytest.mark.parametrize(
-        ("family", "message"),
-        [
-            ("DeepseekV3", r"DeepseekV3ForCausalLM has latent attention \(MLA\) \(kv_lora_rank=512\)"),
-            ("Doge", r"DogeForCausalLM has a dynamic mask \(keep_window_size=2048\)"),
-        ],
-    )
-    def test_what_the_tree_does_not_compute(self, family, message):
-        changes = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
-        with pytest.raises(UserError, match=message):
-            prepare_model(tiny(family, **changes if family == "DeepseekV3" else {}))
-
-    def test_dropout_that_is_no_module(self):
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-        config = Starcoder2Config(vocab_size=32, num_hidden_layers=1, residual_dropout=0.1, **sizes)
-        with pytest.raises(UserError, match=r"residual_dropout=0\.1.*allow_dropout=\['residual_dropout'\]"):
-            prepare_model(Starcoder2ForCausalLM(config))
-
-    def test_an_encoder_and_decoder(self):
-        sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
-        with pytest.raises(UserError, match="T5ForConditionalGeneration is not a plain decoder"):
-            prepare_model(T5ForConditionalGeneration(T5Config(vocab_size=32, dropout_rate=0.0, **sizes)))
-
-    def test_something_that_is_no_model(self):
-        with pytest.raises(TypeError, match=r"expected a transformers PreTrainedModel.*got Linear"):
-            prepare_model(nn.Linear(2, 2))
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"attention": "ring"}, "attention must be auto, cascade, path, expand, reference; got 'ring'"),
-            ({"kernel": "cutlass"}, "kernel must be auto, torch, flash_attn, eager; got 'cutlass'"),
-            ({"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: needs CUDA"),
-        ],
-    )
-    def test_requests_that_cannot_be_met(self, tiny_qwen3, options, message):
-        with pytest.raises(UserError, match=message.replace("(", r"\(")):
-            prepare_model(tiny_qwen3(), **options)
+def test_something_that_is_no_model():
+    with pytest.raises(TypeError, match=r"expected a transformers PreTrainedModel.*got Linear"):
+        prepare_model(nn.Linear(2, 2))

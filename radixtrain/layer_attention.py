@@ -1,0 +1,168 @@
+"""The attention functions that every layer of a Hugging Face model calls: "radix" and "radix_eager".
+
+Registered beside "sdpa", they are chosen by name. "radix_eager" is for models whose soft-cap or sinks `sdpa` cannot
+compute. Without a plan they are `sdpa` and the model's own eager attention, mask included: generation and an ordinary
+padded batch behave as if nothing had been prepared. With one they are tree attention.
+
+A layer's window comes from its mask (`radixtrain/layer_windows.py`), everything else from the keyword arguments that
+Hugging Face's layers hand over: scale, soft-cap, sinks. What the tree does not compute of it is refused. Queries and
+values of two head dims, as latent attention (MLA) expands to, get zeros up to the wider one (`_of_one_head_dim`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from radixtrain.attention import tree_attention
+from radixtrain.errors import UserError
+from radixtrain.layer_windows import mask_function, told_by_mask, window_of
+from radixtrain.layout import TreeLayout
+
+__all__ = [
+    "ATTENTION_NAME",
+    "EAGER_NAME",
+    "RadixCall",
+    "radix_attention",
+    "radix_eager_attention",
+    "register_attention",
+]
+
+ATTENTION_NAME = "radix"
+EAGER_NAME = "radix_eager"
+
+
+@dataclass
+class RadixCall:
+    """One forward pass on a radix batch: what every layer needs, and how many came by."""
+
+    layout: TreeLayout
+    predictor_indices: Tensor | None
+    attention: str
+    kernel: str
+    window_may_bind: bool
+    calls: list[int] = field(default_factory=list)  # the id of every attention module that came by
+
+
+def register_attention() -> None:
+    """Make both names known to Hugging Face. Without a mask function of its name attention gets no mask at all."""
+    AttentionInterface.register(ATTENTION_NAME, radix_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask_function(sdpa_mask))
+    AttentionInterface.register(EAGER_NAME, radix_eager_attention)
+    AttentionMaskInterface.register(EAGER_NAME, mask_function(eager_mask))
+
+
+def radix_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    radix_call: RadixCall | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The attention function "radix", called by every layer: tree attention with a plan, `sdpa` without one.
+
+    query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
+    With a plan, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function does.
+    """
+    if radix_call is None:
+        _check_no_plan(module, attention_mask)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return _attend(module, query, key, value, attention_mask, radix_call, **kwargs)
+
+
+def radix_eager_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    radix_call: RadixCall | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The attention function "radix_eager": as `radix_attention`, but without a plan the model's own eager function."""
+    if radix_call is None:
+        _check_no_plan(module, attention_mask)
+        return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
+    return _attend(module, query, key, value, attention_mask, radix_call, **kwargs)
+
+
+def _check_no_plan(module: nn.Module, attention_mask: Tensor | None) -> None:
+    """A radix batch whose plan did not come through, by the mask that only our hook hands over."""
+    if told_by_mask(attention_mask) is not None:
+        raise UserError(
+            f"{_name_of(module)} is not given the keyword arguments of the model call, so the tree cannot reach it; "
+            f"train it with dedup: false"
+        )
+
+
+def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What a layer falls back to for "eager": each modeling file of Hugging Face has one function of this name."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UserError(
+            f"{_name_of(module)} has no eager attention beside it to run an ordinary batch with; call restore_model"
+        )
+    return eager
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, call: RadixCall,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Tree attention of one layer, by the keyword arguments that Hugging Face's layers give their attention."""
+    _check_call(module, dropout, {**kwargs, "softcap": softcap, "s_aux": s_aux})
+    longest = call.layout.max_seqlen
+    window = window_of(_name_of(module), attention_mask, kwargs.get("sliding_window"), longest, call.window_may_bind)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the head dim before padding
+    rows_first = (_as_autocast(x[0]).transpose(0, 1) for x in (query, key, value))
+    try:
+        out_UNH = tree_attention(
+            *_of_one_head_dim(*rows_first), call.layout, attention=call.attention, kernel=call.kernel,
+            scale=scale, softcap=softcap, window=window, sinks=s_aux,
+        )  # fmt: skip
+    except ValueError as error:
+        told = f" attends to the last {window} tokens, and this batch has a sequence of {longest}"
+        raise UserError(f"{_name_of(module)}{told if window else ''}: {error}") from None
+    call.calls.append(id(module))
+    return out_UNH[None, ..., : value.shape[-1]], None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """As autocast does for `scaled_dot_product_attention`: norms leave q and k in float32, projections v in 16 bits."""
+    device_type = x.device.type
+    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
+
+
+def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros behind the narrower of queries and values: they add nothing to a score, and columns of zeros to the output.
+
+    Queries and keys grow alike, so that two that do not fit each other still do not.
+    """
+    scored, valued = query.shape[-1], value.shape[-1]
+    if scored < valued:
+        query, key = (nn.functional.pad(x, (0, valued - scored)) for x in (query, key))
+    elif valued < scored:
+        value = nn.functional.pad(value, (0, scored - valued))
+    return query, key, value
+
+
+def _check_call(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what a layer asks for and the tree does not compute."""
+    layer = _name_of(module)
+    if dropout:
+        raise UserError(f"{layer} asks for attention dropout {dropout}; set attention_dropout to 0")
+    if kwargs.get("position_bias") is not None:
+        raise UserError(f"{layer} adds a position_bias to its scores, which tree attention does not compute")
+    for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
+        if kwargs[key] is None and getattr(module, attribute, None) is not None:
+            raise UserError(
+                f"{layer} has {attribute} and does not hand it to its attention function as {key}, so tree attention "
+                f"would leave it out; train it with dedup: false"
+            )
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
+
+
+def _name_of(module: nn.Module) -> str:
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"

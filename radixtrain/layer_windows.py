@@ -1,0 +1,92 @@
+"""How the sliding window of a layer is found: by the mask that the layer would have had, whatever the model calls it.
+
+No U x U mask is ever built. The backbone's hook (`radixtrain/model.py`) hands mask creation
+
+- an empty 4-D tensor, which every model returns as it is, where no window may bind;
+- a 2-D mask of no columns where one may. Our mask function answers each question of Hugging Face's with an empty mask
+  as wide as the window (`told_by_mask`), so that every layer gets the one that it would have obeyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixtrain.errors import UserError
+from radixtrain.layout import TreeLayout
+
+__all__ = ["mask_function", "no_mask", "only_full_attention", "told_by_mask", "window_may_bind", "window_of"]
+
+
+def window_may_bind(config: Any, layout: TreeLayout) -> bool:
+    """Whether some layer may have a window shorter than the batch's longest sequence."""
+    window = getattr(config, "sliding_window", None)
+    if not window or only_full_attention(config):
+        return False
+    return not isinstance(window, int) or window < layout.max_seqlen
+
+
+def only_full_attention(config: Any) -> bool:
+    """Whether a configuration says so of every layer."""
+    layer_types = getattr(config, "layer_types", None) or ()
+    return bool(layer_types) and all(layer_type == "full_attention" for layer_type in layer_types)
+
+
+def no_mask(may_bind: bool, device: torch.device) -> Tensor:
+    """What a backbone gets as `attention_mask`: empty, of the shape that asks for every layer's window or for none."""
+    return torch.empty((1, 0) if may_bind else (1, 1, 0, 0), dtype=torch.bool, device=device)
+
+
+def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function as Hugging Face calls it, keywords alone: `ordinary`, but for the question of a radix batch."""
+
+    def mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        if attention_mask is None or attention_mask.shape[-1] != 0:
+            return ordinary(attention_mask=attention_mask, **kwargs)
+        if kwargs.get("use_vmap"):  # Hugging Face's sign that the model has changed the causal mask
+            raise UserError(
+                f"the model of {type(kwargs.get('config')).__name__} adds a mask of its own to a sliding window, which "
+                f"tree attention does not compute; set max_length to {kwargs.get('local_size')} or less"
+            )
+        return torch.empty(1, 1, 0, kwargs.get("local_size") or 0, dtype=torch.bool, device=attention_mask.device)
+
+    return mask
+
+
+def told_by_mask(attention_mask: Tensor | None) -> int | None:
+    """The window that `mask_function` wrote down as the width of a mask without rows; 0 is the whole past."""
+    if attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[-2] != 0:
+        return None
+    return attention_mask.shape[-1]
+
+
+def window_of(layer: str, attention_mask: Tensor | None, told: int | None, longest: int, may_bind: bool) -> int | None:
+    """The sliding window of a layer where it binds, else None.
+
+    layer: its name in errors. told: its argument `sliding_window`. longest: the batch's longest sequence, in tokens.
+
+    `sdpa` and eager attention obey the mask alone, and flash attention the argument `sliding_window` alone. Layers that
+    leave the argument out obey their mask; two that contradict each other are refused.
+    """
+    if attention_mask is not None and attention_mask.numel():
+        raise UserError(
+            f"{layer} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention would leave "
+            f"out; train it with dedup: false"
+        )
+    masked = told_by_mask(attention_mask)
+    if masked is None and may_bind:
+        raise UserError(
+            f"{layer} gets a mask that transformers.masking_utils has not made, and its model has a sliding window "
+            f"shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
+        )
+    masked, told = (window if window and window < longest else None for window in (masked, told))
+    if told is not None and told != masked:
+        raise UserError(
+            f"{layer} attends to the last {told} tokens by its sliding_window and to "
+            f"{f'the last {masked}' if masked else 'all'} by its mask, and this batch has a sequence of {longest}; "
+            f"set max_length to {told} or less, where the window changes nothing"
+        )
+    return masked

@@ -1,0 +1,166 @@
+"""The attention of one layer, as Hugging Face calls it: values of another width, and what its arguments ask for."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import MistralConfig, MistralForCausalLM, StableLmConfig, StableLmForCausalLM
+
+import radixtrain.layer_attention
+from radixtrain import RadixCollator, build_prefix_plan, prepare_model, verify_equivalence
+from radixtrain.attention import STRATEGIES
+from radixtrain.errors import UserError
+from radixtrain.layer_attention import RadixCall, radix_attention, radix_eager_attention
+from radixtrain.layout import TreeLayout
+from radixtrain.plan import PrefixPlan
+
+FEATURES = [
+    {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6]},
+    {"input_ids": [7, 8, 9, 1, 2, 11, 12]},
+    {"input_ids": [7, 8, 9, 3, 3], "labels": [-100, 8, 9, -100, 3]},
+    {"input_ids": [7, 8]},
+    {"input_ids": [30, 31, 32]},
+]
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+}  # fmt: skip
+# Queries of 12, or of 8 in MiMo; values of 6, 12, 20.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {**LATENT, **EXPERTS, "first_k_dense_replace": 1},
+    "DeepseekV2": {**LATENT, **EXPERTS, "first_k_dense_replace": 1},
+    "Glm4MoeLite": {**LATENT, **EXPERTS, "mlp_layer_types": ["dense", "sparse"]},
+    "MiniCPM3": LATENT,
+    "LongcatFlash": {**LATENT, "head_dim": 4, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2},
+    "MiMoV2Flash": {  # ordinary heads with sinks and a window, and narrower values by choice
+        **EXPERTS, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    """A random model of Hugging Face's own class, every parameter of order one."""
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **FAMILIES[family], **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * noise)
+    return model
+
+
+class TestValuesOfAnotherHeadDim:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_same_gradient_with_every_strategy(self, family):
+        model = tiny(family, v_head_dim=6)
+        for attention in ("auto", *STRATEGIES):
+            if (family, attention) == ("MiMoV2Flash", "cascade"):
+                continue  # a window binds
+            report = verify_equivalence(model, FEATURES, attention=attention, precisions=["float64"])
+            assert report.passed and report.conclusive, str(report)
+            assert report["float64"].worst.radix <= 1e-12
+
+    @pytest.mark.parametrize("v_head_dim", [12, 20])
+    def test_as_wide_as_the_queries_and_wider(self, v_head_dim):
+        report = verify_equivalence(tiny("DeepseekV3", v_head_dim=v_head_dim), FEATURES)
+        assert report.passed and report.conclusive, str(report)
+
+    @pytest.mark.parametrize("attention", STRATEGIES)
+    @pytest.mark.parametrize("v_head_dim", [1, 3, 8, 13])
+    @pytest.mark.parametrize("scaling", [None, 0.7])
+    def test_against_dense_attention(self, attention, v_head_dim, scaling):
+        """Scores are scaled by the head dim of queries as they came, and outputs are as wide as the values."""
+        plan = nested_plan()
+        query, key, value = heads(plan.num_rows, 8, 8, v_head_dim)
+        call = RadixCall(TreeLayout.from_plan(plan), None, attention, "auto", window_may_bind=False)
+        output, _ = radix_attention(nn.Module(), query, key, value, None, radix_call=call, scaling=scaling)
+        expected = dense_attention(query, key, value, plan, 8**-0.5 if scaling is None else scaling)
+        assert output.shape == (1, plan.num_rows, 4, v_head_dim)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+        towards = torch.randn(expected.shape, dtype=torch.float64)
+        actual_grads = torch.autograd.grad(output, (query, key, value), towards)
+        for actual, exact in zip(
+            actual_grads, torch.autograd.grad(expected, (query, key, value), towards), strict=True
+        ):
+            torch.testing.assert_close(actual, exact, rtol=0, atol=1e-12)
+
+    def test_the_padded_head_dim_as_scale_is_caught(self, monkeypatch):
+        """The comparison above is able to fail."""
+        attend = radixtrain.layer_attention.tree_attention
+        monkeypatch.setattr(
+            radixtrain.layer_attention, "tree_attention", lambda *args, **rest: attend(*args, **{**rest, "scale": None})
+        )
+        with pytest.raises(AssertionError, match="not close"):
+            self.test_against_dense_attention("path", 13, None)
+
+    def test_queries_and_keys_that_do_not_fit(self):
+        plan = nested_plan()
+        call = RadixCall(TreeLayout.from_plan(plan), None, "auto", "auto", window_may_bind=False)
+        with pytest.raises(UserError, match=r"Module of layer \?: head_dim must agree, got 12, 8 and 12"):
+            radix_attention(nn.Module(), *heads(plan.num_rows, 8, 4, 12), None, radix_call=call)
+
+
+def nested_plan() -> PrefixPlan:
+    sequences = [feature["input_ids"] for feature in FEATURES]
+    return build_prefix_plan(np.concatenate(sequences), np.cumsum([0, *map(len, sequences)]))
+
+
+def heads(num_rows: int, query: int, key: int, value: int) -> list[Tensor]:
+    """(1, heads, rows, head dim): four heads of queries, two of keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, num_rows, query), (2, num_rows, key), (2, num_rows, value)
+    return [torch.randn(1, *shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, plan: PrefixPlan, scale: float) -> Tensor:
+    """With a mask that is read off the sequences: a token sees the rows of those before it, and its own."""
+    seen = torch.zeros(plan.num_rows, plan.num_rows, dtype=torch.bool)
+    for begin, end in pairwise(plan.cu_seqlens.tolist()):
+        rows = torch.from_numpy(plan.inverse_indices[begin:end].astype(np.int64))
+        seen[rows[:, None], rows[None]] |= torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):
+    model = prepare_model(tiny_qwen3())
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 has sinks and does not hand it .* as s_aux"):
+        model(**RadixCollator()(FEATURES))
+
+
+def test_layers_that_are_not_given_the_call():
+    """StableLM hands its layers no keyword arguments. It was an error about the shape of a mask."""
+    model = prepare_model(StableLmForCausalLM(StableLmConfig(**TINY)))
+    with pytest.raises(UserError, match="StableLmAttention of layer 0 is not given the keyword arguments"):
+        model(**RadixCollator()(FEATURES))
+
+
+def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):
+    model = prepare_model(tiny_qwen3(attn_implementation="eager"))
+    monkeypatch.delattr("transformers.models.qwen3.modeling_qwen3.eager_attention_forward")
+    query = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(UserError, match="Qwen3Attention of layer 0 has no eager attention beside it"):
+        radix_eager_attention(model.model.layers[0].self_attn, query, query, query, None)
+
+
+def test_cascade_where_a_window_binds():
+    model = prepare_model(MistralForCausalLM(MistralConfig(**TINY, sliding_window=4)), attention="cascade")
+    message = (
+        r"MistralAttention of layer 0 attends to the last 4 tokens, and this batch has a sequence of 9: "
+        r"attention='cascade' cannot be used: .* attention='auto' or 'path' keeps the window"
+    )
+    with pytest.raises(UserError, match=message):
+        model(**RadixCollator()(FEATURES))

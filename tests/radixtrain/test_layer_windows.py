@@ -1,0 +1,83 @@
+"""The window of a layer is the one that its mask would have had; what says otherwise is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.errors import UserError
+from radixtrain.layer_windows import no_mask, told_by_mask, window_of
+
+LONGEST = 9
+FEATURES = [{"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6]}, {"input_ids": [7, 8, 9, 3]}]
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny_mistral() -> Any:
+    return MistralForCausalLM(MistralConfig(**TINY, sliding_window=4))
+
+
+@pytest.mark.parametrize(
+    ("masked", "told", "window"),
+    [
+        (0, None, None),  # the whole past
+        (4, None, 4),  # a layer that does not hand its window over
+        (4, 4, 4),
+        (4, LONGEST, 4),  # the argument does not bind, so it does not contradict
+        (LONGEST, LONGEST, None),
+        (LONGEST - 1, LONGEST - 1, LONGEST - 1),
+    ],
+)
+def test_window_by_mask_and_argument(masked, told, window):
+    mask = torch.empty(1, 1, 0, masked, dtype=torch.bool)
+    assert told_by_mask(mask) == masked
+    assert window_of("layer 0", mask, told, LONGEST, may_bind=True) == window
+
+
+def test_what_a_backbone_is_given():
+    device = torch.device("cpu")
+    assert no_mask(True, device).shape == (1, 0), "asks the mask functions"
+    assert no_mask(False, device).shape == (1, 1, 0, 0), "is returned as it is"
+    assert window_of("layer 0", no_mask(False, device), None, LONGEST, may_bind=False) is None
+
+
+def test_a_window_that_contradicts_the_mask():
+    """OLMoE hands a window to its attention function, which flash attention obeys, and masks none."""
+    model = OlmoeForCausalLM(OlmoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, sliding_window=4))
+    message = "OlmoeAttention of layer 0 attends to the last 4 tokens by its sliding_window and to all by its mask"
+    with pytest.raises(UserError, match=message):
+        prepare_model(model)(**RadixCollator()(FEATURES))
+
+
+def test_a_mask_that_a_model_made(tiny_qwen3):
+    model = prepare_model(tiny_qwen3())
+    attention = model.model.layers[1].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": torch.zeros(1, 1, 10, 10)}), with_kwargs=True
+    )
+    with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 gets a mask \(1, 1, 10, 10\) that its model made"):
+        model(**RadixCollator()(FEATURES))
+
+
+def test_a_window_whose_mask_does_not_come_from_masking_utils():
+    model = prepare_model(tiny_mistral())
+    model.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+    )
+    with pytest.raises(UserError, match=r"MistralAttention of layer 1 gets a mask that .* has not made"):
+        model(**RadixCollator()(FEATURES))
+
+
+def test_a_mask_that_a_model_has_changed(tiny_qwen3):
+    config = prepare_model(tiny_qwen3()).config
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["radix"]
+    asked = {"attention_mask": torch.empty(1, 0, dtype=torch.bool), "local_size": 4, "config": config}
+    assert mask(use_vmap=False, **asked).shape == (1, 1, 0, 4)
+    with pytest.raises(UserError, match=r"the model of Qwen3Config adds a mask of its own.*max_length to 4"):
+        mask(use_vmap=True, **asked)

@@ -1,0 +1,231 @@
+"""What is refused, when a model is prepared and at a batch: each with the layer, the reason and the mend."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import radixtrain.refusals
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.errors import UserError
+
+FEATURES = [{"input_ids": [7, 8, 9, 1, 2]}, {"input_ids": [7, 8, 9, 3]}]
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny(family: str, **changes: Any) -> Any:
+    """A random model of Hugging Face's own class, two layers."""
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **changes})
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+class TestAttention:
+    def test_attention_dropout(self, tiny_qwen3):
+        with pytest.raises(UserError, match=r"attention_dropout=0\.1"):
+            prepare_model(tiny_qwen3(attention_dropout=0.1))
+
+    def test_linear_attention(self):
+        config = Qwen3NextConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+            linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        )  # fmt: skip
+        with pytest.raises(UserError, match="Qwen3NextForCausalLM layer 0 is 'linear_attention'"):
+            prepare_model(Qwen3NextForCausalLM(config))
+
+    def test_chunks(self):
+        config = Llama4TextConfig(
+            **TINY, intermediate_size_mlp=32, head_dim=8, num_local_experts=2, attention_chunk_size=4
+        )
+        with pytest.raises(UserError, match="Llama4ForCausalLM layer 0 is 'chunked_attention'"):
+            prepare_model(Llama4ForCausalLM(config))
+
+    def test_chunks_without_layer_types(self, tiny_qwen3):
+        model = prepare_model(tiny_qwen3(attention_chunk_size=4))
+        model.config.layer_types = None
+        with pytest.raises(UserError, match=r"within chunks of 4 tokens .* a sequence of 5; set max_length to 4"):
+            model(**RadixCollator()(FEATURES))
+
+    @pytest.mark.parametrize(
+        ("family", "changes", "message"),
+        [
+            ("Doge", {}, r"DogeForCausalLM has a dynamic mask \(keep_window_size=2048\)"),
+            ("DeepseekV32", {}, "DeepseekV32ForCausalLM layer 0 is 'indexed_attention'"),
+            (
+                "DeepseekV32",
+                {"layer_types": ["full_attention"] * 2},
+                r"DeepseekV32ForCausalLM has sparse attention \(an indexer picks keys\) \(index_topk=2048\)",
+            ),
+        ],
+    )
+    def test_what_the_tree_does_not_compute(self, family, changes, message):
+        latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "n_routed_experts": 2, "n_group": 1, "topk_group": 1}
+        with pytest.raises(UserError, match=message):
+            prepare_model(tiny(family, **({} if family == "Doge" else latent), **changes))
+
+    def test_positions_that_a_model_counts_itself(self):
+        sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+        config = BartConfig(vocab_size=32, dropout=0.0, is_encoder_decoder=False, is_decoder=True, **sizes)
+        with pytest.raises(UserError, match="BartDecoder does not take position_ids"):
+            prepare_model(BartForCausalLM(config))
+
+    def test_an_encoder_and_decoder(self):
+        sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+        with pytest.raises(UserError, match="T5ForConditionalGeneration is not a plain decoder"):
+            prepare_model(T5ForConditionalGeneration(T5Config(vocab_size=32, dropout_rate=0.0, **sizes)))
+
+
+class TestChoice:
+    def test_a_kernel_without_a_soft_cap(self):
+        with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
+            prepare_model(tiny("Gemma2", head_dim=8), kernel="torch")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"attention": "ring"}, "attention must be auto, cascade, path, expand, reference; got 'ring'"),
+            ({"kernel": "cutlass"}, "kernel must be auto, torch, flash_attn, eager; got 'cutlass'"),
+            ({"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: needs CUDA"),
+        ],
+    )
+    def test_requests_that_cannot_be_met(self, tiny_qwen3, options, message):
+        with pytest.raises(UserError, match=message.replace("(", r"\(")):
+            prepare_model(tiny_qwen3(), **options)
+
+    @pytest.mark.parametrize(
+        ("family", "changes", "head_dim"),
+        [
+            ("Qwen3", {"head_dim": 16}, 16),
+            ("Llama", {}, 8),
+            ("DeepseekV3", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, 192),
+            ("MiMoV2Flash", {"head_dim": 8, "v_head_dim": 24}, 24),
+        ],
+    )
+    def test_the_head_dim_that_a_kernel_is_asked_for(self, family, changes, head_dim):
+        config = getattr(transformers, f"{family}Config")(**TINY, **changes)
+        assert radixtrain.refusals._head_dim(config) == head_dim
+
+
+class TestDropout:
+    def test_lora_dropout_unless_allowed_by_name(self, tiny_qwen3):
+        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        model = peft.get_peft_model(tiny_qwen3(), peft.LoraConfig(lora_dropout=0.05, target_modules=["q_proj"]))
+        with pytest.raises(
+            UserError, match=r"dropout p=0\.05 at '.*q_proj\.lora_dropout.*allow_dropout=\['lora_dropout'\]"
+        ):
+            prepare_model(model)
+        assert prepare_model(model, allow_dropout=["lora_dropout"]) is model
+
+    def test_dropout_that_is_no_module(self):
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = Starcoder2Config(vocab_size=32, num_hidden_layers=1, residual_dropout=0.1, **sizes)
+        with pytest.raises(UserError, match=r"residual_dropout=0\.1.*allow_dropout=\['residual_dropout'\]"):
+            prepare_model(Starcoder2ForCausalLM(config))
+
+    def test_neftune(self, tiny_qwen3):
+        model = prepare_model(tiny_qwen3()).train()
+        model.get_input_embeddings().neftune_noise_alpha = 5
+        with pytest.raises(ValueError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
+            model(**RadixCollator()(FEATURES))
+
+
+def with_lora(model: Any, dropout: float) -> Any:
+    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    config = peft.LoraConfig(lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+class TestDropoutThatCameLater:
+    """Behind `prepare_model` a trainer puts adapters around the model. It trained silently, with another gradient."""
+
+    REFUSED = r"dropout p=0\.5 at 'layers\.\d\..*_proj\.lora_dropout.default'.*allow_dropout=\['lora_dropout'\]"
+
+    def test_adapters_on_a_prepared_model(self, tiny_qwen3):
+        model = with_lora(prepare_model(tiny_qwen3()), 0.5).train()
+        with pytest.raises(UserError, match=self.REFUSED):
+            model(**RadixCollator()(FEATURES))
+
+    def test_adapters_are_born_in_training_mode(self, tiny_qwen3):
+        """As `from_pretrained` gives it, the model is in eval mode, and a loop without `train()` draws all the same."""
+        model = with_lora(prepare_model(tiny_qwen3().eval()), 0.5)
+        assert not model.get_base_model().model.training
+        with pytest.raises(UserError, match=self.REFUSED):
+            model(**RadixCollator()(FEATURES))
+
+    def test_evaluation_draws_nothing(self, tiny_qwen3):
+        model = with_lora(prepare_model(tiny_qwen3()), 0.5).eval()
+        batch = RadixCollator()(FEATURES)
+        assert torch.equal(model(**batch).loss, model(**batch).loss)
+
+    def test_ordinary_batches_may_draw(self, tiny_qwen3):
+        model = with_lora(prepare_model(tiny_qwen3()), 0.5).train()
+        assert model(input_ids=torch.tensor([[7, 8, 9]])).logits.isfinite().all()
+
+    def test_a_dropout_of_zero(self, tiny_qwen3):
+        assert with_lora(prepare_model(tiny_qwen3()), 0.0).train()(**RadixCollator()(FEATURES)).loss.isfinite()
+
+    def test_allowed_by_name(self, tiny_qwen3):
+        model = with_lora(prepare_model(tiny_qwen3(), allow_dropout=["lora_dropout"]), 0.5).train()
+        assert model(**RadixCollator()(FEATURES)).loss.isfinite()
+
+    def test_adapters_after_some_steps(self, tiny_qwen3):
+        model, batch = prepare_model(tiny_qwen3()).train(), RadixCollator()(FEATURES)
+        model(**batch).loss.backward()
+        adapted = with_lora(model, 0.0).train()
+        adapted(**batch).loss.backward()
+        config = adapted.peft_config["default"]
+        config.lora_dropout = 0.5
+        adapted.add_adapter("second", config)
+        adapted.set_adapter("second")
+        with pytest.raises(UserError, match=self.REFUSED.replace("default", "second")):
+            adapted(**batch)
+
+    def test_no_more_modules_than_before(self, tiny_qwen3):
+        model = tiny_qwen3()
+        model.model.layers[1].mlp.add_module("dropout", nn.Dropout(0.0))
+        batch = RadixCollator()(FEATURES)
+        assert prepare_model(model.train())(**batch).loss.isfinite()
+        model.model.layers[1].mlp.dropout.p = 0.5
+        with pytest.raises(UserError, match=r"dropout p=0\.5 at 'layers\.1\.mlp\.dropout'"):
+            model(**batch)
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.3])
+    def test_sft_trainer(self, tiny_qwen3, tmp_path, dropout):
+        trl = pytest.importorskip("trl", reason="pip install 'radixtrain[dev]'")
+        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+
+        words = Tokenizer(models.WordLevel({str(n): n for n in range(50)}, unk_token="2"))
+        settings = {"max_steps": 1, "max_length": None, "report_to": "none", "use_cpu": True, "bf16": False}
+        trainer = trl.SFTTrainer(
+            model=prepare_model(tiny_qwen3()),
+            args=trl.SFTConfig(output_dir=str(tmp_path), save_strategy="no", **settings),
+            train_dataset=Dataset.from_list([{**row, "labels": row["input_ids"]} for row in FEATURES]),
+            data_collator=RadixCollator(),
+            processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
+            peft_config=peft.LoraConfig(lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        if dropout:
+            with pytest.raises(UserError, match=r"dropout p=0\.3 at .*allow_dropout=\['lora_dropout'\]"):
+                trainer.train()
+        else:
+            assert trainer.train().training_loss > 0
