@@ -1,24 +1,23 @@
 """Radix against ordinary Hugging Face on the same model and data: loss and every parameter's gradient.
 
-Both arms are measured against the float64 truth of `radixtrain.oracle`, so the bar is not a tolerance that somebody
-chose but what the ordinary arm's own rounding is. In float64, where rounding is all but gone, it is a number: 1e-12.
+Both arms are measured against the float64 truth of `radixtrain.oracle`, in every precision that matters to the user.
 Loss closeness alone proves little (a wrong mask moved it by 0.07 % where it was measured), so gradients are compared,
 per tensor.
 """
 
 from __future__ import annotations
 
-import statistics
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from radixtrain.collators.radix import RadixCollator
+from radixtrain.equivalence_report import EquivalenceReport, Rung, TensorError
 from radixtrain.model import prepare_model, prepared_options, pretrained_model_of, restore_model
 from radixtrain.oracle import (
     Arm,
@@ -32,148 +31,11 @@ from radixtrain.oracle import (
     weights_in,
 )
 
-__all__ = ["EquivalenceReport", "Rung", "TensorError", "compare_gradients", "verify_arms", "verify_equivalence"]
+__all__ = ["EquivalenceReport", "compare_gradients", "verify_arms", "verify_equivalence"]
 
-FLOAT64_BAR = 1e-12  # relative L2 of a tensor; the worst of thousands of generated tries is below 1e-14
-FLOAT64_FLOOR = 1e-15  # of the largest gradient: what float64 leaves of a tensor that is a thousandth of it or less
-# How much more rounding error than the ordinary arm's, worst tensor against worst tensor, as flash-attn allows its
-# gradients. Over many batches the two are alike (median ratio 1.0), but one batch has luck, and a tensor of few
-# elements more of it: of 400 in float32 1 in 100 was above 2, `expand` as often as `cascade`, the worst a norm of 8
-# elements at 2.9; a bias of 4 once came to 3.1. So n elements may have 1 + LUCK / n times as much.
-ROUNDING_FACTOR, LUCK = 3.0, 8.0
-# A gradient this much smaller than the largest is zero but for the truth's own rounding; below float64 it is drowned in
-# the rounding of the others, in both arms, and judged in float64 alone.
-DEAD, DROWNED = 1e-12, 1e-6
-
-
-@dataclass(frozen=True)
-class TensorError:
-    """One parameter: L2 errors against the truth, relative to its norm, and the element where radix is furthest off.
-
-    name: of the parameter.
-    size: its elements.
-    norm: L2 norm of the true gradient.
-    ordinary, radix: relative errors of the two arms. In float64 the truth is the ordinary arm, whose error is 0.
-    place: index of the worst element.
-    values: its gradient by radix, by the ordinary arm and in truth.
-    """
-
-    name: str
-    size: int
-    norm: float
-    ordinary: float
-    radix: float
-    place: tuple[int, ...] = ()
-    values: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Rung:
-    """The comparison in one precision."""
-
-    precision: str
-    truth_loss: float
-    ordinary_loss: float
-    radix_loss: float
-    tensors: tuple[TensorError, ...]
-
-    @cached_property
-    def alive(self) -> tuple[TensorError, ...]:
-        """Gradients that this precision can judge."""
-        return tuple(tensor for tensor in self.tensors if tensor.norm > self._silence)
-
-    @cached_property
-    def dead(self) -> tuple[TensorError, ...]:
-        """Gradients that are truly zero, or drowned: they prove nothing, and fail nothing.
-
-        A fresh LoRA (B = 0) has A's dead.
-        """
-        return tuple(tensor for tensor in self.tensors if not tensor.norm > self._silence)
-
-    def bar(self, tensor: TensorError) -> float:
-        """The largest relative error that this tensor may have.
-
-        In float64 1e-12, or what rounding leaves of a tensor much smaller than the largest. Below it three times the
-        worst error of the ordinary arm, and more for few elements.
-        """
-        if self.precision == "float64":
-            return FLOAT64_BAR + FLOAT64_FLOOR * self._largest / tensor.norm
-        return ROUNDING_FACTOR * (1 + LUCK / tensor.size) * self.worst_ordinary
-
-    @cached_property
-    def failed(self) -> tuple[TensorError, ...]:
-        """Gradients above their bar, the furthest first. NaN is above every bar."""
-        above = [tensor for tensor in self.alive if not tensor.radix <= self.bar(tensor)]
-        return tuple(sorted(above, key=lambda tensor: -_finite(tensor.radix)))
-
-    @property
-    def worst(self) -> TensorError:
-        """The largest relative error of radix; of any tensor where all are dead."""
-        return max(self.alive or self.tensors, key=lambda tensor: _finite(tensor.radix))
-
-    @property
-    def worst_ordinary(self) -> float:
-        """The largest relative error of the ordinary arm."""
-        return max((tensor.ordinary for tensor in self.alive), default=0.0)
-
-    @property
-    def median_radix(self) -> float:
-        return statistics.median([_finite(tensor.radix) for tensor in self.alive] or [0.0])
-
-    @property
-    def median_ordinary(self) -> float:
-        return statistics.median([_finite(tensor.ordinary) for tensor in self.alive] or [0.0])
-
-    @property
-    def loss_error(self) -> float:
-        """Relative, of the loss by radix."""
-        return abs(self.radix_loss - self.truth_loss) / max(abs(self.truth_loss), 1e-30)
-
-    @property
-    def loss_bar(self) -> float:
-        """1e-12 in float64; below it what the ordinary arm's gradients are allowed: one scalar has too much luck."""
-        return FLOAT64_BAR if self.precision == "float64" else ROUNDING_FACTOR * self.worst_ordinary
-
-    @property
-    def passed(self) -> bool:
-        """The loss and every gradient that is alive are within their bars, and at least one is alive."""
-        return bool(self.alive) and not self.failed and self.loss_error <= self.loss_bar
-
-    @property
-    def _largest(self) -> float:
-        return max((tensor.norm for tensor in self.tensors), default=0.0)
-
-    @property
-    def _silence(self) -> float:
-        return (DEAD if self.precision == "float64" else DROWNED) * self._largest
-
-
-@dataclass(frozen=True)
-class EquivalenceReport:
-    """What `verify_equivalence` measured, one rung for each precision. `str()` is a table for people."""
-
-    rungs: tuple[Rung, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Every rung passed."""
-        return all(rung.passed for rung in self.rungs)
-
-    @property
-    def conclusive(self) -> bool:
-        """No gradient is dead: what passed was all tested."""
-        return not self.rungs[0].dead
-
-    @property
-    def reason(self) -> str:
-        """Why it did not pass, in one line that names the parameter; empty where it did."""
-        return next((_failure(rung) for rung in self.rungs if not rung.passed), "")
-
-    def __getitem__(self, precision: str) -> Rung:
-        return next(rung for rung in self.rungs if rung.precision == precision)
-
-    def __str__(self) -> str:
-        return "\n".join([*_summary(self.rungs), "", *_worst_tensors(self.rungs), *_verdict(self)])
+logger = logging.getLogger(__name__)
+SIXTEEN_BITS = ("bfloat16", "float16")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def verify_equivalence(
@@ -188,7 +50,7 @@ def verify_equivalence(
     """Compare the loss and the gradients of a radix batch with those of the ordinary model.
 
     model: a `PreTrainedModel` or PEFT model, prepared or not. Comes back as it was, without gradients. It computes in
-        float64 for a while: 20 bytes a parameter are needed beside those it has, 16 of them for trained ones only.
+        float64 for a while, which takes 24 bytes for each trained parameter and 8 for each frozen one.
     features: as a `RadixCollator` takes them; together they must bear loss.
     attention, kernel: as for `prepare_model`. A kernel that takes 16-bit tensors alone is asked of 16-bit rungs alone.
     collator: default `RadixCollator()`.
@@ -219,17 +81,22 @@ def verify_arms(
     allowed = before["allow_dropout"] if before else ()
     rungs = []
     with _as_it_was(model, before), _without_dropout(model, bool(allowed)):
+        logger.info("verify: %d sequences, each alone in float64", len(features))
         truth = float64_truth(restore_model(model), features)
         for precision in wanted:
+            logger.info("verify: %s", precision)
             in_precision = _Precision(precision, autocast if precision == own else None)
             with in_precision.applied_to(restore_model(model)):
                 plain = truth if precision == "float64" else gradients_of(model, ordinary)
                 prepare_model(model, attention=attention, kernel=in_precision.kernel(kernel), allow_dropout=allowed)
-                rungs.append(compare_gradients(precision, truth, plain, gradients_of(model, radix)))
+                judged = not (_has_experts(model) and precision in SIXTEEN_BITS)
+                rungs.append(compare_gradients(precision, truth, plain, gradients_of(model, radix), judged))
     return EquivalenceReport(tuple(rungs))
 
 
-def compare_gradients(precision: str, truth: Gradients, ordinary: Gradients, radix: Gradients) -> Rung:
+def compare_gradients(
+    precision: str, truth: Gradients, ordinary: Gradients, radix: Gradients, judged: bool = True
+) -> Rung:
     """A rung of the ladder. All three hold the same parameters; errors are computed in float64, one tensor at a time.
 
     In float64 `ordinary` is the truth itself.
@@ -237,7 +104,12 @@ def compare_gradients(precision: str, truth: Gradients, ordinary: Gradients, rad
     tensors = tuple(
         _tensor_error(name, exact, ordinary.tensors[name], radix.tensors[name]) for name, exact in truth.tensors.items()
     )
-    return Rung(precision, truth.loss, ordinary.loss, radix.loss, tensors)
+    return Rung(precision, truth.loss, ordinary.loss, radix.loss, tensors, judged)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    config = pretrained_model_of(model).config.get_text_config()
+    return any((getattr(config, name, None) or 0) > 1 for name in NUM_EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -298,68 +170,3 @@ def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> 
 
 def _relative(error: float, norm: float) -> float:
     return error / norm if norm else (0.0 if error == 0 else float("inf"))
-
-
-def _finite(error: float) -> float:
-    return error if error == error else float("inf")  # NaN is never the smaller one
-
-
-def _summary(rungs: Sequence[Rung]) -> list[str]:
-    lines = [
-        f"{'':<34}   {'worst tensor':>17}   {'median tensor':>17}",
-        f"{'precision':<10} {'loss':>11} {'by radix':>11}" + f"   {'radix':>8} {'ordinary':>8}" * 2,
-    ]
-    for rung in rungs:
-        errors = [rung.worst.radix, rung.worst_ordinary, rung.median_radix, rung.median_ordinary]
-        worst, worst_ordinary, median, median_ordinary = (f"{error:.1e}" if error else "truth" for error in errors)
-        lines.append(
-            f"{rung.precision:<10} {rung.ordinary_loss:>11.7f} {rung.radix_loss:>11.7f}   "
-            f"{worst:>8} {worst_ordinary:>8}   {median:>8} {median_ordinary:>8}   "
-            f"{'equal' if rung.passed else 'NOT EQUAL'}"
-        )
-    return lines
-
-
-def _worst_tensors(rungs: Sequence[Rung], count: int = 5) -> list[str]:
-    """The worst tensors of the first rung, by their error in every rung."""
-    by_name = [{tensor.name: tensor for tensor in rung.tensors} for rung in rungs]
-    alive = rungs[0].alive
-    worst = sorted(alive, key=lambda tensor: -_finite(tensor.radix))[:count]
-    lines = [
-        f"relative L2 error of the gradient against the float64 truth, the worst {len(worst)} of {len(alive)} tensors:",
-        "  " + "  ".join(f"{rung.precision:>9}" for rung in rungs),
-    ]
-    for tensor in worst:
-        errors = "  ".join(f"{tensors[tensor.name].radix:>9.1e}" for tensors in by_name)
-        lines.append(f"  {errors}  {tensor.name}")
-    return lines
-
-
-def _verdict(report: EquivalenceReport) -> list[str]:
-    lines = []
-    for rung in report.rungs:
-        if not rung.passed:
-            lines.append(_failure(rung))
-    dead = report.rungs[0].dead
-    if dead:
-        named = ", ".join(tensor.name for tensor in dead[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
-        lines.append(f"not tested: {named}: the true gradient is zero on this data, which proves nothing")
-    return lines
-
-
-def _failure(rung: Rung) -> str:
-    if not rung.alive:
-        return f"{rung.precision}: NOT EQUAL: no gradient is alive, so nothing was tested"
-    if not rung.failed:
-        return (
-            f"{rung.precision}: NOT EQUAL: the loss is {rung.radix_loss:.9g} and in truth {rung.truth_loss:.9g}, "
-            f"{rung.loss_error:.1e} apart; at most {rung.loss_bar:.1e} is rounding"
-        )
-    tensor = rung.failed[0]
-    radix, ordinary, exact = tensor.values
-    others = f" ({len(rung.failed) - 1} more tensors too)" if len(rung.failed) > 1 else ""
-    return (
-        f"{rung.precision}: NOT EQUAL: {tensor.name} is off by {tensor.radix:.1e}, at most {rung.bar(tensor):.1e} is "
-        f"rounding{others}; worst element {list(tensor.place)}: radix {radix:.9g}, ordinary {ordinary:.9g}, truth "
-        f"{exact:.9g}"
-    )

@@ -119,8 +119,12 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Parameters and floating-point buffers in another dtype for a while, in place; then what they were, bit for bit.
 
     To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
-    notice.
+    notice. Flash attention, which takes 16 bits alone, is `sdpa` meanwhile.
     """
+    base = pretrained_model_of(model)
+    attention = base.config._attn_implementation or ""
+    if attention.startswith("flash"):
+        base.set_attn_implementation("sdpa")
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     originals = [tensor.data for tensor in tensors]
     try:
@@ -132,6 +136,8 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for tensor, original in zip(tensors, originals, strict=True):
             tensor.grad = None
             tensor.data = original
+        if attention.startswith("flash"):
+            base.set_attn_implementation(attention)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-    from radixtrain.equivalence import EquivalenceReport
+    from radixtrain.equivalence_report import EquivalenceReport
     from radixtrain.oracle import Features
 
 __all__ = [

@@ -8,7 +8,7 @@ import lightning as L
 from torch import nn
 
 from radixtrain.data.module import SFTData
-from radixtrain.equivalence import EquivalenceReport
+from radixtrain.equivalence_report import EquivalenceReport
 from radixtrain.errors import UserError
 from radixtrain.training.checkpoint import read_checkpoint
 from radixtrain.training.module import RadixModule
@@ -20,24 +20,34 @@ __all__ = ["Trainer"]
 class Trainer(L.Trainer):
     """Lightning's trainer with one more verb."""
 
-    def verify(self, model: RadixModule, datamodule: SFTData, num_steps: int = 1, ckpt_path: str | None = None) -> None:
+    def verify(
+        self,
+        model: RadixModule,
+        datamodule: SFTData,
+        num_steps: int = 1,
+        num_sequences: int | None = None,
+        ckpt_path: str | None = None,
+    ) -> None:
         """Compare the gradient of the first optimizer steps with that of ordinary Hugging Face, tensor by tensor.
 
         Args:
             num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
+            num_sequences: of each step only the first ones. Forward and backward run twice in every precision, and in
+                float64 that takes a CPU its time with a large model.
             ckpt_path: a `.ckpt` of the run, whose weights are taken. Without it a fresh LoRA, which is zero and would
                 leave half of its gradients zero, is filled at random.
 
         Raises:
             UserError: a gradient or the loss is further from the truth than rounding can take it.
         """
-        if num_steps < 1:
-            raise UserError(f"num_steps must be at least 1, got {num_steps}")
+        for name, number in (("num_steps", num_steps), ("num_sequences", num_sequences)):
+            if number is not None and number < 1:
+                raise UserError(f"{name} must be at least 1, got {number}")
         self._place(model, ckpt_path)
         available = datamodule.steps_per_epoch
         failed: list[tuple[int, EquivalenceReport]] = []
         for index in range(min(num_steps, available)):
-            features = datamodule.features_of_step(index)
+            features = datamodule.features_of_step(index)[:num_sequences]
             report = verify_step(model, features, datamodule.step_collator(), str(self.precision))
             print(f"step {index}: {_size_of(features)}\n{report}\n", flush=True)  # noqa: T201
             failed += [] if report.passed else [(index, report)]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from radixtrain.equivalence import EquivalenceReport, verify_arms
+from radixtrain.equivalence import verify_arms
+from radixtrain.equivalence_report import EquivalenceReport
 from radixtrain.oracle import Features
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import radixtrain.kernels.pieces
 import radixtrain.kernels.rows
-import radixtrain.model
+import radixtrain.layer_attention
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.attention import tree_attention
-from radixtrain.equivalence import EquivalenceReport
+from radixtrain.equivalence_report import EquivalenceReport
 from radixtrain.kernels.pieces import attention_in_pieces
 
 # Nested three deep, labels on shared tokens, several labels at branches, one sequence a prefix of another.
@@ -126,7 +126,7 @@ def test_a_wrong_mask(
         wrong = replace(layout, subtree_ends=ends_of(layout))
         return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
 
-    monkeypatch.setattr(radixtrain.model, "tree_attention", mutated)
+    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", mutated)
     assert_caught(verdict(tiny_qwen3()))
 
 
@@ -138,7 +138,7 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any], monkeypatch
         attend = torch.nn.functional.scaled_dot_product_attention
         return attend(*heads_first, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
-    monkeypatch.setattr(radixtrain.model, "tree_attention", ordinary)
+    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", ordinary)
     assert_caught(verdict(tiny_qwen3()))
 
 
@@ -184,7 +184,9 @@ def test_a_gradient_that_is_written_and_not_added(
 def test_a_hundred_millionth_too_much(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the rounding of float32, so only the float64 rung can see it."""
     monkeypatch.setattr(
-        radixtrain.model, "tree_attention", lambda *args, **options: tree_attention(*args, **options) * (1 + 1e-8)
+        radixtrain.layer_attention,
+        "tree_attention",
+        lambda *args, **options: tree_attention(*args, **options) * (1 + 1e-8),
     )
     report = verdict(tiny_qwen3())
     assert not report["float64"].passed

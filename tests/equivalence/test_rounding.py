@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import STRATEGIES
-from radixtrain.equivalence import Rung, compare_gradients
+from radixtrain.equivalence import compare_gradients
+from radixtrain.equivalence_report import Rung
 from radixtrain.oracle import Features, float64_truth, gradients_of, ordinary_padded, radix_batch
 from radixtrain.testing import labelled_features
 
@@ -51,13 +52,13 @@ def test_rounding(tiny_qwen3: Callable[..., Any], dtype: torch.dtype, print_behi
 
 def test_half_the_precision_is_seen(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar is where it says: attention that sums in bfloat16 fails the float32 rung."""
-    import radixtrain.model
+    import radixtrain.layer_attention
 
     def careless(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         return attend(query, key, value.bfloat16().to(value.dtype), *args, **options)
 
-    attend = radixtrain.model.tree_attention
-    monkeypatch.setattr(radixtrain.model, "tree_attention", careless)
+    attend = radixtrain.layer_attention.tree_attention
+    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", careless)
     features = [{"input_ids": [1, 0, 1, 1, 0, 0, 1, 0]}, {"input_ids": [1, 0, 1, 1, 3, 2]}]
     assert not climb(tiny_qwen3(), features)["cascade"].passed
 

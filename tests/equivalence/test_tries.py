@@ -18,7 +18,8 @@ from torch import Tensor
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import STRATEGIES
 from radixtrain.collators.steps import StepCollator
-from radixtrain.equivalence import Rung, compare_gradients
+from radixtrain.equivalence import compare_gradients
+from radixtrain.equivalence_report import Rung
 from radixtrain.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 from radixtrain.testing import labelled_features
 from radixtrain.training.module import RadixModule

@@ -106,6 +106,17 @@ def test_the_weights_come_back(tiny_qwen3: Callable[..., Any], dtype: torch.dtyp
     assert all(parameter.grad is None for parameter in parameters)
 
 
+def test_flash_attention_is_sdpa_meanwhile(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was loaded with flash-attn, which is not needed here: only its name is put in force."""
+    model = tiny_qwen3()
+    truth = float64_truth(model, FEATURES)
+    put = lambda name: setattr(model.config, "_attn_implementation_internal", name)  # noqa: E731
+    monkeypatch.setattr(model, "set_attn_implementation", put)
+    put("flash_attention_2")
+    assert float64_truth(model, FEATURES).loss == truth.loss
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
 def test_features_without_loss_are_refused(tiny_qwen3: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="no token of these features bears loss"):
         float64_truth(tiny_qwen3(), [{"input_ids": [1, 2], "labels": [-100, -100]}])

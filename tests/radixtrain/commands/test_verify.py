@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import radixtrain.model
+import radixtrain.layer_attention
 from radixtrain.__main__ import main
 
 Arguments = Callable[..., list[str]]
@@ -22,8 +22,8 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         return attend(query, key + 1e-3 * (key - key.detach()), value, *args, **options)
 
-    attend = radixtrain.model.tree_attention
-    monkeypatch.setattr(radixtrain.model, "tree_attention", broken)
+    attend = radixtrain.layer_attention.tree_attention
+    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", broken)
 
 
 def test_the_real_command(arguments: Arguments, tmp_path: Path) -> None:
@@ -82,9 +82,15 @@ def test_weights_of_a_checkpoint(arguments: Arguments, tmp_path: Path) -> None:
     assert main(arguments("verify", ckpt_path=tmp_path / "none.ckpt")) == 1
 
 
-def test_no_steps_is_a_mistake(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments("verify", num_steps=0)) == 1
-    assert "error: num_steps must be at least 1, got 0" in capsys.readouterr().err
+def test_the_first_sequences_of_a_step(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("verify", num_sequences=2)) == 0
+    assert capsys.readouterr().out.startswith("step 0: 2 sequences, ")
+
+
+@pytest.mark.parametrize("name", ["num_steps", "num_sequences"])
+def test_none_is_a_mistake(arguments: Arguments, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(arguments("verify", **{name: 0})) == 1
+    assert f"error: {name} must be at least 1, got 0" in capsys.readouterr().err
 
 
 class TestVerifyFirstBatch:
