@@ -61,6 +61,9 @@ class RadixCLI(LightningCLI):
         given_by_us = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
         return dict.fromkeys(COMMANDS, given_by_us)
 
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would put the checkpoint's settings in the place of what was typed. What was typed runs."""
+
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A CSV logger and a checkpoint of the last step unless the configuration names others."""
         config = self._get(self.config_init, "trainer")
@@ -144,7 +147,7 @@ def run(argv: Sequence[str]) -> None:
         trainer_defaults={"devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
-        parser_kwargs={"prog": "radixtrain", **strict, **dict.fromkeys(COMMANDS, strict)},
+        parser_kwargs={"prog": "radixtrain", **strict, **{name: dict(strict) for name in COMMANDS}},
         args=list(argv),
     )
 

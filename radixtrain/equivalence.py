@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.equivalence_report import EquivalenceReport, Rung, TensorError
+from radixtrain.errors import UserError
 from radixtrain.model import prepare_model, prepared_options, pretrained_model_of, restore_model
 from radixtrain.oracle import (
     Arm,
@@ -28,6 +29,7 @@ from radixtrain.oracle import (
     gradients_of,
     ordinary_padded,
     radix_batch,
+    same_buffers,
     weights_in,
 )
 
@@ -56,8 +58,8 @@ def verify_equivalence(
     collator: default `RadixCollator()`.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
-    Dropout that `prepare_model` was allowed is off meanwhile. Raises ValueError where nothing bears loss, UserError as
-    `prepare_model` does.
+    Dropout that `prepare_model` was allowed is off meanwhile, and so is a router loss. Raises ValueError where nothing
+    bears loss, UserError as `prepare_model` does and where the ordinary gradient is not finite.
     """
     batch = (collator or RadixCollator())(features)
     return verify_arms(
@@ -75,32 +77,56 @@ def verify_arms(
     ordinary, radix: yield the terms of the loss; called with the model restored, and prepared.
     autocast: the dtype of mixed precision, which is then the last rung.
     """
-    own = str(autocast or pretrained_model_of(model).dtype).removeprefix("torch.")
+    own = str(autocast or _own_dtype(model)).removeprefix("torch.")
     wanted = tuple(precisions or dict.fromkeys(("float64", "float32", own)))
+    _check_precisions(wanted, own)
     before = prepared_options(model)
     allowed = before["allow_dropout"] if before else ()
     rungs = []
-    with _as_it_was(model, before), _without_dropout(model, bool(allowed)):
+    with _as_it_was(model, before), _without_dropout(model, allowed), _without_router_loss(model):
+        _check_trained(model)
         logger.info("verify: %d sequences, each alone in float64", len(features))
         truth = float64_truth(restore_model(model), features)
+        _check_finite(truth)
         for precision in wanted:
             logger.info("verify: %s", precision)
-            in_precision = _Precision(precision, autocast if precision == own else None)
+            in_precision = _Precision(precision, autocast if precision == own else None, precision == own)
             with in_precision.applied_to(restore_model(model)):
-                plain = truth if precision == "float64" else gradients_of(model, ordinary)
+                plain = gradients_of(model, ordinary)
                 prepare_model(model, attention=attention, kernel=in_precision.kernel(kernel), allow_dropout=allowed)
                 judged = not (_has_experts(model) and precision in SIXTEEN_BITS)
                 rungs.append(compare_gradients(precision, truth, plain, gradients_of(model, radix), judged))
     return EquivalenceReport(tuple(rungs))
 
 
+def _own_dtype(model: nn.Module) -> torch.dtype:
+    """What the model trains in: of parameters in several dtypes, the 16-bit one."""
+    dtypes = dict.fromkeys(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return next((dtype for dtype in dtypes if dtype.itemsize == 2), next(iter(dtypes)))
+
+
+def _check_precisions(wanted: Sequence[str], own: str) -> None:
+    known = tuple(dict.fromkeys(("float64", "float32", own)))
+    for precision in wanted:
+        if precision not in known:
+            raise UserError(f"precisions must be of {', '.join(known)} for this model, got {precision!r}")
+
+
+def _check_trained(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
+
+
+def _check_finite(truth: Gradients) -> None:
+    for name, tensor in truth.tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"the ordinary model's gradient of {name} is not finite on these sequences: no verdict")
+
+
 def compare_gradients(
     precision: str, truth: Gradients, ordinary: Gradients, radix: Gradients, judged: bool = True
 ) -> Rung:
-    """A rung of the ladder. All three hold the same parameters; errors are computed in float64, one tensor at a time.
-
-    In float64 `ordinary` is the truth itself.
-    """
+    """A rung of the ladder. All three hold the same parameters; errors are computed in float64."""
     tensors = tuple(
         _tensor_error(name, exact, ordinary.tensors[name], radix.tensors[name]) for name, exact in truth.tensors.items()
     )
@@ -114,19 +140,21 @@ def _has_experts(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Precision:
+    """One rung's weights, casts and autocast. `own`: the model stays as it is."""
+
     name: str
     autocast: torch.dtype | None
+    own: bool
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
-        """Weights, casts and autocast of this rung. A model whose own dtype it is stays as it is."""
         device = next(model.parameters()).device.type
         with ExitStack() as stack:
             if self.autocast:
                 stack.enter_context(torch.autocast(device, self.autocast))
             elif self.name == "float64":
                 stack.enter_context(float64_throughout(model))
-            elif getattr(torch, self.name) != pretrained_model_of(model).dtype:
+            elif not self.own:
                 stack.enter_context(weights_in(model, getattr(torch, self.name)))
             yield
 
@@ -138,7 +166,8 @@ class _Precision:
 @contextmanager
 def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[None]:
     try:
-        yield
+        with same_buffers(model):
+            yield
     finally:
         restore_model(model)
         if before:
@@ -146,27 +175,43 @@ def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[N
 
 
 @contextmanager
-def _without_dropout(model: nn.Module, allowed: bool) -> Iterator[None]:
-    """Two arms that draw differently cannot be compared."""
-    training = model.training
-    if allowed:
+def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]:
+    """Two arms that draw differently cannot be compared. Dropout that is no module is off in evaluation mode alone."""
+    modules = list(model.modules())
+    drawing = [(module, module.p) for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)]
+    training = [module.training for module in modules]
+    settings = pretrained_model_of(model).config.get_text_config().to_dict()
+    for module, _ in drawing:
+        module.p = 0.0
+    if any(settings.get(name) or name == "neftune" for name in allowed):
         model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, p in drawing:
+            module.p = p
+        for each, was_training in zip(modules, training, strict=True):
+            each.training = was_training
+
+
+@contextmanager
+def _without_router_loss(model: nn.Module) -> Iterator[None]:
+    """It is no sum over tokens, so the truth of each sequence alone knows none."""
+    config = pretrained_model_of(model).config.get_text_config()
+    wanted = getattr(config, "output_router_logits", None)
+    if wanted:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if wanted:
+            config.output_router_logits = wanted
 
 
 def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> TensorError:
     exact = truth.double()
-    norm = exact.norm().item()
-    errors = [0.0 if x is truth else (x.double() - exact).norm().item() for x in (ordinary, radix)]
+    ordinary_difference, radix_difference = ((x.double() - exact).norm().item() for x in (ordinary, radix))
     off = (radix.double() - exact).abs().nan_to_num(nan=float("inf"))
     place = tuple(int(index) for index in torch.unravel_index(off.argmax(), off.shape))
     values = radix[place].item(), ordinary[place].item(), exact[place].item()
-    ordinary_error, radix_error = (_relative(error, norm) for error in errors)
-    return TensorError(name, truth.numel(), norm, ordinary_error, radix_error, place, values)
-
-
-def _relative(error: float, norm: float) -> float:
-    return error / norm if norm else (0.0 if error == 0 else float("inf"))
+    return TensorError(name, truth.numel(), exact.norm().item(), ordinary_difference, radix_difference, place, values)

@@ -36,6 +36,7 @@ __all__ = [
     "ordinary_alone",
     "ordinary_padded",
     "radix_batch",
+    "same_buffers",
     "weights_in",
 ]
 
@@ -56,12 +57,14 @@ def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
     """Run an arm forward and backward. Gradients that the model held before are lost; none stay behind."""
     model.zero_grad(set_to_none=True)
     loss = 0.0
-    for term in arm():
-        torch.autograd.backward(term)
-        loss += term.item()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    tensors = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
-    model.zero_grad(set_to_none=True)
+    try:
+        for term in arm():
+            torch.autograd.backward(term)
+            loss += term.item()
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        tensors = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    finally:
+        model.zero_grad(set_to_none=True)
     return Gradients(loss, tensors)
 
 
@@ -115,6 +118,17 @@ def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 @contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """A forward pass may put another buffer in the place of one, as some rotary embeddings do; the old ones return."""
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    try:
+        yield
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+@contextmanager
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Parameters and floating-point buffers in another dtype for a while, in place; then what they were, bit for bit.
 
@@ -123,20 +137,22 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     base = pretrained_model_of(model)
     attention = base.config._attn_implementation or ""
-    if attention.startswith("flash"):
+    flash = "flash" in attention
+    if flash:
         base.set_attn_implementation("sdpa")
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
     originals = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.grad = None
             tensor.data = tensor.data.to(dtype)
-        yield
+        with same_buffers(model):
+            yield
     finally:
         for tensor, original in zip(tensors, originals, strict=True):
             tensor.grad = None
             tensor.data = original
-        if attention.startswith("flash"):
+        if flash:
             base.set_attn_implementation(attention)
 
 
@@ -171,16 +187,26 @@ class _LiftCasts(TorchFunctionMode):
     """Every torch function that is told float32 is told float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.backward:  # torch suspends a mode inside it, and so in what the pass recomputes
-            (losses,) = args
-            with self:
-                ones = tuple(torch.ones_like(loss) for loss in losses)
-                _engine_run_backward(losses, ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
-            return None
+        if func is torch.autograd.backward:
+            return self._backward(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+    def _backward(
+        self, tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor | None] | None = None,
+        retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None,
+    ) -> None:  # fmt: skip
+        """As torch's own, with the mode in force: torch suspends it there, and so in what checkpointing recomputes."""
+        given = grad_tensors or [None] * len(tensors)
+        gradients = [torch.ones_like(x) if g is None else g for x, g in zip(tensors, given, strict=True)]
+        keep = create_graph if retain_graph is None else retain_graph
+        with self:
+            _engine_run_backward(
+                tuple(tensors), tuple(gradients), keep, create_graph, tuple(inputs or ()),
+                allow_unreachable=True, accumulate_grad=True,
+            )  # fmt: skip
 
 
 def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:

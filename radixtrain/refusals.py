@@ -93,6 +93,7 @@ def check_pass(backbone: Any, max_seqlen: int, allowed: tuple[str, ...]) -> None
             f"{type(backbone).__name__} attends within chunks of {chunk} tokens (attention_chunk_size), and this "
             f"batch has a sequence of {max_seqlen}; set max_length to {chunk} or less, where the chunks change nothing"
         )
+    _check_rope(backbone, max_seqlen)
     noise = getattr(backbone.get_input_embeddings(), "neftune_noise_alpha", None)
     if noise and backbone.training and "neftune" not in allowed:
         raise UserError(
@@ -102,6 +103,23 @@ def check_pass(backbone: Any, max_seqlen: int, allowed: tuple[str, ...]) -> None
     for module in _dropouts(backbone, allowed):
         if module.training:  # its own: PEFT's are born in training mode, whatever the model around them is in
             raise _dropout_refused(backbone, module)
+
+
+def _check_rope(backbone: Any, max_seqlen: int) -> None:
+    """Rotary embeddings whose frequencies follow the longest sequence of a batch: a prefix has no states of its own."""
+    parameters = getattr(backbone.config, "rope_parameters", None) or {}
+    kinds = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]  # one, or a layer type's
+    for rope in kinds:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            backbone.config, "original_max_position_embeddings", None
+        )
+        limit = original or backbone.config.max_position_embeddings
+        if rope.get("rope_type") in ("dynamic", "longrope") and max_seqlen > limit:
+            raise UserError(
+                f"{type(backbone).__name__} has {rope['rope_type']} rotary embeddings, whose frequencies change with "
+                f"the longest sequence of a batch once it passes {limit} tokens, and this batch has one of "
+                f"{max_seqlen}; set max_length to {limit} or less"
+            )
 
 
 def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Dropout]:

@@ -155,8 +155,7 @@ def assert_within_reference_error(
             unit = scale or 1.0
             raise AssertionError(
                 f"{name} ({one.dtype}, shape {tuple(one.shape)}): relative error {error / unit:.3g} is above "
-                f"{bar / unit:.3g}, "
-                f"which is {factor} x the reference's {reference_error / unit:.3g} + one rounding; "
+                f"{bar / unit:.3g}, which is {factor} x the reference's {reference_error / unit:.3g} + one rounding; "
                 + _worst_element(one, other, exact)
             )
 

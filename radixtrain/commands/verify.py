@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-from torch import nn
 
 from radixtrain.data.module import SFTData
 from radixtrain.equivalence_report import EquivalenceReport
 from radixtrain.errors import UserError
-from radixtrain.training.checkpoint import read_checkpoint
+from radixtrain.training.checkpoint import check_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.verification import verify_step
 
@@ -32,10 +31,9 @@ class Trainer(L.Trainer):
 
         Args:
             num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
-            num_sequences: of each step only the first ones. Forward and backward run twice in every precision, and in
-                float64 that takes a CPU its time with a large model.
-            ckpt_path: a `.ckpt` of the run, whose weights are taken. Without it a fresh LoRA, which is zero and would
-                leave half of its gradients zero, is filled at random.
+            num_sequences: of each step only the first ones. Forward and backward run three times in float64 and twice
+                in every other precision, which takes a CPU its time with a large model.
+            ckpt_path: a `.ckpt` of the run, whose weights are taken.
 
         Raises:
             UserError: a gradient or the loss is further from the truth than rounding can take it.
@@ -59,10 +57,9 @@ class Trainer(L.Trainer):
     def _place(self, model: RadixModule, ckpt_path: str | None) -> None:
         """Weights of the checkpoint, in the precision and on the device of the run."""
         if ckpt_path is not None:
-            model.load_state_dict(read_checkpoint(ckpt_path)["state_dict"])
-        for name, parameter in model.named_parameters():
-            if ckpt_path is None and "lora_B" in name:
-                nn.init.normal_(parameter, std=0.02)
+            weights = read_checkpoint(ckpt_path)["state_dict"]
+            check_weights(model, weights)
+            model.load_state_dict(weights)
         self.precision_plugin.convert_module(model)
         model.to(self.strategy.root_device)
 

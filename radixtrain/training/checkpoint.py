@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from radixtrain.errors import UserError
 from radixtrain.model import restore_model
@@ -16,7 +17,7 @@ from radixtrain.model import restore_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_model_folder", "read_checkpoint", "save_hf_folder"]
+__all__ = ["check_model_folder", "check_weights", "read_checkpoint", "save_hf_folder"]
 
 # What `save_pretrained` of models and tokenizers writes, by name: *.json would take somebody's data along.
 MODEL_FILES = [
@@ -41,6 +42,19 @@ def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
         raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
     return checkpoint
+
+
+def check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """UserError where the weights of a checkpoint are not those of this module: another model, or LoRA and not."""
+    here = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    there = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in (*here, *there):
+        if here.get(name) != there.get(name):
+            raise UserError(
+                f"ckpt_path: the checkpoint is of another model than the configuration's: {name} is "
+                f"{there.get(name, 'absent')} in it and {here.get(name, 'absent')} here; give the --model keys of the "
+                f"run that wrote it"
+            )
 
 
 def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:

@@ -15,6 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.layout import sequences_of
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
 from radixtrain.model import backbone_of, pretrained_model_of
+from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
 from radixtrain.training.verification import verify_step
 
@@ -95,6 +96,9 @@ class RadixModule(L.LightningModule):
         """Load and prepare the model, once, before a checkpoint is restored into it."""
         if self.model is None:
             self.model = load_trainable(self.hparams)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_weights(self, checkpoint["state_dict"])
 
     def configure_optimizers(self) -> Any:
         hparams = self.hparams
@@ -258,8 +262,7 @@ def _check_finite(loss: Tensor, grad_norm: Tensor, rows: list[str], step: int) -
     shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
     raise UserError(
         f"loss {loss.item()} and grad_norm {grad_norm.item()} at step {step} are not both finite; the weights were "
-        f"not changed. "
-        f"Rows of this step: {shown}"
+        f"not changed. Rows of this step: {shown}"
     )
 
 

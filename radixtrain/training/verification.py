@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from radixtrain.equivalence import verify_arms
 from radixtrain.equivalence_report import EquivalenceReport
@@ -29,17 +30,35 @@ def verify_step(
 
     The ordinary arm is the step that `dedup: false` would take; the truth is Hugging Face's own model and logits.
 
-    module: configured, on its device. Comes back as it was, without gradients.
+    module: configured, on its device. Comes back as it was, without gradients. A fresh LoRA, which is zero and would
+        leave half of its gradients zero, is filled at random meanwhile.
     features: the sequences of the step; see `SFTData.features_of_step`.
     collator: what cuts and collates them in training.
     precision: Lightning's name; a mixed one adds a rung under autocast.
     """
     assert module.model is not None
     plain, unique = (replace(collator, dedup=dedup, merge_labels=True)(features) for dedup in (False, True))
-    return verify_arms(
-        module.model, features, lambda: _terms(module, plain), lambda: _terms(module, unique),
-        attention=module.hparams.attention, kernel=module.hparams.kernel, autocast=AUTOCAST.get(precision),
-    )  # fmt: skip
+    with _filled_adapters(module.model):
+        return verify_arms(
+            module.model, features, lambda: _terms(module, plain), lambda: _terms(module, unique),
+            attention=module.hparams.attention, kernel=module.hparams.kernel, autocast=AUTOCAST.get(precision),
+        )  # fmt: skip
+
+
+@contextmanager
+def _filled_adapters(model: nn.Module) -> Iterator[None]:
+    """LoRA's B where it is zero, as it is born; then zero again. The global random state is left alone."""
+    born = [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
+    draw = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for parameter in born:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in born:
+                parameter.zero_()
 
 
 def _terms(module: RadixModule, step: dict[str, Any]) -> Iterator[Tensor]:

@@ -12,28 +12,45 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import prepare_model, restore_model, verify_equivalence
 from radixtrain.attention import STRATEGIES
 from radixtrain.equivalence import compare_gradients
 from radixtrain.equivalence_report import Rung
-from radixtrain.oracle import Features, float64_truth, gradients_of, ordinary_padded, radix_batch
+from radixtrain.oracle import Features, float64_truth, gradients_of, ordinary_padded
 from radixtrain.testing import labelled_features
 
 TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50"))
-BATCHES = labelled_features(vocab_size=50, max_sequences=16, min_length=8, max_length=40)
+BATCHES = labelled_features(vocab_size=50, max_sequences=16, max_length=40)
+MODELS = {"tied": {}, "untied, biased": {"tie_word_embeddings": False, "attention_bias": True}, "LoRA": {}}
 
 
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_rounding(tiny_qwen3: Callable[..., Any], dtype: torch.dtype, print_behind: Callable[[str, str], None]) -> None:
-    model = tiny_qwen3(seed=1).to(dtype)
+def test_rounding(
+    tiny_qwen3: Callable[..., Any],
+    ways: Callable[..., Any],
+    set_checkpointing: Callable[[Any, bool], None],
+    dtype: torch.dtype,
+    kind: str,
+    print_behind: Callable[[str, str], None],
+) -> None:
+    model = tiny_qwen3(seed=1, **MODELS[kind]).train()
+    if kind == "LoRA":
+        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model = model.to(dtype)
     rungs: dict[str, list[Rung]] = {attention: [] for attention in STRATEGIES}
+    # In one piece, as the ordinary batch: gradients that are added up over micro-batches round once more for each.
+    whole = ways(max_tokens=st.none())
 
     @settings(max_examples=TRIES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(features=BATCHES)
-    def one_try(features: Features) -> None:
-        for attention, rung in climb(model, features).items():
-            assert rung.passed, f"{attention}: {rung.worst}"
+    @given(features=BATCHES, way=whole)
+    def one_try(features: Features, way: Any) -> None:
+        set_checkpointing(model, way.activation_checkpointing)
+        for attention, rung in climb(model, features, way).items():
+            assert rung.passed, f"{attention}, {way}: {rung.reason}"
             rungs[attention].append(rung)
 
     one_try()
@@ -43,8 +60,8 @@ def test_rounding(tiny_qwen3: Callable[..., Any], dtype: torch.dtype, print_behi
         name = str(dtype).removeprefix("torch.")
         print_behind(
             "rounding: error against the float64 truth, radix and the ordinary padded batch",
-            f"{name} {attention}: worst tensor {radix:.2e} and {ordinary:.2e} ({radix / ordinary:.2f}x), median ratio "
-            f"{median:.3f}, {len(tries)} tries",
+            f"{name} {kind}, {attention}: worst tensor {radix:.2e} and {ordinary:.2e} ({radix / ordinary:.2f}x), "
+            f"median ratio {median:.3f}, {len(tries)} tries",
         )
         assert radix <= 2 * ordinary
         assert median <= 1.2
@@ -60,18 +77,17 @@ def test_half_the_precision_is_seen(tiny_qwen3: Callable[..., Any], monkeypatch:
     attend = radixtrain.layer_attention.tree_attention
     monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", careless)
     features = [{"input_ids": [1, 0, 1, 1, 0, 0, 1, 0]}, {"input_ids": [1, 0, 1, 1, 3, 2]}]
-    assert not climb(tiny_qwen3(), features)["cascade"].passed
+    assert not verify_equivalence(tiny_qwen3(), features, precisions=["float32"]).passed
 
 
-def climb(model: Any, features: Features) -> dict[str, Rung]:
+def climb(model: Any, features: Features, way: Any) -> dict[str, Rung]:
     """The rung of the model's own dtype for every strategy, against one truth and one ordinary batch."""
-    precision = str(model.dtype).removeprefix("torch.")
+    precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     truth = float64_truth(restore_model(model), features)
     ordinary = gradients_of(model, lambda: ordinary_padded(model, features))
-    batch = RadixCollator()(features)
     rungs = {}
     for attention in STRATEGIES:
-        radix = gradients_of(prepare_model(model, attention=attention), lambda: radix_batch(model, batch))
+        radix = gradients_of(prepare_model(model, attention=attention), lambda: way.terms(model, features))
         rungs[attention] = compare_gradients(precision, truth, ordinary, radix)
     restore_model(model)
     return rungs

@@ -6,65 +6,23 @@ L2 error of 1e-12 for every parameter tensor and for the loss. RADIXTRAIN_TRIES 
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import STRATEGIES
-from radixtrain.collators.steps import StepCollator
 from radixtrain.equivalence import compare_gradients
 from radixtrain.equivalence_report import Rung
 from radixtrain.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 from radixtrain.testing import labelled_features
-from radixtrain.training.module import RadixModule
 
 TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50"))
 BAR = 1e-12
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to run the optimizer step.
-
-    loss: the model's own loss on one batch; its own loss on micro-batches; or the fused loss of `fit` on micro-batches.
-    max_tokens: unique tokens in a micro-batch.
-    """
-
-    loss: str
-    max_tokens: int
-    min_shared_tokens: int
-    pad_to_multiple_of: int | None
-    activation_checkpointing: bool
-
-    def terms(self, model: Any, features: Any) -> Iterator[Tensor]:
-        """The terms of the step's loss."""
-        sizes = {"min_shared_tokens": self.min_shared_tokens, "pad_to_multiple_of": self.pad_to_multiple_of}
-        if self.loss == "own, one batch":
-            yield from radix_batch(model, RadixCollator(**sizes)(features))
-            return
-        fused = self.loss == "fused, micro-batches"
-        step = StepCollator(max_tokens=self.max_tokens, merge_labels=fused, **sizes)(features)
-        for batch in step["micro_batches"]:
-            if fused:
-                yield _module(model).loss_sum(batch) / step["num_labels"]
-            else:
-                yield model(**batch, num_items_in_batch=step["num_labels"]).loss
-
-
-WAYS = st.builds(
-    Way,
-    loss=st.sampled_from(["own, one batch", "own, micro-batches", "fused, micro-batches"]),
-    max_tokens=st.integers(40, 80),
-    min_shared_tokens=st.integers(1, 5),
-    pad_to_multiple_of=st.sampled_from([None, 4]),
-    activation_checkpointing=st.booleans(),
-)
 MODELS = {
     "tied": {},
     "untied, biased": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4},
@@ -73,41 +31,48 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_generated_tries(tiny_qwen3: Callable[..., Any], kind: str, print_behind: Callable[[str, str], None]) -> None:
+def test_generated_tries(
+    tiny_qwen3: Callable[..., Any],
+    ways: Callable[..., Any],
+    set_checkpointing: Callable[[Any, bool], None],
+    kind: str,
+    print_behind: Callable[[str, str], None],
+) -> None:
     model = tiny_qwen3(**MODELS[kind]).train()
     if kind == "LoRA":
         peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
     worst = dict.fromkeys(STRATEGIES, 0.0)
-    count = 0
+    cuts: list[int] = []
 
     @settings(max_examples=TRIES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(features=labelled_features(), way=WAYS)
-    def one_try(features: Any, way: Way) -> None:
-        nonlocal count
-        count += 1
+    @given(features=labelled_features(), way=ways())
+    def one_try(features: Any, way: Any) -> None:
+        cuts.append(1 if way.loss == "own, one batch" else len(way.step(features)["micro_batches"]))
+        set_checkpointing(model, way.activation_checkpointing)
         for attention, rung in climb(model, features, way):
             worst[attention] = max(worst[attention], rung.worst.radix)
             assert not rung.dead, f"a try that proves nothing of {rung.dead[0].name}"
             assert rung.worst.radix <= BAR and rung.loss_error <= BAR, f"{attention}, {way}: {rung.worst}"
 
     one_try()
+    split = sum(count > 1 for count in cuts)
+    assert split > len(cuts) / 4, f"{split} of {len(cuts)} steps were cut"
     figures = ", ".join(f"{attention} {error:.1e}" for attention, error in worst.items())
-    print_behind("float64: worst relative L2 error of a gradient tensor", f"{kind}: {count} tries: {figures}")
+    print_behind(
+        "float64: worst relative L2 error of a gradient tensor",
+        f"{kind}: {len(cuts)} tries, {split} cut into micro-batches: {figures}",
+    )
 
 
-def climb(model: Any, features: Any, way: Way) -> Iterator[tuple[str, Rung]]:
+def climb(model: Any, features: Any, way: Any) -> Iterator[tuple[str, Rung]]:
     """The float64 rung of every strategy, against one truth."""
     truth = float64_truth(restore_model(model), features)
-    _set_checkpointing(model, way.activation_checkpointing)
-    try:
-        for attention in STRATEGIES:
-            with float64_throughout(model):
-                prepare_model(model, attention=attention)
-                radix = gradients_of(model, lambda: way.terms(model, features))
-            yield attention, compare_gradients("float64", truth, truth, radix)
-    finally:
-        _set_checkpointing(restore_model(model), False)
+    for attention in STRATEGIES:
+        with float64_throughout(model):
+            prepare_model(model, attention=attention)
+            radix = gradients_of(model, lambda: way.terms(model, features))
+        yield attention, compare_gradients("float64", truth, truth, radix)
 
 
 @pytest.mark.slow
@@ -134,17 +99,3 @@ def test_a_try_can_fail(tiny_qwen3: Callable[..., Any]) -> None:
     off = type(truth)(truth.loss, {**truth.tensors, name: truth.tensors[name] * (1 + 1e-10)})
     rung = compare_gradients("float64", truth, truth, off)
     assert [tensor.name for tensor in rung.failed] == [name]
-
-
-def _module(model: Any) -> RadixModule:
-    module = RadixModule("unused")
-    module.model = model
-    return module
-
-
-def _set_checkpointing(model: Any, wanted: bool) -> None:
-    base = getattr(model, "get_base_model", lambda: model)()
-    if wanted:
-        base.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        base.activation_checkpointing_disable()

@@ -58,6 +58,24 @@ class TestAttention:
         with pytest.raises(UserError, match="Llama4ForCausalLM layer 0 is 'chunked_attention'"):
             prepare_model(Llama4ForCausalLM(config))
 
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            {
+                "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4,
+                "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+            },
+        ],
+        ids=lambda rope: rope["rope_type"],
+    )  # fmt: skip
+    def test_rotary_embeddings_that_follow_the_longest_sequence(self, tiny_qwen3, rope):
+        """Up to the length at which they begin to, they are as any other."""
+        model = prepare_model(tiny_qwen3(rope_parameters=rope, max_position_embeddings=4))
+        assert torch.isfinite(model(**RadixCollator()([{"input_ids": [7, 8, 9, 1]}])).loss)
+        with pytest.raises(UserError, match=rf"has {rope['rope_type']} rotary embeddings.*set max_length to 4 or less"):
+            model(**RadixCollator()(FEATURES))
+
     def test_chunks_without_layer_types(self, tiny_qwen3):
         model = prepare_model(tiny_qwen3(attention_chunk_size=4))
         model.config.layer_types = None

@@ -57,7 +57,7 @@ def test_small_micro_batches_and_settings_of_the_run(arguments: Arguments) -> No
 def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
     assert main(arguments("verify", model__use_peft=True, model__lora_r=4)) == 0
-    assert "not tested" not in capsys.readouterr().out
+    assert "zero:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,36 @@ def test_the_precision_of_the_run_is_a_rung(
     assert [line.split()[0] for line in lines if line.endswith(" equal")] == rungs
 
 
-def test_weights_of_a_checkpoint(arguments: Arguments, tmp_path: Path) -> None:
+def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
+    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments("fit", trainer__max_epochs=1)) == 0
-    assert main(arguments("verify", ckpt_path=tmp_path / "out" / "checkpoints" / "last.ckpt")) == 0
+    ckpt_path = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    assert main(arguments("verify", ckpt_path=ckpt_path, trainer__precision="bf16-mixed")) == 0
+    assert "bfloat16" in capsys.readouterr().out
     assert main(arguments("verify", ckpt_path=tmp_path / "none.ckpt")) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "fit", "predict"])
+def test_a_checkpoint_of_another_model_is_said_to_be_one(
+    arguments: Arguments, tmp_path: Path, shop: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    assert main(arguments("fit", trainer__max_steps=1)) == 0
+    ckpt_path = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    flags = {"ckpt_path": ckpt_path, "output_dir": tmp_path / "other", "data__predict_file": shop / "train.jsonl"}
+    assert main(arguments(command, **flags, model__use_peft=True)) == 1
+    error = capsys.readouterr().err
+    assert "error: ckpt_path: the checkpoint is of another model than the configuration's: model." in error
+    assert "Traceback" not in error
+
+
+def test_a_file_that_is_no_checkpoint(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "notes.ckpt"
+    path.write_text("no weights")
+    assert main(arguments("verify", ckpt_path=path)) == 1
+    assert f"error: ckpt_path {path}: not a checkpoint of radixtrain" in capsys.readouterr().err
 
 
 def test_the_first_sequences_of_a_step(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,11 +120,12 @@ def test_none_is_a_mistake(arguments: Arguments, capsys: pytest.CaptureFixture[s
 
 
 class TestVerifyFirstBatch:
-    def test_a_run_that_is_verified_is_the_same_run(self, arguments: Arguments, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("use_peft", [False, True])
+    def test_a_run_that_is_verified_is_the_same_run(self, arguments: Arguments, tmp_path: Path, use_peft: bool) -> None:
         """Bit for bit: the check leaves weights, order and random state alone."""
         for name, wanted in (("plain", False), ("verified", True)):
             flags = {"output_dir": tmp_path / name, "model__verify_first_batch": wanted, "trainer__max_epochs": 1}
-            assert main(arguments(**flags)) == 0
+            assert main(arguments(**flags, model__use_peft=use_peft)) == 0
         plain, verified = (tmp_path / name / "model" / "model.safetensors" for name in ("plain", "verified"))
         assert plain.read_bytes() == verified.read_bytes()
 
@@ -113,3 +140,10 @@ class TestVerifyFirstBatch:
 
     def test_the_ordinary_arm_has_nothing_to_verify_but_can(self, arguments: Arguments) -> None:
         assert main(arguments(model__verify_first_batch=True, dedup=False, trainer__max_steps=1)) == 0
+
+
+def test_help_is_about_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in (("verify", "Compare the gradient"), ("predict", "Run inference"), ("fit", "Runs the full")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert words in " ".join(capsys.readouterr().out.split())
