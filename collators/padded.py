@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixtrain.collators.radix import all_feature_arrays
+from radixtrain.collators.radix import FeatureArrays, all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
 
 __all__ = ["PaddedCollator"]
@@ -29,7 +29,10 @@ class PaddedCollator:
     pad_token_id: int = 0
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        arrays = all_feature_arrays(features)
+        return self.collate(all_feature_arrays(features))
+
+    def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+        """The batch of features that have been read already."""
         longest = max(len(ids) for ids, _, _ in arrays)
         input_ids = np.full((len(arrays), longest), self.pad_token_id, dtype=np.int64)
         labels = np.full((len(arrays), longest), IGNORE_INDEX, dtype=np.int64)

@@ -18,7 +18,7 @@ from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predict
 from radixtrain.layout import PREFIX, TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["FeatureArrays", "RadixCollator", "all_feature_arrays", "feature_arrays", "packed_positions"]
+__all__ = ["FeatureArrays", "RadixCollator", "all_feature_arrays", "packed_positions"]
 
 IntArray = npt.NDArray[np.int64]
 FeatureArrays = tuple[IntArray, IntArray, IntArray | None]
@@ -78,7 +78,10 @@ class RadixCollator:
             )
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        arrays = all_feature_arrays(features)
+        return self.collate(all_feature_arrays(features))
+
+    def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+        """The batch of features that have been read already."""
         ids, labels = (np.concatenate([feature[column] for feature in arrays]) for column in range(2))
         cu_seqlens = np.concatenate([[0], np.cumsum([len(sequence[0]) for sequence in arrays])])
         plan = build_prefix_plan(
@@ -88,7 +91,7 @@ class RadixCollator:
         predictions = list_predictions(plan, labels)
         targets = _merged_entries(predictions) if self.merge_labels else _plain_entries(predictions, plan)
         return {
-            "input_ids": torch.tensor(ids[plan.gather_indices])[None],
+            "input_ids": torch.from_numpy(ids[plan.gather_indices])[None],
             "position_ids": torch.tensor(plan.position_ids)[None],
             **targets,
             **TreeLayout.from_plan(plan).to_batch(),
@@ -96,14 +99,20 @@ class RadixCollator:
 
 
 def all_feature_arrays(features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
-    """`feature_arrays` of every feature. ValueError where there is none."""
+    """`input_ids`, `labels` and, if there, `position_ids` of each feature, (L,), int64.
+
+    Raises ValueError where there is no feature, or naming the one that is wrong.
+    """
     if not features:
         raise ValueError("a collator needs at least one feature, got an empty list")
-    return [feature_arrays(feature, index) for index, feature in enumerate(features)]
+    arrays = [_feature_arrays(feature, index) for index, feature in enumerate(features)]
+    for column, name in enumerate(("input_ids", "labels", "position_ids")):
+        _check_not_negative(name, [feature[column] for feature in arrays])
+    return arrays
 
 
-def feature_arrays(feature: Mapping[str, Any], index: int) -> FeatureArrays:
-    """`input_ids`, `labels` and, if there, `position_ids` of one feature, (L,), int64. ValueError names the feature."""
+def _feature_arrays(feature: Mapping[str, Any], index: int) -> FeatureArrays:
+    """One feature's arrays, whose values are not checked yet."""
     if "input_ids" not in feature:
         raise ValueError(f"feature {index} has no input_ids, only {sorted(feature)}")
     ids = _int_array(feature, "input_ids", index)
@@ -127,10 +136,7 @@ def feature_arrays(feature: Mapping[str, Any], index: int) -> FeatureArrays:
         ids, labels = ids[mask != 0], labels[mask != 0]
         positions = None if positions is None else positions[mask != 0]
     _check_one_sequence(feature, positions, index)
-    _check_not_negative("input_ids", ids, ids < 0, index)
-    _check_not_negative("labels", labels, (labels < 0) & (labels != IGNORE_INDEX), index)
     if positions is not None:
-        _check_not_negative("position_ids", positions, positions < 0, index)
         _check_length("position_ids", positions, ids, index)
     return ids, labels, positions
 
@@ -162,22 +168,22 @@ def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]
     rows, tokens = np.append(rows, [0] * num_ignored), np.append(tokens, [0] * num_ignored)
     shift_labels = np.append(labels, [IGNORE_INDEX] * num_ignored)
     return {
-        "labels": torch.tensor(np.roll(shift_labels, 1))[None],
-        "shift_labels": torch.tensor(shift_labels)[None],
-        f"{PREFIX}predictor_indices": torch.tensor(rows),
-        f"{PREFIX}label_indices": torch.tensor(tokens),
+        "labels": torch.from_numpy(np.roll(shift_labels, 1))[None],
+        "shift_labels": torch.from_numpy(shift_labels)[None],
+        f"{PREFIX}predictor_indices": torch.from_numpy(rows),
+        f"{PREFIX}label_indices": torch.from_numpy(tokens),
     }
 
 
 def _merged_entries(predictions: Predictions) -> dict[str, Any]:
     """Distinct predictions and distinct predictors, for `radixtrain.loss`."""
     merged = merge_predictions(predictions)
-    predictors, rows = np.unique(merged.predictor_indices, return_inverse=True)
+    is_first = np.diff(merged.predictor_indices, prepend=-1) > 0
     return {
-        "shift_labels": torch.tensor(merged.labels)[None],
-        f"{PREFIX}predictor_indices": torch.tensor(predictors),
-        f"{PREFIX}prediction_rows": torch.tensor(rows),
-        f"{PREFIX}loss_weights": torch.tensor(merged.weights, dtype=torch.float32),
+        "shift_labels": torch.from_numpy(merged.labels)[None],
+        f"{PREFIX}predictor_indices": torch.from_numpy(merged.predictor_indices[is_first]),
+        f"{PREFIX}prediction_rows": torch.from_numpy(is_first.cumsum() - 1),
+        f"{PREFIX}loss_weights": torch.from_numpy(merged.weights.astype(np.float32)),
     }
 
 
@@ -185,13 +191,21 @@ def _int_array(feature: Mapping[str, Any], name: str, index: int) -> IntArray:
     values = np.asarray(feature[name])
     if values.ndim != 1 or (len(values) and values.dtype.kind not in "iub"):
         raise ValueError(f"feature {index}: {name} must be a flat list of integers, got {values.dtype} {values.shape}")
-    return values.astype(np.int64)
+    return values.astype(np.int64, copy=False)
 
 
-def _check_not_negative(name: str, values: IntArray, is_wrong: npt.NDArray[np.bool_], index: int) -> None:
-    if is_wrong.any():
-        place = int(is_wrong.argmax())
-        raise ValueError(f"feature {index}: {name} must not be negative: {name}[{place}] = {values[place]}")
+def _check_not_negative(name: str, features: Sequence[IntArray | None]) -> None:
+    """All features at once: a look at each of them took longer than the prefix plan, 4 us a feature."""
+    given = {index: values for index, values in enumerate(features) if values is not None}
+    packed = np.concatenate([*given.values(), np.zeros(0, dtype=np.int64)])
+    is_wrong = (packed < 0) & (packed != IGNORE_INDEX) if name == "labels" else packed < 0
+    if not is_wrong.any():
+        return
+    place = int(is_wrong.argmax())
+    for index, values in given.items():
+        if place < len(values):
+            raise ValueError(f"feature {index}: {name} must not be negative: {name}[{place}] = {values[place]}")
+        place -= len(values)
 
 
 def _check_length(name: str, values: IntArray, ids: IntArray, index: int) -> None:

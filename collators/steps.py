@@ -12,7 +12,7 @@ from typing import Any
 
 from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens
 from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.radix import RadixCollator, all_feature_arrays, packed_positions
+from radixtrain.collators.radix import FeatureArrays, RadixCollator, all_feature_arrays, packed_positions
 from radixtrain.collators.targets import IGNORE_INDEX
 
 __all__ = ["StepCollator"]
@@ -51,7 +51,7 @@ class StepCollator:
             cut = cut_by_unique_tokens(sequences, self.max_tokens, packed_positions(arrays))
         else:
             cut = cut_by_padded_tokens(sequences, self.max_tokens)
-        collated = [part for group in cut for part in self._within_budget(group, features)]
+        collated = [part for group in cut for part in self._within_budget(group, arrays)]
         return {
             "micro_batches": [batch for _, batch in collated],
             "members": [group for group, _ in collated],
@@ -61,15 +61,15 @@ class StepCollator:
         }
 
     def _within_budget(
-        self, group: list[int], features: Sequence[Mapping[str, Any]]
+        self, group: list[int], arrays: Sequence[FeatureArrays]
     ) -> list[tuple[list[int], dict[str, Any]]]:
         """Collate a group, in halves where `min_shared_tokens` or the padding took it over the budget of the cut."""
-        batch = self._collator()([features[index] for index in group])
+        batch = self._collator().collate([arrays[index] for index in group])
         over = self.max_tokens is not None and batch["input_ids"].numel() > self.max_tokens
         if not over or len(group) == 1:
             return [(group, batch)]
         middle = len(group) // 2
-        return self._within_budget(group[:middle], features) + self._within_budget(group[middle:], features)
+        return self._within_budget(group[:middle], arrays) + self._within_budget(group[middle:], arrays)
 
     def _collator(self) -> RadixCollator | PaddedCollator:
         if not self.dedup:

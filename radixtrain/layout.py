@@ -9,7 +9,7 @@ T packed tokens, U unique rows, B sequences, S segments, P predictions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from radixtrain.kernels.pieces import Piece
 from radixtrain.kernels.varlen import Ragged
-from radixtrain.plan import PrefixPlan
+from radixtrain.plan import PrefixPlan, concatenate_ranges
 
 __all__ = ["PREFIX", "Level", "TreeLayout", "sequences_of"]
 
@@ -189,26 +189,32 @@ def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
 def _levels(plan: PrefixPlan) -> dict[str, Any]:
     """The cascade's calls of a plan: fields `levels` and `level_*` of a `TreeLayout`."""
     ends = plan.segment_starts[1:]
-    branching = plan.subtree_ends > ends
-    levels, queries, keys, cu_q, cu_k = [], [], [], [], []
-    for depth in np.unique(plan.segment_levels[branching]):
-        here = np.flatnonzero(branching & (plan.segment_levels == depth))
-        q_starts, q_lengths = ends[here], plan.subtree_ends[here] - ends[here]
-        k_starts, k_lengths = plan.segment_starts[here], ends[here] - plan.segment_starts[here]
-        sizes = (q_lengths.sum(), k_lengths.sum(), q_lengths.max(), k_lengths.max(), q_starts[0], k_starts[0])
-        levels.append(Level(len(here), *map(int, sizes)))
-        cu_q.append(np.concatenate([[0], np.cumsum(q_lengths)]))
-        cu_k.append(np.concatenate([[0], np.cumsum(k_lengths)]))
-        if len(here) > 1:
-            queries += [np.arange(start, start + n) for start, n in zip(q_starts, q_lengths, strict=True)]
-            keys += [np.arange(start, start + n) for start, n in zip(k_starts, k_lengths, strict=True)]
+    branching = np.flatnonzero(plan.subtree_ends > ends)
+    by_level = branching[np.argsort(plan.segment_levels[branching], kind="stable")]
+    num_entries = np.bincount(plan.segment_levels[branching])
+    first = np.cumsum(num_entries) - num_entries
+    q_starts, k_starts = ends[by_level], plan.segment_starts[by_level]
+    q_lengths, k_lengths = plan.subtree_ends[by_level] - q_starts, q_starts - k_starts
+    sizes = [reduce.reduceat(lengths, first) for reduce in (np.add, np.maximum) for lengths in (q_lengths, k_lengths)]
+    columns = (num_entries, *sizes, q_starts[first], k_starts[first])
+    several = np.repeat(num_entries > 1, num_entries)
     return {
-        "levels": tuple(levels),
-        "level_queries": _int64(_back_to_back(queries)),
-        "level_keys": _int64(_back_to_back(keys)),
-        "level_cu_seqlens_q": _int32(_back_to_back(cu_q)),
-        "level_cu_seqlens_k": _int32(_back_to_back(cu_k)),
+        "levels": tuple(map(Level, *(column.tolist() for column in columns))),
+        "level_queries": _int64(concatenate_ranges(q_starts[several], q_lengths[several])),
+        "level_keys": _int64(concatenate_ranges(k_starts[several], k_lengths[several])),
+        "level_cu_seqlens_q": _int32(_cu_seqlens_per_level(q_lengths, num_entries)),
+        "level_cu_seqlens_k": _int32(_cu_seqlens_per_level(k_lengths, num_entries)),
     }
+
+
+def _cu_seqlens_per_level(lengths: np.ndarray, num_entries: np.ndarray) -> np.ndarray:
+    """Bounds of the lengths of each level, back to back, each from 0: one more than there are lengths."""
+    level = np.arange(len(num_entries)).repeat(num_entries)
+    ends = np.cumsum(lengths)
+    before = np.concatenate([[0], ends])[np.cumsum(num_entries) - num_entries]
+    bounds = np.zeros(len(lengths) + len(num_entries), dtype=np.int64)
+    bounds[np.arange(len(lengths)) + level + 1] = ends - before[level]
+    return bounds
 
 
 def _segment_piece(start: int, end: int, subtree_end: int) -> Piece:
@@ -231,13 +237,9 @@ def _longest(cu_seqlens: np.ndarray) -> int:
     return int(np.diff(cu_seqlens).max(initial=0))
 
 
-def _back_to_back(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
-
-
 def _int64(array: np.ndarray) -> Tensor:
     return torch.tensor(array, dtype=torch.int64)
 
 
 def _int32(array: np.ndarray) -> Tensor:
-    return torch.tensor(array, dtype=torch.int32)
+    return torch.from_numpy(array.astype(np.int32))

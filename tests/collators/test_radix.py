@@ -296,6 +296,15 @@ def test_a_negative_token_names_its_feature():
         RadixCollator()([{"input_ids": [1]}, {"input_ids": [2, -100]}])
 
 
+@pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
+def test_whatever_is_negative_names_its_feature_and_place(name):
+    features = [{"input_ids": [1, 2], "labels": [N, 2]}, {"input_ids": [1, 2, 3], "labels": [N, 2, 3]}]
+    features[1] |= {"position_ids": [0, 1, 2]}
+    features[1][name] = [*features[1][name][:2], -1]
+    with pytest.raises(ValueError, match=rf"^feature 1: {name} must not be negative: {name}\[2\] = -1$"):
+        RadixCollator()(features)
+
+
 def test_in_the_workers_of_a_data_loader():
     features = [{"input_ids": [7, 8, n], "labels": [N, N, n]} for n in range(8)]
     collator = RadixCollator()

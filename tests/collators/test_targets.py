@@ -63,6 +63,17 @@ def test_merge_predictions():
     assert again.weights.tolist() == [1, 1, 2, 1], "weights add up, they do not start again"
 
 
+def test_merge_predictions_with_labels_beyond_32_bits():
+    rows, labels, tokens = [1, 2, 2, 2, 2], [7, 2**62, 5, 2**62, 2**40], [1, 2, 3, 4, 5]
+    listed = Predictions(*map(np.array, (rows, labels, tokens, [1] * 5)))
+    assert as_lists(merge_predictions(listed)) == {
+        "predictor_indices": [1, 2, 2, 2],
+        "labels": [7, 5, 2**40, 2**62],
+        "label_indices": [1, 3, 5, 2],
+        "weights": [1, 1, 1, 2],
+    }
+
+
 def test_merge_predictions_of_nothing():
     merged = merge_predictions(list_predictions(*plan_and_labels([[1, 2]], [[N, N]])))
     assert as_lists(merged) == {name: [] for name in Predictions._fields}
