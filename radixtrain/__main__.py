@@ -16,6 +16,7 @@ USAGE = """usage: python -m radixtrain <command> [--config FILE] [--key value ..
   predict    log-probability of every labelled token of data.predict_file
   verify     is the gradient that of ordinary Hugging Face, on this model and data?
   export     a checkpoint as a Hugging Face folder
+  bench      time and memory of a step on this machine, with and without deduplication
 
 `<command> --help` lists every key; `<command> --config FILE --print_config` shows what would run.
 """
@@ -51,10 +52,15 @@ def _run(arguments: list[str]) -> int:
 
         run_export(arguments[1:])
         return 0
+    if arguments[0] == "bench":
+        from radixtrain.commands.bench import run as run_bench
+
+        run_bench(arguments[1:])
+        return 0
     from radixtrain.cli import COMMANDS, run
 
     if arguments[0] not in COMMANDS:
-        return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*COMMANDS, 'export'))}", 2)
+        return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*COMMANDS, 'export', 'bench'))}", 2)
     run(arguments)
     return 0
 

@@ -146,7 +146,7 @@ class TestUsage:
 
     def test_unknown_command(self, capsys):
         assert main(["fti"]) == 2
-        commands = "fit, validate, test, predict, verify, export"
+        commands = "fit, validate, test, predict, verify, export, bench"
         assert capsys.readouterr().err == f"error: no command 'fti'; commands: {commands}\n"
 
     def test_export_of_nothing(self, capsys, tmp_path):
