@@ -214,4 +214,4 @@ def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> 
     off = (radix.double() - exact).abs().nan_to_num(nan=float("inf"))
     place = tuple(int(index) for index in torch.unravel_index(off.argmax(), off.shape))
     values = radix[place].item(), ordinary[place].item(), exact[place].item()
-    return TensorError(name, truth.numel(), exact.norm().item(), ordinary_difference, radix_difference, place, values)
+    return TensorError(name, exact.norm().item(), ordinary_difference, radix_difference, place, values)

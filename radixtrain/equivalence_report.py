@@ -35,7 +35,6 @@ class TensorError:
     """One parameter: how far both arms are from the truth, and the element where radix is furthest off.
 
     name: of the parameter.
-    size: its elements.
     norm: L2 norm of the true gradient.
     ordinary_difference, radix_difference: L2 norms of the differences to it.
     place: index of the worst element.
@@ -43,7 +42,6 @@ class TensorError:
     """
 
     name: str
-    size: int
     norm: float
     ordinary_difference: float
     radix_difference: float
@@ -93,7 +91,7 @@ class Rung:
         """The largest L2 difference to the truth that radix may have in this tensor."""
         if self.precision == "float64":
             exact = FLOAT64_BAR * tensor.norm + FLOAT64_FLOOR * self._largest
-            return max(exact, min(CONDITION * tensor.ordinary_difference, AGREEMENT * self._largest))
+            return max(exact, min(CONDITION * tensor.ordinary_difference, AGREEMENT * tensor.norm))
         typical = self.upper_quartile_ordinary * tensor.norm
         if tensor.norm <= self._silence:
             typical = self._silence
@@ -114,8 +112,8 @@ class Rung:
         """In float64: gradients that two ordinary ways of computing them, padded and alone, do not agree on."""
         if self.precision != "float64":
             return ()
-        bar = AGREEMENT * self._largest
-        return tuple(t for t in self.alive if not t.ordinary_difference <= max(AGREEMENT * t.norm, FLOAT64_FLOOR * bar))
+        floor = FLOAT64_FLOOR * self._largest
+        return tuple(t for t in self.alive if not t.ordinary_difference <= AGREEMENT * t.norm + floor)
 
     @property
     def worst(self) -> TensorError:

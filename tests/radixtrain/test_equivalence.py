@@ -24,7 +24,7 @@ FEATURES = [
 
 def rung(precision: str = "float32", loss: float = 1.0, judged: bool = True, **errors: tuple[float, ...]) -> Rung:
     """A rung of parameters given as name=(norm, ordinary difference, radix difference)."""
-    tensors = tuple(TensorError(name, 10**6, *numbers) for name, numbers in errors.items())
+    tensors = tuple(TensorError(name, *numbers) for name, numbers in errors.items())
     return Rung(precision, 1.0, 1.0, loss, tensors, judged)
 
 
@@ -42,6 +42,8 @@ class TestTheBars:
             (rung("float64", w=(1.0, 0.0, 0.0), small=(1e-4, 0.0, 2e-15)), False),
             (rung("float64", ill_conditioned=(1.0, 2e-13, 1e-11)), True),
             (rung("float64", ill_conditioned=(1.0, 2e-13, 3e-11)), False),
+            (rung("float64", w=(1.0, 0.0, 0.0), tiny=(1e-9, 1e-16, 1e-17)), True),
+            (rung("float64", w=(1.0, 0.0, 0.0), tiny=(1e-3, 1e-13, 2e-12)), False),
             (rung("float64", w=(1.0, 0.0, float("nan"))), False),
             (rung("float64", w=(1.0, 0.0, 0.0), zero=(1e-17, 1e-17, 1e-17)), True),
             (rung("float64", w=(1.0, 0.0, 0.0), zero=(0.0, 0.0, 1e-9)), False),
