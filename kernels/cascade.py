@@ -1,11 +1,8 @@
-"""Cascade: every segment attends to itself causally, and its descendants attend to it without a mask.
+"""Cascade: segments attend to themselves, and what descends from them attends to them without a mask.
 
 U rows in depth-first pre-order. The descendants of segment v are the rows right behind it, so for one segment the
 queries `[end, subtree_end)` and the keys `[start, end)` are plain slices. Segments of one level of the tree touch
-disjoint rows.
-
-- On CUDA a level is one varlen call; a level with a single segment needs no gather.
-- On CPU every segment is its own call, since a slice costs nothing and a gather copies.
+disjoint rows. `radixtrain/tree_pieces.py` says which calls that makes on a device and on the host.
 
 A sliding window shorter than the longest sequence is not for it: a segment is cut off from its distance to the query.
 
@@ -19,8 +16,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from radixtrain.kernels.pieces import Piece, attention_in_pieces
+from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import VarlenKernel
 
 __all__ = ["cascade_attention"]
 
@@ -29,17 +26,16 @@ def cascade_attention(
     q_UNH: Tensor,
     k_UKH: Tensor,
     v_UKH: Tensor,
-    self_piece: Piece,
-    levels: Sequence[Piece],
+    pieces: Sequence[Piece],
     kernel: VarlenKernel,
     scoring: Scoring,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Tree attention without a copy of a row.
 
-    self_piece: all rows, one causal entry per segment.
-    levels: descendants onto their ancestor's keys, without a mask.
+    pieces: the first meets every row, the others are descendants onto their ancestors; together every pair of the tree
+        mask once.
     sinks_N: (N,). logits without a value, one a head, or None.
     Returns (U, N, H).
     """
-    return attention_in_pieces(q_UNH, k_UKH, v_UKH, (self_piece, *levels), kernel, scoring, sinks_N)
+    return attention_in_pieces(q_UNH, k_UKH, v_UKH, pieces, kernel, scoring, sinks_N)

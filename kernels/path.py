@@ -14,9 +14,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from radixtrain.kernels.pieces import Piece, attention_in_pieces
+from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import Ragged, VarlenKernel
 
 __all__ = ["path_attention"]
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import Ragged, VarlenKernel
 
 __all__ = ["Piece", "attention_in_pieces"]
 
@@ -124,13 +124,16 @@ def _add(total: Tensor, rows: Rows, share: Tensor) -> None:
 
 
 def _merge(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> None:
-    """Fold a piece into `out` (U, N, H) and `lse` (N, U), in place."""
+    """Fold a piece into `out` (U, N, H) and `lse` (N, U), in place.
+
+    `exp(lse_2 - logaddexp(lse_1, lse_2))` is a sigmoid, and the two weights add up to 1: one pass over the rows.
+    """
     lse_rows = _rows(lse.t(), rows).t()
-    total = torch.logaddexp(lse_rows, piece_lse)
-    old_weight, new_weight = (torch.exp(part - total).t()[..., None] for part in (lse_rows, piece_lse))
+    weight = torch.sigmoid(piece_lse - lse_rows).t()[..., None]
+    total, piece_out = torch.logaddexp(lse_rows, piece_lse), piece_out.to(out.dtype)
     if isinstance(rows, slice):
-        out[rows].mul_(old_weight).add_(piece_out * new_weight)
+        out[rows].lerp_(piece_out, weight)
         lse[:, rows] = total
     else:
-        out.index_copy_(0, rows, out.index_select(0, rows) * old_weight + piece_out * new_weight)
+        out.index_copy_(0, rows, torch.lerp(out.index_select(0, rows), piece_out, weight))
         lse.index_copy_(1, rows, total)

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
+from radixtrain.kernels.flash import takes_window
 from radixtrain.kernels.path import path_attention
+from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import KERNELS, VarlenKernel, takes_window, varlen_kernel
+from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan
 
@@ -89,7 +91,7 @@ def tree_attention(
         return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
-        return cascade_attention(query, key, value, layout.self_piece, layout.level_pieces, varlen, scoring, sinks)
+        return cascade_attention(query, key, value, layout.pieces, varlen, scoring, sinks)
     if choice.strategy == "path":
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
     indices = layout.inverse_indices, layout.gather_indices

@@ -9,7 +9,7 @@ T packed tokens, U unique rows, B sequences, S segments, P predictions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.pieces import Piece
-from radixtrain.kernels.varlen import Ragged
+from radixtrain.kernels.ragged import Ragged
 from radixtrain.plan import PrefixPlan, concatenate_ranges
+from radixtrain.tree_pieces import blocked_pieces
 
 __all__ = ["PREFIX", "Level", "TreeLayout", "sequences_of"]
 
@@ -142,43 +143,28 @@ class TreeLayout:
         return Ragged(*cu_seqlens, self.max_new_tokens, self.max_path, True, _host_bounds(*cu_seqlens))
 
     @cached_property
-    def self_piece(self) -> Piece:
-        """Every segment onto itself, causal: the first call of `cascade`."""
-        bounds = _host_bounds(self.segment_starts, self.segment_starts)
-        ragged = Ragged(self.segment_starts, self.segment_starts, self.max_segment, self.max_segment, True, bounds)
-        return Piece(slice(None), slice(None), ragged)
-
-    @cached_property
-    def level_pieces(self) -> tuple[Piece, ...]:
-        """Descendants onto their ancestors: the other calls of `cascade`, one a level (on CPU one a segment)."""
+    def pieces(self) -> tuple[Piece, ...]:
+        """The calls of `cascade`; the first meets every row."""
         if self.device.type == "cpu":
-            return tuple(_segment_piece(*bounds) for bounds in self._branching_segments())
-        return tuple(self._packed_level_pieces())
+            return blocked_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
+        return tuple(self.packed_pieces())
 
-    def _branching_segments(self) -> list[tuple[int, int, int]]:
-        starts, subtree_ends = self.segment_starts.tolist(), self.subtree_ends.tolist()
-        segments = zip(starts[:-1], starts[1:], subtree_ends, strict=True)
-        return [(start, end, subtree_end) for start, end, subtree_end in segments if subtree_end > end]
-
-    def _packed_level_pieces(self) -> list[Piece]:
-        pieces, entry, query, key = [], 0, 0, 0
+    def packed_pieces(self) -> Iterator[Piece]:
+        """One varlen call for all segments, and one a level of the tree for descendants onto their ancestors."""
+        starts, longest = self.segment_starts, self.max_segment
+        yield Piece(slice(None), slice(None), Ragged(starts, starts, longest, longest, causal=True))
+        entry = query = key = 0
         for level in self.levels:
             bounds = slice(entry, entry + level.num_entries + 1)
             entry += level.num_entries + 1
-            ragged = Ragged(
-                self.level_cu_seqlens_q[bounds],
-                self.level_cu_seqlens_k[bounds],
-                level.max_seqlen_q,
-                level.max_seqlen_k,
-                False,
-            )
+            cu_seqlens = self.level_cu_seqlens_q[bounds], self.level_cu_seqlens_k[bounds]
+            ragged = Ragged(*cu_seqlens, level.max_seqlen_q, level.max_seqlen_k, causal=False)
             q_rows: slice | Tensor = slice(level.first_query, level.first_query + level.num_queries)
             k_rows: slice | Tensor = slice(level.first_key, level.first_key + level.num_keys)
             if level.num_entries > 1:
                 q_rows, query = self.level_queries[query : query + level.num_queries], query + level.num_queries
                 k_rows, key = self.level_keys[key : key + level.num_keys], key + level.num_keys
-            pieces.append(Piece(q_rows, k_rows, ragged))
-        return pieces
+            yield Piece(q_rows, k_rows, ragged)
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -215,14 +201,6 @@ def _cu_seqlens_per_level(lengths: np.ndarray, num_entries: np.ndarray) -> np.nd
     bounds = np.zeros(len(lengths) + len(num_entries), dtype=np.int64)
     bounds[np.arange(len(lengths)) + level + 1] = ends - before[level]
     return bounds
-
-
-def _segment_piece(start: int, end: int, subtree_end: int) -> Piece:
-    """The descendants of one segment onto it, as slices."""
-    num_queries, num_keys = subtree_end - end, end - start
-    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (num_queries, num_keys))
-    ragged = Ragged(cu_q, cu_k, num_queries, num_keys, False, ((0, num_queries, 0, num_keys),))
-    return Piece(slice(end, subtree_end), slice(start, end), ragged)
 
 
 def _host_bounds(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[int, int, int, int], ...] | None:

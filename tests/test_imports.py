@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. A module imports from its own floor and those below; the kernels know nothing of radixtrain.
 FLOORS = [
     ["kernels"],
-    ["errors", "plan"],
+    ["errors", "plan", "tree_pieces"],
     ["loss", "layout", "cost", "peak_memory"],
     ["attention", "layer_windows"],
     ["layer_attention", "refusals"],
@@ -22,7 +22,11 @@ FLOORS = [
     ["collators"],
     ["oracle", "equivalence_report"],
     ["equivalence"],
-    ["testing", "benchmark"],
+    ["testing", "benchmark_cells"],
+    ["benchmark_work"],
+    ["benchmark_arms"],
+    ["benchmark_check", "benchmark_baseline"],
+    ["benchmark"],
     ["data", "training"],
     ["commands"],
     ["cli", "__main__"],

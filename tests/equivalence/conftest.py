@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from radixtrain import RadixCollator
 from radixtrain.collators.steps import StepCollator
 from radixtrain.oracle import radix_batch
 from radixtrain.training.module import RadixModule
+from radixtrain.tree_pieces import blocked_pieces
 
 LOSSES = ["own, micro-batches", "fused, micro-batches", "own, one batch"]
 
@@ -53,6 +55,13 @@ class Way:
     @property
     def _sizes(self) -> dict[str, Any]:
         return {"min_shared_tokens": self.min_shared_tokens, "pad_to_multiple_of": self.pad_to_multiple_of}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
+    monkeypatch.setattr("radixtrain.layout.blocked_pieces", partial(blocked_pieces, block=4))
+    monkeypatch.setattr("radixtrain.kernels.blocks.STRIP", 6)
 
 
 @pytest.fixture(scope="session")

@@ -149,9 +149,9 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
 
 def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see its beginning alone."""
-    import radixtrain.kernels.varlen as varlen
+    from radixtrain.kernels.blockwise import TorchCPUKernel
 
-    monkeypatch.setattr(varlen.TorchCPUKernel, "_mask", lambda self, *args, **options: {"is_causal": True})
+    monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, mask, scoring: {"is_causal": mask is not None})
     assert_caught(verdict(tiny_qwen3(), attention="path"))
 
 

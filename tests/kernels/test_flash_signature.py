@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixtrain.kernels import varlen
+from radixtrain.kernels import flash
+from radixtrain.kernels.blockwise import EagerKernel
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
+from radixtrain.kernels.flash import FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.path import path_attention
+from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import EagerKernel, FlashAttnKernel, Ragged, TorchCUDAKernel, VarlenKernel
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
@@ -197,7 +199,7 @@ def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rules: FlashRules
 ) -> Iterator[VarlenKernel]:
     if request.param == "torch":
-        monkeypatch.setattr(varlen, "aten", stand_in_for_aten(rules))
+        monkeypatch.setattr(flash, "aten", stand_in_for_aten(rules))
         yield TorchCUDAKernel()
     else:
         package, interface = ModuleType("flash_attn"), stand_in_for_flash_attn(rules)
@@ -231,8 +233,8 @@ def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Sc
     """A strategy with the pieces that it takes on CUDA: for `cascade` one call a level."""
     options = kernel, scoring, sinks
     if strategy == "cascade":
-        pieces = layout.self_piece, layout._packed_level_pieces()
-        return lambda q, k, v: cascade_attention(q, k, v, *pieces, *options)
+        pieces = tuple(layout.packed_pieces())
+        return lambda q, k, v: cascade_attention(q, k, v, pieces, *options)
     if strategy == "path":
         return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, *options)
     indices = layout.inverse_indices, layout.gather_indices
@@ -306,11 +308,11 @@ def test_modifiers_reach_the_kernel(
 
 
 def test_torch_without_window_arguments_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert varlen.takes_window()
+    assert flash.takes_window()
     arguments = [SimpleNamespace(name=name) for name in ("query", "scale")]
     old = SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=arguments)))
-    monkeypatch.setattr(varlen, "aten", SimpleNamespace(_flash_attention_forward=old, _flash_attention_backward=old))
-    assert not varlen.takes_window()
+    monkeypatch.setattr(flash, "aten", SimpleNamespace(_flash_attention_forward=old, _flash_attention_backward=old))
+    assert not flash.takes_window()
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "path", "expand"])

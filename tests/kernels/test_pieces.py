@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from radixtrain.kernels.blockwise import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.pieces import Piece, attention_in_pieces
+from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import EagerKernel, Ragged, TorchCPUKernel, VarlenKernel
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
 
 SCALE = 0.6
@@ -71,8 +72,8 @@ def union_mask(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:
     times = torch.zeros(num_rows, num_rows, dtype=torch.int64)
     for piece in pieces:
         q_rows, k_rows = (torch.arange(num_rows)[x] for x in (piece.q_rows, piece.k_rows))
-        for queries, keys in piece.ragged.entries():
-            q, k = q_rows[queries], k_rows[keys]
+        for q0, q1, k0, k1 in piece.ragged.bounds:
+            q, k = q_rows[q0:q1], k_rows[k0:k1]
             seen = torch.ones(len(q), len(k), dtype=torch.int64)
             times[q[:, None], k] += seen.tril(len(k) - len(q)) if piece.ragged.causal else seen
     assert times.max() == 1

@@ -7,16 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixtrain.kernels.blockwise import EagerKernel, TorchCPUKernel
+from radixtrain.kernels.flash import TorchCUDAKernel
+from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import (
-    KERNELS,
-    EagerKernel,
-    Ragged,
-    TorchCPUKernel,
-    TorchCUDAKernel,
-    VarlenKernel,
-    varlen_kernel,
-)
+from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
 
 CPU = torch.device("cpu")
@@ -262,8 +257,8 @@ class TestModifiers:
         """Within a window of 64, twice the tokens are twice the pairs, not four times."""
         pairs = []
         for length in (1024, 2048):
-            runs = ragged_call(((length,), (length,), True)).entries(window=64)
-            pairs.append(sum((q.stop - q.start) * (k.stop - k.start) for q, k in runs))
+            blocks = ragged_call(((length,), (length,), True)).blocks(window=64).blocks
+            pairs.append(sum(block.number * block.num_queries * block.num_keys for block in blocks))
         assert pairs[1] < 2.1 * pairs[0]
 
 

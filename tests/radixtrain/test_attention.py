@@ -13,11 +13,11 @@ from torch.autograd import gradcheck
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain.attention import AttentionChoice, choose_attention, tree_attention
+from radixtrain.kernels.blockwise import EagerKernel
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.varlen import EagerKernel
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
 from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
@@ -410,8 +410,8 @@ class TestModifiers:
 class TopLeftKernel(EagerKernel):
     """Causal from the wrong corner: the first query sees the first key alone."""
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, scoring: Scoring) -> tuple[Tensor, Tensor | float]:
-        scores, slope = super()._scores(q, k, False, scoring)
+    def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | float]:
+        scores, slope = super()._scores(q, k, None, scoring)
         return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf")), slope
 
 
@@ -421,12 +421,9 @@ def top_left_causal(layout: TreeLayout):
 
 def one_level(layout: TreeLayout):
     """The cascade of a tree of one level: only roots are seen by their descendants, deeper ancestors are not."""
-    roots, end = [], 0
-    for piece in layout.level_pieces:
-        if piece.k_rows.start >= end:
-            roots, end = [*roots, piece], piece.q_rows.stop
-    assert len(roots) < len(layout.level_pieces)
-    return lambda q, k, v: cascade_attention(q, k, v, layout.self_piece, roots, EagerKernel(), DEFAULT)
+    own, roots, *deeper = layout.packed_pieces()
+    assert deeper
+    return lambda q, k, v: cascade_attention(q, k, v, (own, roots), EagerKernel(), DEFAULT)
 
 
 def sibling_leak(layout: TreeLayout):

@@ -42,26 +42,6 @@ def contents(layout):
     return {name: (v.dtype, v.tolist()) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
-def pairs(piece, num_rows):
-    """Counts every (query, key) pair that a piece computes."""
-    rows = torch.arange(num_rows)
-    queries, keys = rows[piece.q_rows].tolist(), rows[piece.k_rows].tolist()
-    q, k = piece.ragged.cu_seqlens_q.tolist(), piece.ragged.cu_seqlens_k.tolist()
-    assert (q[0], k[0]) == (0, 0)
-    assert (q[-1], k[-1]) == (len(queries), len(keys))
-    assert piece.ragged.max_seqlen_q == max(np.diff(q), default=0)
-    assert piece.ragged.max_seqlen_k == max(np.diff(k), default=0)
-    if piece.ragged.bounds is not None:
-        assert piece.ragged.bounds == tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
-    found = Counter()
-    for q0, q1, k0, k1 in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True):
-        hidden = (k1 - k0) - (q1 - q0)  # bottom-right causal: the last query sees every key
-        for i in range(q0, q1):
-            seen = k0 + hidden + (i - q0) + 1 if piece.ragged.causal else k1
-            found.update((queries[i], key) for key in keys[k0:seen])
-    return found
-
-
 def mask_pairs(plan):
     ends = plan.row_subtree_ends.tolist()
     return {(query, key) for key, end in enumerate(ends) for query in range(key, end)}
@@ -115,8 +95,8 @@ def test_row_subtree_ends():
 def test_nothing_branches(sequences):
     layout = layout_of(sequences)
     assert layout.levels == ()
-    assert layout.level_pieces == ()
-    assert layout._packed_level_pieces() == []
+    for pieces in (layout.pieces, tuple(layout.packed_pieces())):
+        assert len(pieces) == 1
     assert layout.num_rows == len(layout.row_subtree_ends) == sum(map(len, sequences))
 
 
@@ -142,33 +122,9 @@ def test_to_moves_every_tensor_and_nothing_else():
 def test_off_the_host_no_bounds_are_read_back_and_levels_are_packed():
     """On meta tensors, as on a device under capture, reading a value raises."""
     moved = layout_of(FOREST).to("meta")
-    assert [piece.ragged.bounds for piece in (moved.self_piece, *moved.level_pieces)] == [None] * 3
+    assert [piece.ragged.bounds for piece in moved.pieces] == [None] * 3
     assert moved.sequences.bounds is moved.paths.bounds is None
     assert moved.row_subtree_ends.shape == (10,)
-
-
-def test_single_segment_levels_are_slices():
-    several, single = layout_of(FOREST)._packed_level_pieces()
-    assert several.q_rows.tolist() == [2, 3, 4, 6, 7, 8, 9]
-    assert several.k_rows.tolist() == [0, 1, 5]
-    assert (single.q_rows, single.k_rows) == (slice(8, 10), slice(7, 8))
-
-
-@example(DEEP, 1, None)
-@settings(max_examples=60, deadline=None)
-@given(
-    ragged_batches(min_length=0, min_sequences=0), st.sampled_from([1, 2, 3, 1000]), st.sampled_from([None, 8])
-)  # fmt: skip
-def test_pieces_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, pad_to_multiple_of):
-    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
-    layout = TreeLayout.from_plan(plan)
-    segment = np.repeat(np.arange(plan.num_segments), np.diff(plan.segment_starts))
-    allowed = mask_pairs(plan)
-    own = {(query, key) for query, key in allowed if segment[query] == segment[key]}
-    assert pairs(layout.self_piece, plan.num_rows) == Counter(own)
-    for pieces in (layout.level_pieces, layout._packed_level_pieces()):
-        assert sum((pairs(piece, plan.num_rows) for piece in pieces), Counter()) == Counter(allowed - own)
-    assert len(layout._packed_level_pieces()) == len(layout.levels) == max(plan.depth - 1, 0)
 
 
 @example(DEEP, 1, None)
@@ -179,8 +135,8 @@ def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, p
     layout = TreeLayout.from_plan(plan)
     paths, found = layout.paths, Counter()
     assert paths.causal
-    for queries, keys in paths.entries():
-        rows, path = range(queries.start, queries.stop), plan.path_keys[keys].tolist()
+    for q0, q1, k0, k1 in paths.bounds:
+        rows, path = range(q0, q1), plan.path_keys[k0:k1].tolist()
         assert len(rows) <= paths.max_seqlen_q
         assert len(path) <= paths.max_seqlen_k
         for i, row in enumerate(rows):
@@ -212,7 +168,7 @@ def test_round_trip_through_a_batch(sequences, pad_to_multiple_of):
 def test_pickles(used):
     layout = layout_of(FOREST)
     if used:
-        assert layout.level_pieces and layout.self_piece and layout.paths and layout.sequences
+        assert layout.pieces and layout.paths and layout.sequences
     assert contents(pickle.loads(pickle.dumps(layout))) == contents(layout)
 
 
@@ -229,7 +185,7 @@ def test_batch_survives_the_movers_of_other_trainers(move, device):
     moved = TreeLayout.from_batch(move(layout.to_batch(), torch.device(device)))
     assert {getattr(moved, name).device.type for name in INT64 | INT32} == {device}
     assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
-    assert len(moved.level_pieces) == (3 if device == "cpu" else 2)
+    assert len(moved.pieces) == (1 if device == "cpu" else 3)
 
 
 def test_sequences_of_skips_empty_ones():

@@ -1,0 +1,149 @@
+"""A ragged call as the kernels that loop run it: equal rectangles of queries and keys, with a mask where needed.
+
+torch's CPU flash kernel computes whole rectangles: below 512 keys its `is_causal` hides half of what it has computed.
+So a causal entry is cut into strips of queries, each with the keys that any of its queries sees and a mask for the
+corner. Rectangles of one shape whose rows lie equally far apart are one call with a batch axis, as views: nothing is
+copied, and 16 suffixes of one length cost one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["STRIP", "Block", "Blocks", "Bounds", "blocks_of"]
+
+STRIP = 64  # queries of a strip: more hide more of what they compute, fewer are more calls
+
+Bounds = tuple[int, int, int, int]  # of one entry: q_start, q_end, k_start, k_end
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """`number` rectangles of `num_queries` x `num_keys`, the first at `first_query`, `first_key`.
+
+    query_step, key_step: rows from one rectangle to the next.
+    mask: None where every query sees every key; (queries, keys) or (number, 1, queries, keys), float32, 0 or -inf.
+    """
+
+    first_query: int
+    num_queries: int
+    first_key: int
+    num_keys: int
+    mask: Tensor | None = None
+    number: int = 1
+    query_step: int = 0
+    key_step: int = 0
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(number, num_queries, ...). A view of the rows of a query-side tensor (T, ...)."""
+        return _equal_runs(x, self.number, self.query_step, self.first_query, self.num_queries)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(number, num_keys, ...). A view of the rows of a key-side tensor (J, ...)."""
+        return _equal_runs(x, self.number, self.key_step, self.first_key, self.num_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A call, cut.
+
+    blocks: no query is in two.
+    num_queries: that are in one; the others have no key.
+    keys_meet: whether a key may be in two, so that its gradients have to be added.
+    """
+
+    blocks: tuple[Block, ...]
+    num_queries: int
+    keys_meet: bool
+
+
+def blocks_of(
+    bounds: Sequence[Bounds], masks: Sequence[Tensor | None], causal: bool, window: int | None, device: torch.device
+) -> Blocks:
+    """Cut the entries of a call; arguments as in `Ragged`."""
+    filled = [(*entry, mask) for entry, mask in zip(bounds, masks, strict=True) if _has_pairs(*entry)]
+    masked = [Block(q0, q1 - q0, k0, k1 - k0, mask) for q0, q1, k0, k1, mask in filled if mask is not None]
+    plain = [Block(q0, q1 - q0, k0, k1 - k0) for q0, q1, k0, k1, mask in filled if mask is None]
+    strips = [strip for entry in plain for strip in _strips(entry, window)] if causal else plain
+    blocks = list(_batched(strips))
+    if causal:
+        blocks = _with_corners(blocks, window, device)
+    blocks += _batched(masked)
+    num_queries = sum(block.number * block.num_queries for block in blocks)
+    return Blocks(tuple(blocks), num_queries, len(strips) > len(plain))
+
+
+def _has_pairs(q0: int, q1: int, k0: int, k1: int) -> bool:
+    return q1 > q0 and k1 > k0
+
+
+def _strips(entry: Block, window: int | None) -> Iterator[Block]:
+    """A causal entry in strips of about equal height, each with the keys that any of its queries sees.
+
+    Queries that come before the first key see none, and are left out.
+    """
+    num_queries, num_keys = min(entry.num_queries, entry.num_keys), entry.num_keys
+    first_query = entry.first_query + entry.num_queries - num_queries
+    number = -(-num_queries // max(STRIP, window or 0))
+    cuts = [num_queries * n // number for n in range(number + 1)]
+    for start, stop in pairwise(cuts):
+        last_key = num_keys - (num_queries - stop)
+        first_key = 0 if window is None else max(0, last_key - (stop - start) - window + 1)
+        yield Block(first_query + start, stop - start, entry.first_key + first_key, last_key - first_key)
+
+
+def _batched(blocks: list[Block]) -> Iterator[Block]:
+    """Blocks of one shape whose rows lie equally far apart, as one block each; single rectangles come in."""
+    by_shape = sorted(blocks, key=lambda block: (block.num_keys, block.num_queries))  # stable: rows stay in order
+    run: list[Block] = []
+    for block in by_shape:
+        if run and not _goes_on(run, block):
+            yield _one_block(run)
+            run = []
+        run.append(block)
+    if run:
+        yield _one_block(run)
+
+
+def _goes_on(run: list[Block], block: Block) -> bool:
+    last = run[-1]
+    if (last.num_keys, last.num_queries) != (block.num_keys, block.num_queries):
+        return False
+    steps = block.first_query - last.first_query, block.first_key - last.first_key
+    return min(steps) >= 0 and (len(run) == 1 or steps == _steps(run))
+
+
+def _steps(run: list[Block]) -> tuple[int, int]:
+    return run[1].first_query - run[0].first_query, run[1].first_key - run[0].first_key
+
+
+def _one_block(run: list[Block]) -> Block:
+    if len(run) == 1:
+        return run[0]
+    masks = [block.mask for block in run if block.mask is not None]
+    query_step, key_step = _steps(run)
+    mask = torch.stack(masks)[:, None] if masks else None
+    return replace(run[0], mask=mask, number=len(run), query_step=query_step, key_step=key_step)
+
+
+def _with_corners(blocks: list[Block], window: int | None, device: torch.device) -> list[Block]:
+    """Causal masks of blocks without one: all are views of one, since they agree from the bottom right corner on."""
+    height = max((block.num_queries for block in blocks), default=0)
+    width = max((block.num_keys for block in blocks), default=0)
+    seen = torch.ones(height, width, dtype=torch.bool, device=device).tril(width - height)
+    if window is not None:
+        seen = seen.triu(width - height - window + 1)
+    mask = torch.zeros(height, width, device=device).masked_fill_(~seen, float("-inf"))
+    return [replace(block, mask=mask[height - block.num_queries :, width - block.num_keys :]) for block in blocks]
+
+
+def _equal_runs(x: Tensor, number: int, step: int, first: int, length: int) -> Tensor:
+    if number == 1:
+        return x[None, first : first + length]
+    row = x.stride(0)
+    return x.as_strided((number, length, *x.shape[1:]), (step * row, *x.stride()), x.storage_offset() + first * row)
