@@ -2,22 +2,26 @@
 
 import csv
 import importlib.util
-import io
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from torch import Tensor
 
-import radixtrain.commands.bench
+import radixtrain.commands.bench_environment
 import radixtrain.layer_attention
 from radixtrain.__main__ import main
 from radixtrain.benchmark import Cell, ModelShape, make_work
 
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = "recipes/benchmarks/training_step.py"
+TITLES = ["model", "sequences", "tree", "mode", "attention", "tokens", "r", "speed-up"]
+LAST = ["ratio", "error"]
 TINY = {
     "models.num_hidden_layers": 2, "models.hidden_size": 32, "models.head_dim": 8, "models.vocab_size": 97,
     "prompt_length": 60, "suffix_length": 5, "num_sequences": 8, "repeats": 1,
@@ -41,8 +45,7 @@ def test_the_real_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     header, _, columns, row = done.stdout.splitlines()
     assert re.match(r"\d{4}-\d\d-\d\d, .*threads.*, float32, torch \d.*, transformers \d.*, medians of 1 ", header)
-    names = "model sequences tree mode attention r speed-up speed-up highest ciency ordinary radix ordinary radix error"
-    assert columns.split() == names.split()
+    assert columns.split() == [*TITLES, "speed-up", "highest", "ciency", "token", *["ordinary", "radix"] * 2, *LAST]
     assert row.split()[:7] == ["2x32", "8", "x", "(60", "+", "5)", "flat"]
     assert done.stderr.splitlines() == ["[1/1] 2x32, 8 x (60 + 5), flat, step"]
     assert len(rows_of(tmp_path / "a.csv")) == 1
@@ -56,8 +59,12 @@ def test_the_whole_grid_in_a_csv_that_parses_back(tmp_path: Path, capsys: pytest
     shape = ModelShape(num_hidden_layers=2, hidden_size=32, head_dim=8, vocab_size=97)
     for row in rows:
         work = make_work(Cell(shape, 60, 5, int(row["num_sequences"]), row["tree"], row["mode"]))  # type: ignore[arg-type]
-        assert float(row["r"]) == work.plan.compression_ratio
-        assert float(row["ideal_speedup"]) == work.ideal_speedup
+        assert float(row["r"]) == work.num_tokens / work.num_unique_tokens
+        assert float(row["ideal_speedup"]) == work.ideal_speedup(shape.config())
+        seconds = 1e-6 * float(row["microseconds_per_unique_token"]) * int(row["num_unique_tokens"])
+        assert seconds == pytest.approx(float(row["radix_seconds"]))
+        memory = float(row["ordinary_peak_bytes"]) / float(row["radix_peak_bytes"])
+        assert float(row["memory_ratio"]) == pytest.approx(memory)
         assert float(row["efficiency"]) == float(row["measured_speedup"]) / float(row["ideal_speedup"])
         assert float(row["ordinary_seconds"]) > 0 and int(row["radix_peak_bytes"]) > 0
         assert float(row["error"]) < 1e-5
@@ -86,6 +93,82 @@ def test_a_config_and_what_overrides_it(tmp_path: Path) -> None:
     assert [(row["model"], row["prompt_length"]) for row in rows] == [("1x16", "6"), ("wide", "6")]
 
 
+def test_the_radix_arm_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(ordinary="false", num_sequences="[8, 50]", csv=tmp_path / "a.csv")) == 0
+    _, _, columns, small, large = capsys.readouterr().out.splitlines()
+    assert columns.split() == [*TITLES, "token", "radix", "radix", "error"]
+    assert small.split()[8:10] == ["cascade", "100"] and large.split()[9] == "310"
+    for row in rows_of(tmp_path / "a.csv"):
+        assert row["ordinary_seconds"] == row["measured_speedup"] == row["memory_ratio"] == ""
+        assert float(row["microseconds_per_unique_token"]) > 0 and float(row["error"]) < 1e-5
+
+
+def test_nothing_to_share(tmp_path: Path) -> None:
+    assert main(command(prompt_length=0, suffix_length="[5, 40]", csv=tmp_path / "a.csv")) == 0
+    for row in rows_of(tmp_path / "a.csv"):
+        assert row["r"] == row["ideal_speedup"] == "1.0"
+        assert float(row["measured_speedup"]) > 0 and float(row["memory_ratio"]) > 0
+
+
+class TestScript:
+    """recipes/benchmarks/training_step.py: the same where little is installed."""
+
+    @pytest.fixture
+    def script(self) -> Any:
+        """Run it with nothing but torch, transformers and what those need."""
+        left_out = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb", "flash_attn")
+
+        def run(*flags: str) -> subprocess.CompletedProcess[str]:
+            blocked = f"import sys, runpy; sys.modules.update(dict.fromkeys({left_out!r}))"
+            code = f"{blocked}; sys.argv[1:] = {list(flags)!r}; runpy.run_path('{SCRIPT}', run_name='__main__')"
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            asked = [sys.executable, "-c", code]
+            return subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+        return run
+
+    def test_one_cell(self, script: Any) -> None:
+        done = script(
+            "--layers=1", "--hidden=16", "--vocab=50", "--prompt=20", "--suffix=3", "--sequences=4", "--repeats=1"
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        rows = done.stdout.splitlines()[3:]
+        assert [row.split()[:9] for row in rows] == [
+            ["1x16", "4", "x", "(20", "+", "3)", "flat", "step", arm] for arm in ("cascade", "path", "expand")
+        ]
+
+    def test_a_config_and_what_overrides_it(self, script: Any, tmp_path: Path) -> None:
+        config = tmp_path / "grid.yaml"
+        config.write_text(
+            "models:\n- {num_hidden_layers: 1, hidden_size: 16, head_dim: 8, vocab_size: 50}\n"
+            "- {name: wide, num_hidden_layers: 1, hidden_size: 32, head_dim: 8, vocab_size: 50}\n"
+            "prompt_length: [4, 8]\nsuffix_length: 2\nnum_sequences: 3\nrepeats: 2\ncsv: null\n"
+        )
+        flags = ["--prompt_length", "[6, 0]", "--attention", "cascade", "--csv", str(tmp_path / "a.csv")]
+        done = script("--config", str(config), *flags)
+        assert done.returncode == 0, done.stderr[-2000:]
+        cells = [(row["model"], row["prompt_length"]) for row in rows_of(tmp_path / "a.csv")]
+        assert cells == [("1x16", "6"), ("1x16", "0"), ("wide", "6"), ("wide", "0")]
+
+    @pytest.mark.parametrize(
+        ("written", "message"),
+        [
+            ("prompt_lenght: 3", "unknown key prompt_lenght"),
+            ("models: {hidden: 3}", "models: got an unexpected keyword argument 'hidden'"),
+            ("tree: deep", "tree must be one of flat, nested, got deep"),
+            ("dtype: float16", "dtype must be one of float32, bfloat16, got float16"),
+            ("device: tpu", "device must be one of cpu, cuda, got tpu"),
+            ("attention: ring", "ring"),
+        ],
+    )
+    def test_bad_input(self, script: Any, tmp_path: Path, written: str, message: str) -> None:
+        (tmp_path / "a.yaml").write_text(written)
+        done = script("--config", str(tmp_path / "a.yaml"))
+        assert done.returncode == 1
+        (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+        assert message in error
+
+
 def test_cells_that_are_too_large_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(prompt_length="[60, 600]", max_teraflops=1e-4, csv=tmp_path / "a.csv")) == 0
     assert [row["prompt_length"] for row in rows_of(tmp_path / "a.csv")] == ["60"]
@@ -97,9 +180,9 @@ class TestRefusal:
     def broken_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Keys get a thousandth more gradient than they should, where there is something to share."""
 
-        def broken(query: Tensor, key: Tensor, value: Tensor, plan: Any, *args: Any, **options: Any) -> Tensor:
-            wrong = key + 1e-3 * (key - key.detach()) if len(plan.level_pieces) else key
-            return attend(query, wrong, value, plan, *args, **options)
+        def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+            wrong = key + 1e-3 * (key - key.detach()) if len(key) > 65 else key
+            return attend(query, wrong, value, *args, **options)
 
         attend = radixtrain.layer_attention.tree_attention
         monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", broken)
@@ -150,6 +233,8 @@ class TestPlot:
         ({"kernel": "flash_attn"}, 1, "kernel='flash_attn' cannot be used: needs CUDA"),
         ({"attn_implementation": "sdpaa"}, 1, "attn_implementation: "),
         ({"csv": "nowhere/a.csv"}, 1, "csv: no such folder: nowhere"),
+        ({"ordinary": "maybe"}, 2, 'Parser key "ordinary"'),
+        ({"ordinary": "false", "plot": "a.png"}, 1, "plot shows speed-ups, which ordinary: false leaves unmeasured"),
         ({"plot": "a.pdf"}, 1, "plot must end in .png or .svg, got a.pdf"),
     ],
 )
@@ -173,17 +258,12 @@ class TestTable:
     """Whatever the terminal's width, no number is cut."""
 
     @pytest.fixture
-    def printed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def printed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
         def run(width: int) -> str:
-            output = io.StringIO()
-
-            def console(**options: Any) -> Console:
-                terminal = {"file": output, "force_terminal": True, "width": width, "color_system": None}
-                return Console(**{**terminal, **options})
-
-            monkeypatch.setattr(radixtrain.commands.bench, "Console", console)
+            monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+            monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
             assert main(command(csv=tmp_path / "a.csv")) == 0
-            return output.getvalue()
+            return capsys.readouterr().out
 
         return run
 
@@ -195,15 +275,16 @@ class TestTable:
         for name in ("measured_speedup", "ideal_speedup", "efficiency", "r"):
             assert f"{float(row[name]):.2f}" in text
         assert f"{float(row['ordinary_tokens_per_second']):,.0f}" in text
-        assert ("measured speed-up: " in text) == (width < 150)
+        assert ("measured speed-up: " in text) == (width < 190)
+        assert "efficiency: " in text or "effi-" in text
 
 
 def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*args: Any, **options: Any) -> None:
         raise FileNotFoundError("git")
 
-    monkeypatch.setattr(radixtrain.commands.bench.subprocess, "run", missing)
-    assert radixtrain.commands.bench._commit() == ""
+    monkeypatch.setattr(radixtrain.commands.bench_environment.subprocess, "run", missing)
+    assert radixtrain.commands.bench_environment._commit() == ""
 
 
 def test_neither_a_host_nor_a_path_in_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +292,5 @@ def test_neither_a_host_nor_a_path_in_the_header(monkeypatch: pytest.MonkeyPatch
 
     import torch
 
-    header = radixtrain.commands.bench._header(torch.device("cpu"), "float32", 3)
+    header = radixtrain.commands.bench_environment.header(torch.device("cpu"), "float32", 3)
     assert platform.node() not in header and "/" not in header

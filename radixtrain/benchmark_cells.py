@@ -1,0 +1,150 @@
+"""What a benchmark measures: a model with random weights, and the sequences of one training step.
+
+A `Cell` is a point of the grid, whose sequences are random tokens behind prompts of a given length. `Rows` names
+sequences that were given, such as a batch of a user's own data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.errors import UserError, first_line
+
+__all__ = ["Cell", "Mode", "ModelShape", "Rows", "Tree", "build_model", "features_of_cell"]
+
+Tree = Literal["flat", "nested"]
+Mode = Literal["step", "forward"]
+SEQUENCES_IN_A_GROUP = 4  # of a nested tree
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Qwen3 with random weights.
+
+    Args:
+        num_hidden_layers: layers.
+        hidden_size: width.
+        intermediate_size: width of the MLP; null is 3 x hidden_size, as in the small Qwen3.
+        num_attention_heads: query heads; null is hidden_size / head_dim.
+        num_key_value_heads: key and value heads; null is half of the query heads.
+        head_dim: width of a head.
+        vocab_size: tokens of the vocabulary.
+        tie_word_embeddings: whether the head is the embedding.
+        name: what the table calls it; null is layers x width.
+    """
+
+    num_hidden_layers: int = 4
+    hidden_size: int = 256
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int = 64
+    vocab_size: int = 4096
+    tie_word_embeddings: bool = True
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return self.name or f"{self.num_hidden_layers}x{self.hidden_size}"
+
+    def config(self) -> Qwen3Config:
+        heads = self.num_attention_heads or max(1, self.hidden_size // self.head_dim)
+        return Qwen3Config(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size or 3 * self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=self.num_key_value_heads or max(1, heads // 2),
+            head_dim=self.head_dim,
+            tie_word_embeddings=self.tie_word_embeddings,
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid.
+
+    prompt_length, suffix_length: tokens of a sequence that others share, and its own, which bear the loss.
+    tree: `flat`, one prompt for all; or `nested`, three levels: all sequences share the first half of the prompt, every
+        four of them the second half, and each has a suffix of its own.
+    mode: `step`, forward and backward; or `forward` alone, without gradients.
+    """
+
+    model: ModelShape
+    prompt_length: int
+    suffix_length: int
+    num_sequences: int
+    tree: Tree = "flat"
+    mode: Mode = "step"
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("tree", self.tree, get_args(Tree)), ("mode", self.mode, get_args(Mode))):
+            if value not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}, got {value}")
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.sequences}, {self.tree}, {self.mode}"
+
+    @property
+    def sequences(self) -> str:
+        """As the table says it."""
+        return f"{self.num_sequences} x ({self.prompt_length} + {self.suffix_length})"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Given sequences, by the names that a table has for them.
+
+    sequences: what they are, such as `64 of train.jsonl`.
+    num_sequences: how many.
+    """
+
+    model: ModelShape
+    sequences: str
+    num_sequences: int
+    mode: Mode = "step"
+    tree: ClassVar[str] = "data"
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.sequences}, {self.mode}"
+
+
+def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, attn_implementation: str) -> Any:
+    """Random weights, the same ones every time."""
+    torch.manual_seed(0)
+    options = {"dtype": dtype, "attn_implementation": attn_implementation}
+    try:
+        with device:
+            model: Any = Qwen3ForCausalLM._from_config(shape.config(), **options)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"attn_implementation: {first_line(error)}") from None
+    return model.train()
+
+
+def features_of_cell(cell: Cell) -> list[dict[str, np.ndarray]]:
+    """`input_ids` and `labels` of each sequence, (L,), int64. The loss is on the suffixes."""
+    is_prompt = np.arange(cell.prompt_length + cell.suffix_length) < cell.prompt_length
+    sequences = _sequences_of_cell(cell)
+    return [{"input_ids": ids, "labels": np.where(is_prompt, IGNORE_INDEX, ids)} for ids in sequences]
+
+
+def _sequences_of_cell(cell: Cell) -> list[np.ndarray]:
+    """Token ids, random but the same every time. Branches differ from their first token on."""
+    rng = np.random.default_rng(0)
+
+    def branches(number: int, length: int) -> list[np.ndarray]:
+        ids = rng.integers(0, cell.model.vocab_size, (number, length))
+        ids[:, :1] = (ids[:1, :1] + np.arange(number)[:, None]) % cell.model.vocab_size
+        return list(ids)
+
+    suffixes = branches(cell.num_sequences, cell.suffix_length)
+    trunk_length = cell.prompt_length if cell.tree == "flat" else cell.prompt_length // 2
+    (trunk,) = branches(1, trunk_length)
+    groups = branches(-(-cell.num_sequences // SEQUENCES_IN_A_GROUP), cell.prompt_length - trunk_length)
+    return [np.concatenate([trunk, groups[n // SEQUENCES_IN_A_GROUP], ids]) for n, ids in enumerate(suffixes)]

@@ -1,0 +1,60 @@
+"""What a measured number depends on beside the shapes: date, commit, machine, threads, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+__all__ = ["environment", "header"]
+
+
+def environment(device: torch.device, dtype: str) -> dict[str, Any]:
+    """Column to value, for a file of numbers. No names of hosts, no paths."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "num_cores": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def header(device: torch.device, dtype: str, repeats: int) -> str:
+    """The same in a line, for people, with the load of the moment."""
+    facts = environment(device, dtype)
+    commit = f", commit {facts['commit']}" if facts["commit"] else ""
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return (
+        f"{facts['date']}{commit}, {facts['machine']}, {facts['num_cores']} cores, {facts['num_threads']} threads"
+        f"{load}, {dtype}, torch {facts['torch']}, transformers {facts['transformers']}, medians of {repeats} "
+        f"alternating runs"
+    )
+
+
+def _processor() -> str:
+    """The CPU's model, or its architecture alone."""
+    described = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in described.splitlines() if line.startswith("model name")]
+    return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """Of the repository that this file is in, `-dirty` where it was changed; empty for an installed package."""
+    for command in (["ls-files", "--error-unmatch", __file__], ["describe", "--always", "--dirty", "--exclude=*"]):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+    return done.stdout.strip()

@@ -1,0 +1,136 @@
+"""A training step on real conversations, ordinary and on unique tokens: the numbers of `radixtrain bench` on your rows.
+
+    python recipes/benchmarks/real_data.py path/to/banking77_train.jsonl path/to/gsm8k_many_prompts_train.jsonl
+    python recipes/benchmarks/real_data.py train.jsonl --tokenizer Qwen/Qwen3-0.6B --num_rows 32 --layers 4 --hidden 512
+
+Each file is rows as `radixtrain fit` takes them. One optimizer batch is drawn: `--num_rows` of a seeded shuffle. The
+radix arm computes it in micro-batches of at most `--max_tokens` unique tokens, cut as `fit` cuts them; all of them are
+the step. The ordinary arm is sorted by length, padded and cut into 8, 16, 32 or all rows, whichever is fastest here;
+the seconds of each are printed. The ideal counts no padding. The gradients of both arms are compared before a time is
+taken. Peak memory is that of the micro-batches as they are: fewer rows hold less, in either arm.
+
+Without `--tokenizer` one of 4,096 entries is learnt from the messages of the file. The model has random weights.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from radixtrain.benchmark import Measured, ModelShape, Rows, Settings, Work, build_model, measure, work_of
+from radixtrain.benchmark_baseline import fastest_ordinary
+from radixtrain.commands.bench_environment import environment, header
+from radixtrain.commands.bench_options import check_options, strategies
+from radixtrain.commands.bench_report import print_table, write_csv
+from radixtrain.data.chat import ChatEncoder, load_tokenizer
+from radixtrain.data.formats import Row, read_rows
+from radixtrain.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import banking77
+
+ALL = 0  # rows of an ordinary micro-batch, as a flag
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    disable_progress_bar()
+    try:
+        compare(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--tokenizer", help="a folder or a name on the hub")
+    parser.add_argument("--num_rows", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max_tokens", type=int, default=16384)
+    parser.add_argument("--ordinary_rows", type=int, nargs="+", default=[8, 16, 32, ALL], help="to try; 0 for all")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--head_dim", type=int, default=64)
+    parser.add_argument("--attention", nargs="+", default=["auto"])
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--attn_implementation", default="sdpa")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--num_threads", type=int)
+    parser.add_argument("--csv")
+    return parser.parse_args(argv)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Measure the files one by one, then print one table."""
+    check_options(
+        options.repeats, None, options.num_threads, options.device, options.dtype, True, options.csv, plot=None
+    )
+    for name in ("num_rows", "max_tokens", "layers", "hidden", "head_dim"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(options, name)}")
+    if min(options.ordinary_rows) < 0:
+        raise UserError(f"ordinary_rows must be at least 0, got {min(options.ordinary_rows)}")
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    arms = strategies(options.attention, options.kernel, device, dtype, options.head_dim)
+    print(header(device, options.dtype, options.repeats), flush=True)
+    results: list[Measured] = []
+    for file in options.files:
+        results += measure_file(file, options, Settings(arms, options.kernel, options.repeats), device, dtype)
+        if options.csv is not None:
+            write_csv(Path(options.csv), results, environment(device, options.dtype))
+    print_table(results)
+
+
+def measure_file(
+    file: Path, options: argparse.Namespace, settings: Settings, device: torch.device, dtype: torch.dtype
+) -> list[Measured]:
+    rows = list(read_rows(file))
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else learnt_tokenizer(file, rows)
+    shape = ModelShape(
+        options.layers, options.hidden, head_dim=options.head_dim, vocab_size=-(-len(tokenizer) // 64) * 64
+    )
+    drawn = [rows[index] for index in np.random.default_rng(options.seed).permutation(len(rows))[: options.num_rows]]
+    samples = [sample for samples in ChatEncoder(tokenizer).encode_all(drawn) for sample in samples]
+    features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
+    work = work_of(Rows(shape, f"{len(samples)} of {file.name}", len(samples)), features, None, options.max_tokens)
+    print(described(work), flush=True)
+    model = build_model(shape, device, dtype, options.attn_implementation)
+    work, seconds = fastest_ordinary(model, work, [size or None for size in options.ordinary_rows])
+    tried = ", ".join(f"{size} rows {time:.3f} s" for size, time in seconds.items())
+    print(f"  ordinary step in micro-batches of {tried}; the fastest is measured", flush=True)
+    return measure(model, work, settings)
+
+
+def learnt_tokenizer(file: Path, rows: list[Row]) -> Any:
+    """As recipes/banking77.py makes it."""
+    for row in rows:
+        if "messages" not in row.fields:
+            raise UserError(f"{row.where}: a tokenizer is learnt from messages, and there are none; give --tokenizer")
+    with tempfile.TemporaryDirectory() as folder:
+        banking77.make_start(file, Path(folder) / "start")
+        return load_tokenizer(Path(folder) / "start")
+
+
+def described(work: Work) -> str:
+    lengths = sorted(work.lengths)
+    return (
+        f"{work.cell.sequences}: {work.num_tokens:,} tokens, {work.num_unique_tokens:,} unique, {work.num_labels:,} "
+        f"labelled; {lengths[0]} to {lengths[-1]} long, median {lengths[len(lengths) // 2]}; radix micro-batches: "
+        f"{len(work.radix)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
