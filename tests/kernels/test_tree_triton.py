@@ -1,0 +1,361 @@
+"""U rows, N query heads, K key/value heads, H head dim. `triton_device` says where Triton's kernels run."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+pytest.importorskip("triton", reason="pip install triton runs it")
+
+from radixtrain import build_prefix_plan
+from radixtrain.kernels import tree_triton
+from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.tree_blocks import TreeBlocks, tree_blocks
+from radixtrain.kernels.tree_triton import tiled_tree_attention
+from radixtrain.plan import PrefixPlan
+from radixtrain.testing import (
+    assert_within_reference_error,
+    flash_attention_by_the_book,
+    ragged_batches,
+    relative_error,
+)
+
+SCALE = 0.3
+NAMES = ("out", "lse", "dq", "dk", "dv")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+SMALL = [6, 6, 3, 4, 6, 6]  # a trunk of two rows, three branches below it: one row, one row, two rows
+
+
+def plan_of(sequences: list[list[int]], **options: int) -> PrefixPlan:
+    return build_prefix_plan(np.concatenate(sequences), np.cumsum([0, *map(len, sequences)]), **options)
+
+
+def deep_plan(levels: int = 3, run: int = 9, **options: int) -> PrefixPlan:
+    """Two branches of odd length at every level, and one sequence that shares nothing."""
+    rng = np.random.default_rng(0)
+    sequences = [[1] * run]
+    for level in range(1, levels):
+        sequences = [[*x, 2 * level + branch, *rng.integers(20, 30, run)] for x in sequences for branch in (0, 1)]
+    return plan_of([*sequences, [40] * run], **options)
+
+
+def chain(num_rows: int) -> list[int]:
+    """One sequence: an ordinary causal mask."""
+    return [num_rows] * num_rows
+
+
+def inputs(
+    num_rows: int, dtype: torch.dtype, device: torch.device, heads: tuple[int, int] = (2, 1), head_dim: int = 20
+) -> list[Tensor]:
+    """q, k, v, dout, and dlse in float32."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(num_rows, n, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
+    q_k_v_dout = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [*q_k_v_dout, torch.randn(heads[0], num_rows, generator=generator).to(device)]
+
+
+def results(ends: list[int] | np.ndarray, tensors: list[Tensor], held: int = 16, walked: int = 16) -> list[Tensor]:
+    """out, lse and the gradients of out alone, on CPU."""
+    *q_k_v, dout, _ = tensors
+    leaves = [x.detach().requires_grad_() for x in q_k_v]
+    out, lse = tiled_tree_attention(*leaves, tree_blocks(ends, held, walked).to(dout.device), SCALE)
+    return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(out, leaves, dout))]
+
+
+def mask_of(ends: list[int] | np.ndarray) -> Tensor:
+    return tree_mask(torch.tensor(np.asarray(ends)))
+
+
+def by_the_book(ends: list[int] | np.ndarray, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return flash_attention_by_the_book(*(x.cpu() for x in tensors[:4]), mask_of(ends), SCALE)
+
+
+def assert_exact(ends: list[int] | np.ndarray, tensors: list[Tensor], held: int = 16, walked: int = 16) -> None:
+    """About as near to float64 as flash-attention's arithmetic in the same dtype."""
+    actual = results(ends, tensors, held, walked)
+    truth = by_the_book(ends, [x.double() for x in tensors])
+    assert_within_reference_error(actual, by_the_book(ends, tensors), truth, names=NAMES)
+
+
+def dense_tiles(ends: np.ndarray, block_q: int, block_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """(I, J), bool, twice: the tiles of the mask that hold anything, and that hold everything."""
+    num_rows = len(ends)
+    rows = np.arange(num_rows)
+    num_q, num_k = -(-num_rows // block_q), -(-num_rows // block_k)
+    mask = np.zeros((num_q * block_q, num_k * block_k), dtype=bool)
+    mask[:num_rows, :num_rows] = (rows <= rows[:, None]) & (rows[:, None] < ends)
+    tiles = mask.reshape(num_q, block_q, num_k, block_k)
+    return tiles.any((1, 3)), tiles.all((1, 3))
+
+
+def tiles_by_query_block(blocks: TreeBlocks, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    some, full = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
+    starts, num_full, keys = blocks.key_starts.tolist(), blocks.num_full.tolist(), blocks.key_blocks.numpy()
+    for i in range(shape[0]):
+        np.add.at(some[i], keys[starts[i] : starts[i + 1]], 1)
+        np.add.at(full[i], keys[starts[i] : starts[i] + num_full[i]], 1)
+    return some, full
+
+
+def tiles_by_key_block(blocks: TreeBlocks, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    some, full = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
+    for j, (first, last, first_full, last_full) in enumerate(blocks.query_runs.tolist()):
+        assert first <= first_full <= last_full <= last
+        some[first:last, j] += 1
+        full[first_full:last_full, j] += 1
+    return some, full
+
+
+def assert_lists_are_the_mask(ends: np.ndarray, held: int, walked: int) -> None:
+    blocks = tree_blocks(ends, held, walked)
+    for tiles, sizes in ((tiles_by_query_block, (held, walked)), (tiles_by_key_block, (walked, held))):
+        expected = dense_tiles(ends, *sizes)
+        assert all(np.array_equal(x, y) for x, y in zip(tiles(blocks, expected[0].shape), expected, strict=True))
+
+
+def test_lists_literally() -> None:
+    blocks = tree_blocks(SMALL, held=2, walked=2)
+    assert blocks.subtree_ends.tolist() == SMALL
+    assert blocks.key_starts.tolist() == [0, 1, 3, 5]
+    assert blocks.num_full.tolist() == [0, 1, 1]
+    assert blocks.key_blocks.tolist() == [0, 0, 1, 0, 2]
+    assert blocks.query_runs.tolist() == [[0, 3, 1, 3], [1, 2, 2, 2], [2, 3, 3, 3]]
+    assert {x.dtype for x in vars(blocks.to("cpu")).values() if isinstance(x, Tensor)} == {torch.int32}
+
+
+@pytest.mark.parametrize("held", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("walked", [1, 2, 3, 4, 32])
+def test_lists_are_the_mask(held: int, walked: int) -> None:
+    for ends in (SMALL, chain(1), chain(33), range(1, 20), deep_plan().row_subtree_ends):
+        assert_lists_are_the_mask(np.asarray(ends), held, walked)
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(sequences=ragged_batches(), held=st.integers(1, 9), walked=st.integers(1, 9), pad=st.sampled_from([1, 4]))
+def test_lists_of_generated_tries(sequences: list[list[int]], held: int, walked: int, pad: int) -> None:
+    assert_lists_are_the_mask(plan_of(sequences, pad_to_multiple_of=pad).row_subtree_ends, held, walked)
+
+
+def test_no_rows_have_no_lists() -> None:
+    blocks = tree_blocks([], 16, 16)
+    assert (blocks.num_rows, blocks.key_starts.tolist(), blocks.query_runs.shape) == (0, [0], (0, 4))
+
+
+@pytest.mark.parametrize("ends", [[2, 1], [2, 3], [0, 2]])
+def test_ends_that_no_tree_has(ends: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"subtree_ends\[[01]\] must lie in \[[12], 2\], got [013]"):
+        tree_blocks(ends, 16, 16)
+
+
+def test_attention_literally(triton_device: torch.device) -> None:
+    """Keys alike, so that every row is the mean of the values of those it sees, and its log-sum-exp their logarithm."""
+    q = torch.zeros(6, 1, 1, device=triton_device)
+    v = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], device=triton_device)[:, None, None]
+    out, lse = tiled_tree_attention(q, q, v, tree_blocks(SMALL, 16, 16).to(triton_device), 1.0)
+    assert out.flatten().tolist() == pytest.approx([1, 3 / 2, 7 / 3, 11 / 3, 19 / 3, 51 / 4], rel=1e-6)
+    assert lse[0].exp().tolist() == pytest.approx([1, 2, 3, 3, 3, 4], rel=1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize(("held", "walked"), [(16, 16), (32, 16), (16, 32)])
+def test_deep_tries(triton_device: torch.device, dtype: torch.dtype, held: int, walked: int) -> None:
+    plan = deep_plan(run=17)
+    blocks = tree_blocks(plan.row_subtree_ends, held, walked)
+    assert plan.depth == 3 and plan.num_rows % held and 0 < blocks.num_full.sum() < len(blocks.key_blocks)
+    assert_exact(plan.row_subtree_ends, inputs(plan.num_rows, dtype, triton_device), held, walked)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (3, 1), (6, 2)])
+@pytest.mark.parametrize("head_dim", [1, 16, 33])
+def test_heads(triton_device: torch.device, heads: tuple[int, int], head_dim: int) -> None:
+    assert_exact(
+        ends := deep_plan(2).row_subtree_ends, inputs(len(ends), torch.float32, triton_device, heads, head_dim)
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 49])
+def test_one_sequence(triton_device: torch.device, num_rows: int) -> None:
+    """Rows enough or too few for a block. Of one row dq and dk are zero: float32 has to say so to its last bits."""
+    tensors = inputs(num_rows, torch.float32, triton_device)
+    if num_rows > 1:
+        assert_exact(chain(num_rows), tensors)
+        return
+    out, lse, dq, dk, dv = results(chain(1), tensors)
+    q, k, v, dout, _ = (x.cpu() for x in tensors)
+    rounding = 4 * torch.finfo(torch.float32).eps * 20**0.5 * float(q.norm() * k.norm() * v.norm() * dout.norm())
+    assert torch.allclose(out, v.expand_as(out), rtol=1e-6) and dq.norm() <= rounding and dk.norm() <= rounding
+    assert torch.allclose(dv, dout.sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(lse, SCALE * torch.einsum("unh,ukh->nu", q, k), rtol=1e-5, atol=1e-6)
+
+
+def test_no_rows(triton_device: torch.device) -> None:
+    out, lse, *grads = results([], inputs(0, torch.float32, triton_device))
+    assert out.shape == grads[0].shape == (0, 2, 20) and lse.shape == (2, 0)
+    assert grads[1].shape == grads[2].shape == (0, 1, 20)
+
+
+def test_padding_rows_are_finite_and_seen_by_none(triton_device: torch.device) -> None:
+    plan, padded = deep_plan(), deep_plan(pad_to_multiple_of=32)
+    assert padded.num_padding > 16
+    tensors = inputs(padded.num_rows, torch.float32, triton_device)
+    assert_exact(padded.row_subtree_ends, tensors)
+    without = results(plan.row_subtree_ends, [*(x[: plan.num_rows] for x in tensors[:4]), tensors[4]])
+    for name, x, y in zip(NAMES, results(padded.row_subtree_ends, tensors), without, strict=True):
+        assert x.isfinite().all(), name
+        x = x[:, : plan.num_rows] if name == "lse" else x[: plan.num_rows]
+        assert torch.equal(x, y), name
+
+
+def test_non_contiguous(triton_device: torch.device) -> None:
+    ends = deep_plan(2).row_subtree_ends
+    tensors = inputs(len(ends), torch.float32, triton_device, heads=(4, 2))
+    expected = results(ends, tensors)
+    swapped = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]  # as Hugging Face has them
+    spread = [x.repeat_interleave(2, -1)[..., ::2] for x in tensors]
+    for strided in (swapped, spread):
+        assert not any(x.is_contiguous() for x in strided)
+        assert all(torch.equal(x, y) for x, y in zip(results(ends, strided), expected, strict=True))
+    one = tensors[3][:1, :1, :1]
+    broadcast = results(ends, [*tensors[:3], one.expand(tensors[3].shape), tensors[4]])
+    written_out = results(ends, [*tensors[:3], one.expand(tensors[3].shape).contiguous(), tensors[4]])
+    assert all(torch.equal(x, y) for x, y in zip(broadcast, written_out, strict=True))
+
+
+def test_gradients_of_the_log_sum_exp(triton_device: torch.device) -> None:
+    """Through autograd of the reference, whose log-sum-exp is taken of its own scores."""
+    ends = deep_plan().row_subtree_ends
+    *q_k_v, dout, dlse = inputs(len(ends), torch.float32, triton_device)
+    mask = mask_of(ends)
+
+    def expected(dtype: torch.dtype) -> list[Tensor]:
+        q, k, v = leaves = [x.cpu().to(dtype).requires_grad_() for x in q_k_v]
+        out = reference_attention(q, k, v, mask, Scoring(SCALE))
+        scores = torch.einsum("qnh,knh->nqk", q, k.repeat_interleave(2, 1)) * SCALE
+        lse = scores.masked_fill(~mask, float("-inf")).logsumexp(-1)
+        grads = torch.autograd.grad([out, lse], leaves, [dout.cpu().to(dtype), dlse.cpu().to(dtype)])
+        return [x.detach() for x in (out, lse, *grads)]
+
+    leaves = [x.requires_grad_() for x in q_k_v]
+    out_and_lse = tiled_tree_attention(*leaves, tree_blocks(ends, 16, 16).to(triton_device), SCALE)
+    actual = [*out_and_lse, *torch.autograd.grad(out_and_lse, leaves, [dout, dlse])]
+    actual = [x.detach().cpu() for x in actual]
+    assert_within_reference_error(actual, expected(torch.float32), expected(torch.float64), names=NAMES)
+
+
+def test_scores_far_apart(triton_device: torch.device) -> None:
+    """Scores of thousands: nothing overflows, before the maximum is known or after, and a weight of one stays one.
+
+    The bar is the condition number of exp, which is the score, times a rounding in either direction of the product.
+    """
+    ends = deep_plan().row_subtree_ends
+    tensors = inputs(len(ends), torch.float32, triton_device)
+    tensors[0] = tensors[0] * 1e3
+    actual, truth = results(ends, tensors), by_the_book(ends, [x.double() for x in tensors])
+    largest = float(truth[1].abs().max())
+    assert largest > 1e3 and all(x.isfinite().all() for x in actual)
+    for name, x, exact in zip(NAMES, actual, truth, strict=True):
+        if name in ("out", "lse", "dv"):
+            assert relative_error(x, exact) <= 2 * torch.finfo(torch.float32).eps * largest, name
+
+
+def test_generated_tries(triton_device: torch.device) -> None:
+    @settings(max_examples=12, deadline=None, database=None)
+    @given(sequences=ragged_batches(max_length=14), padding=st.sampled_from([None, 8]))
+    def one(sequences: list[list[int]], padding: int | None) -> None:
+        ends = plan_of([[3, 3, 3, 3], *sequences], pad_to_multiple_of=padding).row_subtree_ends
+        tensors = inputs(len(ends), torch.float32, triton_device, heads=(2, 1), head_dim=16)
+        actual, truth = results(ends, tensors), by_the_book(ends, [x.double() for x in tensors])
+        for name, x, exact in zip(NAMES, actual, truth, strict=True):
+            # one bar for every try, small as they are: sums of at most a hundred terms of order one
+            assert (x - exact).abs().max() <= 100 * torch.finfo(torch.float32).eps, name
+
+    one()
+
+
+MUTATIONS = {
+    "a sibling is seen": (SMALL, 2, 6),
+    "a descendant is lost": (SMALL, 1, 5),
+    "the last branch is lost": (SMALL, 0, 4),
+    "a row behind the block's edge is seen": ([17] * 16 + [17, 18], 15, 18),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_wrong_mask_fails(triton_device: torch.device, mutation: str) -> None:
+    ends, row, wrong = MUTATIONS[mutation]
+    tensors = inputs(len(ends), torch.float32, triton_device)
+    assert_exact(ends, tensors)
+    mutated = [*ends[:row], wrong, *ends[row + 1 :]]
+    truth = by_the_book(ends, [x.double() for x in tensors])
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_within_reference_error(results(mutated, tensors), by_the_book(ends, tensors), truth, names=NAMES)
+
+
+def test_wrong_lists_fail(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that is left out, and a partial one that is taken for full."""
+    ends = deep_plan().row_subtree_ends
+    tensors = inputs(len(ends), torch.float32, triton_device)
+    right = tree_blocks(ends, 16, 16)
+    wrong_runs, wrong_full = right.query_runs.clone(), right.num_full.clone()
+    wrong_runs[0, 1] -= 1
+    wrong_full[-1] += 1
+    for name, value in (("query_runs", wrong_runs), ("num_full", wrong_full)):
+        wrong = TreeBlocks(**{**vars(right), name: value})
+        monkeypatch.setitem(globals(), "tree_blocks", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_exact(ends, tensors)
+
+
+@DTYPES
+def test_same_bits_every_time(triton_device: torch.device, dtype: torch.dtype) -> None:
+    ends = deep_plan().row_subtree_ends
+    tensors = inputs(len(ends), dtype, triton_device)
+    first = results(ends, tensors)
+    assert all(torch.equal(x, y) for x, y in zip(results(ends, tensors), first, strict=True))
+
+
+def test_other_branches_change_no_bit(triton_device: torch.device) -> None:
+    plan = deep_plan()
+    ends, changed = plan.row_subtree_ends, slice(plan.num_rows - 20, plan.num_rows)
+    tensors = inputs(plan.num_rows, torch.float32, triton_device)
+    before = results(ends, tensors)
+    for x in tensors[:4]:
+        x[changed] += 1
+    after = results(ends, tensors)
+    apart = mask_of(ends)[changed].any(0).logical_not()  # rows that no changed row sees, nor is
+    assert apart.sum() >= 20
+    for name, x, y in zip(NAMES, before, after, strict=True):
+        assert torch.equal(*(z[:, apart] if name == "lse" else z[apart] for z in (x, y))), name
+
+
+def test_opcheck(triton_device: torch.device) -> None:
+    q, k, v, dout, dlse = inputs(len(SMALL), torch.float32, triton_device, heads=(2, 1), head_dim=3)
+    blocks = tree_blocks(SMALL, 16, 16).to(triton_device)
+    lists = (*tree_triton._lists(blocks), 16, 16, SCALE)
+    torch.library.opcheck(tree_triton._forward, (*(x.requires_grad_() for x in (q, k, v)), *lists))
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = tiled_tree_attention(q, k, v, blocks, SCALE)
+    torch.library.opcheck(tree_triton._backward, (dout, dlse, q, k, v, out, lse, *lists))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dtype": torch.float64}, "must share one of"),
+    ({"head_dim": 257}, r"head dim must be in \[1, 256\], got 257"),
+    ({"heads": (3, 2)}, "K a divisor of N"),
+    ({"num_rows": 5}, "blocks are of 6 rows, q has 5"),
+    ({"held": 8}, "powers of two from 16, got 8"),
+    ({"walked": 48}, "powers of two from 16, got 48"),
+])  # fmt: skip
+def test_refusals(changes: dict, message: str) -> None:
+    sizes = {"num_rows": 6, "dtype": torch.float32, "heads": (2, 1), "head_dim": 4, "held": 16, "walked": 16} | changes
+    blocks = tree_blocks(SMALL, sizes.pop("held"), sizes.pop("walked"))
+    q, k, v, *_ = inputs(device=torch.device("cpu"), **sizes)
+    with pytest.raises(ValueError, match=message):
+        tiled_tree_attention(q, k, v, blocks, SCALE)

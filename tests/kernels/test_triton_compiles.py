@@ -1,0 +1,96 @@
+"""The Triton kernels through Triton's real compiler, for chips that need not be there.
+
+The interpreter runs what the compiler refuses, and knows no shared memory. Here every launch of a forward and a
+backward is compiled for the chip, down to machine code, and not run. It is a process of its own, since Triton
+interprets or compiles for as long as a process lives.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="pip install triton runs it")
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes of one program on an A100, an H100
+ROWS = {"_gather_kernel", "_sum_kernel", "_merge_kernel"}
+TREE = {"forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"}
+
+
+def compiled(chip: int, launches: str, cache: Path) -> list[dict[str, Any]]:
+    """Name, warps and bytes of shared memory of every kernel that `launches`, a function below, asks for."""
+    settings = {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, __file__, str(chip), launches]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("chip", SHARED_MEMORY)
+def test_rows_and_merge(chip: int, tmp_path: Path) -> None:
+    kernels = compiled(chip, "launch_rows_and_merge", tmp_path)
+    assert {kernel["name"] for kernel in kernels} == ROWS
+    assert max(kernel["shared"] for kernel in kernels) <= 8192
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", SHARED_MEMORY)
+def test_tree_attention(chip: int, tmp_path: Path) -> None:
+    kernels = compiled(chip, "launch_tree_attention", tmp_path)
+    assert {kernel["name"] for kernel in kernels} == TREE
+    assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[chip]
+
+
+def launch_rows_and_merge() -> None:
+    from radixtrain.kernels.merge_triton import merge_rows_
+    from radixtrain.kernels.row_order import row_order
+    from radixtrain.kernels.rows_triton import gather_rows, sum_rows
+
+    rows = row_order(torch.arange(40) % 16, 16)
+    for dtype, columns in ((torch.bfloat16, 1024), (torch.float32, 3)):
+        gather_rows(torch.zeros(16, columns, dtype=dtype), rows)
+        sum_rows(torch.zeros(40, columns, dtype=dtype), rows)
+    for place in (slice(16, 48), torch.arange(32)):
+        merge_rows_(torch.zeros(64, 2, 128), torch.zeros(2, 64), place, torch.zeros(32, 2, 128), torch.zeros(2, 32))
+
+
+def launch_tree_attention() -> None:
+    from radixtrain.kernels.tree_blocks import block_sizes, tree_blocks
+    from radixtrain.kernels.tree_triton import tiled_tree_attention
+
+    dtype = torch.bfloat16
+    for head_dim in (128, 256):
+        blocks = tree_blocks([64] * 64, *block_sizes(head_dim, dtype))
+        q, k, v = (torch.zeros(64, heads, head_dim, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+        out, _ = tiled_tree_attention(q, k, v, blocks, 0.1)
+        out.backward(torch.zeros_like(out))
+
+
+def compile_without_running(chip: int, launches: Callable[[], None]) -> None:
+    """Every launch compiles for the chip and says so in a line; the tensors are on the CPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    class Chip:
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", chip, 32))
+        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+
+    def compile_only(function: Any, *args: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(function, *args, warmup=True, **options)
+        assert kernel.asm["cubin"]
+        print(json.dumps({"name": function.__name__, "shared": kernel.metadata.shared}))
+
+    run, JITFunction.run = JITFunction.run, compile_only
+    driver.set_active(Chip())
+    launches()
+
+
+if __name__ == "__main__":
+    compile_without_running(int(sys.argv[1]), globals()[sys.argv[2]])
