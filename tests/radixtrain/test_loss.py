@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd import gradcheck
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain import loss as loss_module
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
+from radixtrain.peak_memory import peak_bytes
 from radixtrain.testing import assert_within_reference_error, relative_error
 
 NAMES = ("loss", "d_hidden", "d_weight", "d_bias")
@@ -58,10 +60,28 @@ def by_torch(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEI
     return total
 
 
+def cut_into(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", (rows_per_chunk, rows_per_chunk))
+    monkeypatch.setattr(loss_module, "MIN_CHUNK_ELEMENTS", {"cpu": 1, "other": 1})
+
+
 @pytest.fixture
 def chunked(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> int:
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows_per_chunk * V + V // 2)
+    cut_into(monkeypatch, rows_per_chunk)
     return rows_per_chunk
+
+
+@pytest.fixture
+def chunked_by_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(monkeypatch, 4)
+
+
+@pytest.fixture(params=["on host", "to all"])
+def dealt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """How predictions come to their chunks on CPU, and on accelerators."""
+    if request.param == "to all":
+        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
+    return request.param
 
 
 def test_three_targets_at_one_row_literally() -> None:
@@ -79,7 +99,7 @@ def test_three_targets_at_one_row_literally() -> None:
 
 @biases
 @chunks
-def test_cross_entropy_of_torch(chunked: int, bias: bool) -> None:
+def test_cross_entropy_of_torch(chunked: int, dealt: str, bias: bool) -> None:
     given = parameters(torch.float64, bias=bias)
     truth = with_gradients(by_torch(), given)
     errors = [relative_error(x, y) for x, y in zip(with_gradients(ours(), given), truth, strict=True)]
@@ -92,14 +112,19 @@ def test_cross_entropy_of_torch(chunked: int, bias: bool) -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
 )
 def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, rows_per_chunk: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
-    weights = torch.randint(1, 5, (300,), generator=generator).float()
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows_per_chunk * 150)
+    """Losses of 16 draws together: the rounding of a single one is luck."""
+    cut_into(monkeypatch, rows_per_chunk)
     given = parameters(dtype, 200, 64, 150, bias)
-    truth = with_gradients(by_torch(labels, rows, weights), [None if x is None else x.double() for x in given])
-    reference = with_gradients(by_torch(labels, rows, weights), given)
-    actual = with_gradients(ours(labels, rows, weights), given)
+    results: list[list[list[Tensor]]] = [[], [], []]
+    for seed in range(16):
+        generator = torch.Generator().manual_seed(seed)
+        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
+        predictions = labels, rows, torch.randint(1, 5, (300,), generator=generator).float()
+        in_float64 = [None if x is None else x.double() for x in given]
+        results[0].append(with_gradients(ours(*predictions), given))
+        results[1].append(with_gradients(by_torch(*predictions), given))
+        results[2].append(with_gradients(by_torch(*predictions), in_float64))
+    actual, reference, truth = ([torch.stack(x) for x in zip(*draws, strict=True)] for draws in results)
     assert [x.dtype for x in actual] == [torch.float32] + [dtype] * (len(actual) - 1)
     assert_within_reference_error(actual, reference, truth, names=NAMES[: len(actual)])
 
@@ -108,16 +133,37 @@ def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bi
 def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
     given = parameters(torch.float64)
     whole = with_gradients(ours(), given)
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows_per_chunk * V)
+    cut_into(monkeypatch, rows_per_chunk)
     errors = [relative_error(x, y) for x, y in zip(with_gradients(ours(), given), whole, strict=True)]
     assert max(errors) <= 1e-14, errors
 
 
-def test_vocabulary_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = parameters(torch.float64)
-    whole = with_gradients(ours(), given)
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 1)
-    assert max(relative_error(x, y) for x, y in zip(with_gradients(ours(), given), whole, strict=True)) <= 1e-14
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size", "hidden_size", "rows_per_chunk"),
+    [
+        *((4096, 151_936, 1024, 256), (4096, 151_936, 4096, 256), (383, 151_936, 1024, 384), (384, 151_936, 1024, 192)),
+        *((1000, 4096, 256, 128), (1000, 32_000, 640, 176), (63, 4096, 256, 63), (9, 4096, 256, 9), (0, 4096, 256, 1)),
+        *((10_000, 256, 64, 2000), (300, 2**40, 1, 160)),
+    ],
+)
+def test_rows_of_a_chunk(num_rows: int, vocab_size: int, hidden_size: int, rows_per_chunk: int) -> None:
+    """128 to 256, evenly cut, and more of a small vocabulary; never more than half as many again."""
+    found = loss_module._rows_per_chunk(num_rows, vocab_size, hidden_size, torch.device("cpu"))
+    assert found == rows_per_chunk
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_predictions(monkeypatch: pytest.MonkeyPatch, dealt: str, seed: int) -> None:
+    """Any number of rows, some of them in many predictions and some in none, in any order, in chunks of any size."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_predictions, rows_per_chunk = torch.randint(1, 40, (3,), generator=generator).tolist()
+    cut_into(monkeypatch, rows_per_chunk)
+    rows, labels = (torch.randint(0, n, (num_predictions,), generator=generator) for n in (num_rows, 4))
+    given = parameters(torch.float64, num_rows, vocab_size=4)
+    predictions = labels, rows, torch.randint(0, 4, (num_predictions,), generator=generator).double()
+    pairs = zip(*(with_gradients(f(*predictions), given) for f in (ours, by_torch)), strict=True)
+    errors = [relative_error(actual, truth) for actual, truth in pairs]
+    assert max(errors) <= 1e-12, errors
 
 
 def test_weight_of_a_prediction_is_how_often_it_is_listed() -> None:
@@ -154,7 +200,7 @@ def test_large_logits_stay_finite(scale: float) -> None:
 
 @biases
 @chunks
-def test_gradcheck(chunked: int, bias: bool) -> None:
+def test_gradcheck(chunked: int, dealt: str, bias: bool) -> None:
     leaves = [x.requires_grad_() for x in parameters(torch.float64, bias=bias) if x is not None]
     assert gradcheck(lambda h, w, b=None: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS, b), leaves)
 
@@ -165,6 +211,47 @@ def test_differentiating_twice_is_refused() -> None:
     (d_hidden,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         d_hidden.sum().backward()
+
+
+class TestBackwardInPlace:
+    """The saved gradients are scaled in place and become `.grad`; what autograd still needs is left as it was."""
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+    def test_twice_where_the_graph_is_kept(self, dtype: torch.dtype) -> None:
+        expected = with_gradients(lambda *x: 3 * ours()(*x), parameters(dtype))[1:]
+        leaves = [x.requires_grad_() for x in parameters(dtype)]
+        loss = 3 * ours()(*leaves)
+        for retain_graph in (True, True, False):
+            loss.backward(retain_graph=retain_graph)
+            assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected, strict=True))
+            for x in leaves:
+                x.grad.zero_()  # where it is ours, the next time finds zeros
+                x.grad = None
+
+    def test_twice_where_it_is_not_raises(self) -> None:
+        leaves = [x.requires_grad_() for x in parameters(torch.float64)]
+        loss = ours()(*leaves)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+    def test_unknown_whether_the_graph_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = parameters(torch.float64)
+        expected = with_gradients(ours(), given)
+        monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+        assert all(torch.equal(x, y) for x, y in zip(with_gradients(ours(), given), expected, strict=True))
+
+    def test_gradients_accumulate(self) -> None:
+        """Over micro-batches, and over two losses and an embedding that share the weight."""
+        given = parameters(torch.float64)
+        _, d_hidden, d_weight, d_bias = with_gradients(ours(), given)
+        leaves = [x.clone().requires_grad_() for x in given]
+        for factor in (1, 2):
+            (factor * ours()(*leaves)).backward()
+        (ours()(*leaves) + leaves[1][LABELS].sum() + 3 * ours()(*leaves)).backward()
+        d_weight = 7 * d_weight + torch.bincount(LABELS, minlength=V)[:, None]
+        for leaf, expected in zip(leaves, (7 * d_hidden, d_weight, 7 * d_bias), strict=True):
+            assert relative_error(leaf.grad, expected) <= 1e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -270,12 +357,9 @@ class LargestTensor(TorchDispatchMode):
         return max(self.made)[0]
 
 
+@pytest.mark.usefixtures("chunked_by_four")
 class TestMemory:
     num_rows, hidden_size, vocab_size, num_predictions = 64, 8, 100, 90
-
-    @pytest.fixture(autouse=True)
-    def four_rows_a_chunk(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 4 * self.vocab_size)
 
     def given(self, requires_grad: bool) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
         leaves = parameters(torch.float32, self.num_rows, self.hidden_size, self.vocab_size)
@@ -318,6 +402,87 @@ class TestMemory:
         assert probe.largest == 4 * self.vocab_size
 
 
+class TestPeak:
+    """Bytes at the highest point of forward and backward, the gradients among them. Exact, and the same every time."""
+
+    def peak(self, num_rows: int, hidden_size: int, vocab_size: int, dtype=torch.float32, times: int = 1) -> int:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(num_rows, hidden_size, generator=generator).to(dtype).requires_grad_()
+        weight = (torch.randn(vocab_size, hidden_size, generator=generator) * hidden_size**-0.5).to(dtype)
+        weight.requires_grad_()
+        labels = torch.randint(0, vocab_size, (num_rows,), generator=generator)
+        rows, ones = torch.arange(num_rows), torch.ones(num_rows)
+        for _ in range(times):
+            hidden.grad = None
+            peak = peak_bytes(
+                lambda: (linear_cross_entropy(hidden, weight, labels, rows, ones) / num_rows).backward(),
+                torch.device("cpu"),
+            )
+        return peak
+
+    @pytest.mark.parametrize("times", [1, 2], ids=["no grad yet", "grad is there"])
+    def test_one_gradient_and_one_chunk(self, times: int) -> None:
+        """With a `.grad` there is one gradient more than that, the one to be added: counted here, since it is new."""
+        num_rows, hidden_size, vocab_size = 1024, 64, 4096
+        gradients = 4 * hidden_size * (vocab_size + num_rows)
+        chunk = 4 * 128 * vocab_size
+        beyond = self.peak(num_rows, hidden_size, vocab_size, times=times) - gradients
+        assert chunk < beyond < 1.1 * chunk, (beyond, chunk)
+        assert beyond < num_rows * vocab_size * 4 / 7
+
+    def test_half_precision_sums_in_float32(self) -> None:
+        num_rows, hidden_size, vocab_size = 512, 256, 4096
+        in_float32, chunk = 4 * hidden_size * vocab_size, 4 * 128 * vocab_size
+        d_hidden = 2 * hidden_size * num_rows
+        forward, backward = in_float32 + d_hidden + 1.6 * chunk, 1.5 * in_float32 + d_hidden
+        peak = self.peak(num_rows, hidden_size, vocab_size, torch.bfloat16)
+        assert backward <= peak < 1.01 * max(forward, backward), (peak, forward, backward)
+
+    def test_grows_with_the_rows_by_their_gradient_alone(self) -> None:
+        one, two = (self.peak(num_rows, 32, 4096) for num_rows in (1024, 2048))
+        assert two - one < 2 * 1024 * 32 * 4
+
+    @pytest.mark.slow
+    def test_qwen3(self) -> None:
+        """4,096 predictions, whose logits alone would be 2.5 GB. A quarter of them, for time: chunks are as large."""
+        num_rows, hidden_size, vocab_size = 1024, 1024, 151_936
+        peak = self.peak(num_rows, hidden_size, vocab_size)
+        d_hidden_of_the_others = 4 * hidden_size * (4096 - num_rows)
+        assert peak + d_hidden_of_the_others - 4 * hidden_size * vocab_size < 200e6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_waits_for_the_device(
+    chunked_by_four: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Fake tensors have no values, so that asking for one raises; what the host may know is their shapes."""
+    with FakeTensorMode() as mode:
+        hidden, weight, bias = (mode.from_tensor(x).requires_grad_() for x in parameters(dtype))
+        labels, rows, weights = (mode.from_tensor(x) for x in (LABELS, ROWS, WEIGHTS))
+        with pytest.raises(DataDependentOutputException):
+            linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
+        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
+        (linear_cross_entropy(hidden, weight, labels, rows, weights, bias) / 3).backward()
+        assert [x.grad.shape for x in (hidden, weight, bias)] == [(R, D), (V, D), (V,)]
+        assert prediction_logprobs(hidden, weight, labels, rows, bias).shape == LABELS.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs this: make test-gpu")
+def test_on_cuda_nothing_waits_and_the_result_is_the_same(chunked_by_four: None) -> None:
+    given = parameters(torch.float64)
+    expected = with_gradients(ours(), given)
+    on_cuda, predictions = [x.cuda() for x in given], [x.cuda() for x in (LABELS, ROWS, WEIGHTS)]
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = with_gradients(ours(*predictions), on_cuda)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    errors = [relative_error(x.cpu(), y) for x, y in zip(actual, expected, strict=True)]
+    assert max(errors) <= 1e-12, errors
+
+
 def test_no_grad_gives_the_same_loss() -> None:
     given = parameters(torch.float32)
     with torch.no_grad():
@@ -329,7 +494,7 @@ def test_no_grad_gives_the_same_loss() -> None:
 class TestLogprobs:
     @biases
     @chunks
-    def test_log_softmax_of_torch(self, chunked: int, bias: bool) -> None:
+    def test_log_softmax_of_torch(self, chunked: int, dealt: str, bias: bool) -> None:
         hidden, weight, offset = parameters(torch.float64, bias=bias)
         truth = linear(hidden, weight, offset).log_softmax(-1)[ROWS, LABELS]
         assert relative_error(prediction_logprobs(hidden, weight, LABELS, ROWS, offset), truth) <= 1e-12
