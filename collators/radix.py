@@ -17,6 +17,7 @@ import torch
 from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predictions, merge_predictions
 from radixtrain.layout import PREFIX, TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
+from radixtrain.step_cost import CHOICES, StepCost
 
 __all__ = ["FeatureArrays", "RadixCollator", "all_feature_arrays", "packed_positions"]
 
@@ -29,6 +30,8 @@ class RadixCollator:
     """Collate token sequences into a batch of their unique tokens.
 
     min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch; see `build_prefix_plan`.
+    step_cost: chooses `min_shared_tokens` and the attention strategy of each batch, whichever are the fastest by the
+        calibration that `radixtrain.calibrate(model)` returns; `min_shared_tokens` is then left at 1.
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
@@ -47,7 +50,8 @@ class RadixCollator:
         labels, such as label smoothing's, sees the same pairs.
     radix_predictor_indices: [P], int64. the unique row behind each entry of `shift_labels`.
     radix_label_indices: [P], int64. the token behind each entry, counted over all features back to back.
-    radix_...: the plan's tensors and ints, see `TreeLayout`.
+    radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
+        `radix_strategy`, a place in `radixtrain.step_cost.CHOICES`, and `radix_min_shared_tokens`.
 
     There is no `attention_mask`. With `merge_labels`, `labels` and `radix_label_indices` are absent,
     `radix_predictor_indices` [R] are the distinct predictors, and two more entries belong to `shift_labels` [1, P]:
@@ -70,8 +74,13 @@ class RadixCollator:
     pad_to_multiple_of: int | None = None
     merge_labels: bool = False
     return_tensors: str = "pt"
+    step_cost: StepCost | None = None
 
     def __post_init__(self) -> None:
+        if self.step_cost is not None and self.min_shared_tokens != 1:
+            raise ValueError(
+                f"step_cost chooses min_shared_tokens; leave out min_shared_tokens={self.min_shared_tokens}"
+            )
         if self.return_tensors != "pt":
             raise ValueError(
                 f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
@@ -84,10 +93,7 @@ class RadixCollator:
         """The batch of features that have been read already."""
         ids, labels = (np.concatenate([feature[column] for feature in arrays]) for column in range(2))
         cu_seqlens = np.concatenate([[0], np.cumsum([len(sequence[0]) for sequence in arrays])])
-        plan = build_prefix_plan(
-            ids, cu_seqlens, packed_positions(arrays),
-            min_shared_tokens=self.min_shared_tokens, pad_to_multiple_of=self.pad_to_multiple_of,
-        )  # fmt: skip
+        plan, chosen = self._plan(ids, cu_seqlens, packed_positions(arrays))
         predictions = list_predictions(plan, labels)
         targets = _merged_entries(predictions) if self.merge_labels else _plain_entries(predictions, plan)
         return {
@@ -95,7 +101,25 @@ class RadixCollator:
             "position_ids": torch.tensor(plan.position_ids)[None],
             **targets,
             **TreeLayout.from_plan(plan).to_batch(),
+            **chosen,
         }
+
+    def _plan(
+        self, ids: IntArray, cu_seqlens: IntArray, positions: IntArray | None
+    ) -> tuple[PrefixPlan, dict[str, int]]:
+        """The plan, and what was chosen for it."""
+
+        def plan_of(min_shared_tokens: int) -> PrefixPlan:
+            return build_prefix_plan(
+                ids, cu_seqlens, positions,
+                min_shared_tokens=min_shared_tokens, pad_to_multiple_of=self.pad_to_multiple_of,
+            )  # fmt: skip
+
+        if self.step_cost is None:
+            return plan_of(self.min_shared_tokens), {}
+        choice, plan = self.step_cost.cheapest(plan_of)
+        place = CHOICES.index(choice.strategy)
+        return plan, {f"{PREFIX}strategy": place, f"{PREFIX}min_shared_tokens": choice.min_shared_tokens}
 
 
 def all_feature_arrays(features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:

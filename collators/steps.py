@@ -14,6 +14,7 @@ from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_to
 from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.radix import FeatureArrays, RadixCollator, all_feature_arrays, packed_positions
 from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.step_cost import StepCost
 
 __all__ = ["StepCollator"]
 
@@ -26,7 +27,7 @@ class StepCollator:
         budget of rows x longest row: the baseline.
     max_tokens: most tokens that a micro-batch computes; None for a single micro-batch.
     merge_labels: identical predictions merged and weighted (training), or one per labelled token (`predict`).
-    min_shared_tokens, pad_to_multiple_of, pad_token_id: see `RadixCollator` and `PaddedCollator`.
+    min_shared_tokens, pad_to_multiple_of, step_cost, pad_token_id: see `RadixCollator` and `PaddedCollator`.
 
     Called with features as `RadixCollator`; returns
 
@@ -43,6 +44,7 @@ class StepCollator:
     min_shared_tokens: int = 1
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
+    step_cost: StepCost | None = None
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         arrays = all_feature_arrays(features)
@@ -74,4 +76,5 @@ class StepCollator:
     def _collator(self) -> RadixCollator | PaddedCollator:
         if not self.dedup:
             return PaddedCollator(self.pad_token_id)
-        return RadixCollator(self.min_shared_tokens, self.pad_to_multiple_of, self.merge_labels)
+        sizes = self.min_shared_tokens, self.pad_to_multiple_of, self.merge_labels
+        return RadixCollator(*sizes, step_cost=self.step_cost)

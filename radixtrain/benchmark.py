@@ -160,7 +160,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     return [
         Measured(
             cell=work.cell,
-            attention=attention,
+            attention=f"auto: {work.choices}" if attention == "auto" and work.auto else attention,
             num_tokens=work.num_tokens,
             num_unique_tokens=work.num_unique_tokens,
             ideal_speedup=work.ideal_speedup(model.config),

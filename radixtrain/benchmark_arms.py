@@ -37,7 +37,7 @@ def loss_terms(model: PreTrainedModel, work: Work, arm: str | None) -> Iterator[
     """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
     prefix = "" if arm is None else "radix_"
     head = model.get_output_embeddings().weight
-    for batch in work.ordinary if arm is None else work.radix:
+    for batch in work.batches(arm):
         hidden = _predicting_rows(model, batch, arm)
         rows, weights = (batch.tensors[f"{prefix}{name}"] for name in ("prediction_rows", "loss_weights"))
         yield linear_cross_entropy(hidden, head, batch.tensors["shift_labels"][0], rows, weights) / work.num_labels
@@ -55,15 +55,14 @@ def run_step(model: PreTrainedModel, work: Work, arm: str | None) -> None:
 def hidden_states(model: PreTrainedModel, work: Work, arm: str | None) -> Tensor:
     """(T, D), the last hidden state of every original token, sequence by sequence."""
     of_sequence: dict[int, Tensor] = {}
-    for number, batch in enumerate(work.ordinary if arm is None else work.radix):
+    for batch in work.batches(arm):
         lengths = [work.lengths[index] for index in batch.members]
         if arm is None:
             padded = _ordinary_hidden(model, batch)
             states = [row[:length] for row, length in zip(padded, lengths, strict=True)]
         else:
             unique = _radix_hidden(model, batch, (*TARGET_KEYS, "radix_predictor_indices"))
-            inverse = torch.tensor(work.plans[number].inverse_indices, device=unique.device)
-            states = list(unique[inverse].split(lengths))
+            states = list(unique[batch.tensors["radix_inverse_indices"]].split(lengths))
         of_sequence.update(zip(batch.members, states, strict=True))
     return torch.cat([of_sequence[index] for index in range(len(work.lengths))])
 

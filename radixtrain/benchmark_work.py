@@ -22,8 +22,9 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.cost import ordinary_flops, unique_flops
 from radixtrain.errors import UserError
 from radixtrain.plan import PrefixPlan, build_prefix_plan
+from radixtrain.step_cost import CHOICES, StepCost
 
-__all__ = ["MicroBatch", "Work", "make_work", "with_ordinary_rows", "work_of"]
+__all__ = ["MicroBatch", "Work", "make_work", "with_choices", "with_ordinary_rows", "work_of"]
 
 UNTIMED_TOKENS = 16384  # rows x length of an ordinary micro-batch that is there for the check alone
 
@@ -50,6 +51,7 @@ class Work:
     num_labels: labelled tokens, the divisor of the loss.
     ordinary, radix: micro-batches that make the step together.
     plans: of each micro-batch in `radix`.
+    auto: the same as `radix` with what a calibration chose for each, or None.
     """
 
     cell: Cell | Rows
@@ -59,10 +61,28 @@ class Work:
     ordinary: list[MicroBatch]
     radix: list[MicroBatch]
     plans: list[PrefixPlan]
+    auto: list[MicroBatch] | None = None
 
     def to(self, device: torch.device) -> Work:
-        ordinary, radix = ([batch.to(device) for batch in arm] for arm in (self.ordinary, self.radix))
-        return replace(self, ordinary=ordinary, radix=radix)
+        ordinary, radix, auto = (
+            [batch.to(device) for batch in arm or ()] for arm in (self.ordinary, self.radix, self.auto)
+        )
+        return replace(self, ordinary=ordinary, radix=radix, auto=auto or None)
+
+    def batches(self, arm: str | None) -> list[MicroBatch]:
+        """Of an arm: None is the ordinary one, `auto` what the calibration chose, any other a strategy by name."""
+        if arm is None:
+            return self.ordinary
+        return self.auto if arm == "auto" and self.auto is not None else self.radix
+
+    @property
+    def choices(self) -> str:
+        """What the calibration chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
+        chosen = [
+            f"{CHOICES[batch.tensors['radix_strategy']]}/{batch.tensors['radix_min_shared_tokens']}"
+            for batch in self.auto or ()
+        ]
+        return ", ".join(dict.fromkeys(chosen))
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +139,13 @@ def work_of(
     plans = [_plan([arrays[index] for index in batch.members]) for batch in radix]
     lengths = [len(ids) for ids, _, _ in arrays]
     return Work(cell, features, lengths, step["num_labels"], _padded(arrays, rows, False), radix, plans)
+
+
+def with_choices(work: Work, step_cost: StepCost, max_tokens: int | None = None) -> Work:
+    """The same work with the arm `auto`; on the host. max_tokens: as for `work_of`."""
+    step = StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features)
+    auto = [MicroBatch(*each) for each in zip(step["members"], step["micro_batches"], strict=True)]
+    return replace(work, auto=auto)
 
 
 def with_ordinary_rows(work: Work, rows: int | None, keep_mask: bool = False) -> Work:

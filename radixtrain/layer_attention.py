@@ -49,6 +49,7 @@ class RadixCall:
     attention: str
     kernel: str
     window_may_bind: bool
+    chosen: str | None = None  # by the collator, for `auto`
     calls: list[int] = field(default_factory=list)  # the id of every attention module that came by
 
 
@@ -114,11 +115,13 @@ def _attend(
     _check_call(module, dropout, {**kwargs, "softcap": softcap, "s_aux": s_aux})
     longest = call.layout.max_seqlen
     window = window_of(_name_of(module), attention_mask, kwargs.get("sliding_window"), longest, call.window_may_bind)
+    cannot = call.chosen == "cascade" and window is not None and window < longest
+    attention = call.attention if call.chosen is None or cannot else call.chosen
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the head dim before padding
     rows_first = (_as_autocast(x[0]).transpose(0, 1) for x in (query, key, value))
     try:
         out_UNH = tree_attention(
-            *_of_one_head_dim(*rows_first), call.layout, attention=call.attention, kernel=call.kernel,
+            *_of_one_head_dim(*rows_first), call.layout, attention=attention, kernel=call.kernel,
             scale=scale, softcap=softcap, window=window, sinks=s_aux,
         )  # fmt: skip
     except ValueError as error:

@@ -16,6 +16,7 @@ packed document. So the hooks check that ours is in force, and count that every 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -28,10 +29,12 @@ from radixtrain.layer_attention import ATTENTION_NAME, EAGER_NAME, RadixCall, re
 from radixtrain.layer_windows import no_mask, window_may_bind
 from radixtrain.layout import PREFIX, TreeLayout
 from radixtrain.refusals import check_attention, check_choice, check_dropout, check_pass
+from radixtrain.step_cost import CHOICES
 
 __all__ = ["ATTENTION_NAME", "backbone_of", "prepare_model", "prepared_options", "pretrained_model_of", "restore_model"]
 
 STATE = "_radixtrain"
+logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -41,7 +44,8 @@ def prepare_model(
     """Make a model accept the batches of a `RadixCollator`, beside the ordinary ones. Returns the same model.
 
     model: a `PreTrainedModel`, or one wrapped by PEFT. Preparing again replaces the earlier choice.
-    attention: `auto`, `cascade`, `path`, `expand` or `reference`; see `radixtrain.attention`.
+    attention: `auto`, `cascade`, `path`, `expand` or `reference`; see `radixtrain.attention`. With `auto`, batches of a
+        collator that has a `step_cost` bring their own choice.
     kernel: `auto`, `torch`, `flash_attn` or `eager`.
     allow_dropout: names of dropout modules (or the end of their names) to accept although a shared token then draws one
         mask where an ordinary batch draws one per copy: still a dropout, no longer the same gradient.
@@ -122,6 +126,7 @@ class _BackboneHooks:
     def __init__(self, attention: str, kernel: str, num_layers: int, allow_dropout: tuple[str, ...]):
         self.attention, self.kernel, self.num_layers = attention, kernel, num_layers
         self.allow_dropout = allow_dropout
+        self.choices: set[tuple[str, int | None]] = set()
 
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. Leaves ordinary batches alone."""
@@ -140,10 +145,21 @@ class _BackboneHooks:
             )
         may_bind = window_may_bind(backbone.config, layout)
         predictor_indices = entries.get(f"{PREFIX}predictor_indices")
-        call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind)
+        call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind, self._chosen(entries))
         rest = {name: value for name, value in kwargs.items() if name not in entries}
         mask = no_mask(may_bind, rows.device)
         return args, {**rest, "attention_mask": mask, "use_cache": False, "radix_call": call}
+
+    def _chosen(self, entries: Mapping[str, Any]) -> str | None:
+        """The strategy that the collator's `step_cost` chose, said the first time; None where there is none."""
+        place = entries.get(f"{PREFIX}strategy")
+        if place is None or self.attention != "auto":
+            return None
+        choice = CHOICES[place], entries.get(f"{PREFIX}min_shared_tokens")
+        if choice not in self.choices:
+            self.choices.add(choice)
+            logger.info("a batch is fastest with attention=%s, min_shared_tokens=%s", *choice)
+        return choice[0]
 
     def behind(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer attended by the tree, keep the rows that predict, and count every original token."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from radixtrain.kernels.pieces import Piece
 from radixtrain.kernels.ragged import Ragged
 
-__all__ = ["BLOCK", "blocked_pieces"]
+__all__ = ["BLOCK", "blocked_pieces", "cascade_bounds"]
 
 BLOCK = 32  # rows of a block of several segments; a longer segment has its block for itself
 
@@ -32,11 +32,18 @@ def blocked_pieces(
     block: most rows of a block of several segments.
     """
     starts, ends = segment_starts.tolist(), subtree_ends.tolist()
+    rows, behind = cascade_bounds(starts, ends, block)
+    own = Piece(slice(None), slice(None), _own_call(rows, starts, row_subtree_ends))
+    return (own, *(_sliced_piece(*bounds) for bounds in behind))
+
+
+def cascade_bounds(
+    starts: list[int], subtree_ends: list[int], block: int = BLOCK
+) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+    """Where each block starts, and U; and for each slice (first query, last + 1, first key, last + 1)."""
     first_segments = _blocks(starts, block)
     rows = [starts[segment] for segment in first_segments]
-    own = Piece(slice(None), slice(None), _own_call(rows, first_segments, row_subtree_ends))
-    behind = _behind_their_block(first_segments, starts, ends)
-    return (own, *(_sliced_piece(*piece) for piece in behind))
+    return rows, list(_behind_their_block(first_segments, starts, subtree_ends))
 
 
 def _blocks(starts: list[int], block: int) -> list[int]:
@@ -48,14 +55,13 @@ def _blocks(starts: list[int], block: int) -> list[int]:
     return [*firsts, len(starts) - 1]
 
 
-def _own_call(rows: list[int], first_segments: list[int], row_subtree_ends: Tensor) -> Ragged:
+def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> Ragged:
     """Blocks onto themselves: a single segment is causal, several have their part of the tree mask."""
     cu_seqlens = torch.tensor(rows, dtype=torch.int32)
-    several = [last - first > 1 for first, last in pairwise(first_segments)]
+    segment_at = dict(pairwise(starts))
     bounds = tuple((start, end, start, end) for start, end in pairwise(rows))
     masks = tuple(
-        _tree_mask(start, end, row_subtree_ends) if mixed else None
-        for mixed, (start, end) in zip(several, pairwise(rows), strict=True)
+        None if segment_at[start] == end else _tree_mask(start, end, row_subtree_ends) for start, end in pairwise(rows)
     )
     longest = max((end - start for start, end in pairwise(rows)), default=0)
     return Ragged(cu_seqlens, cu_seqlens, longest, longest, True, bounds, masks)

@@ -5,6 +5,7 @@ Generated cases are the same in every run, so that red is a change's doing; RADI
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +25,12 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Calibrations of this run alone, shared by its workers and the commands that it starts."""
+    if "RADIXTRAIN_CACHE" not in os.environ:
+        os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-calibration-")
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     ["kernels"],
     ["errors", "plan", "tree_pieces"],
-    ["loss", "layout", "cost", "peak_memory"],
+    ["loss", "layout", "cost", "step_cost", "peak_memory"],
     ["attention", "layer_windows"],
     ["layer_attention", "refusals"],
     ["model"],
+    ["calibration"],
     ["collators"],
     ["oracle", "equivalence_report"],
     ["equivalence"],

@@ -16,6 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.benchmark import Cell, Measured, ModelShape, Settings, build_model, make_work, measure
 from radixtrain.benchmark_cells import Mode, Tree
+from radixtrain.benchmark_work import with_choices
+from radixtrain.calibration import calibrate
 from radixtrain.commands.bench_environment import environment, header
 from radixtrain.commands.bench_options import Attention, check_options, grid, strategies
 from radixtrain.commands.bench_plot import draw
@@ -56,7 +58,8 @@ def bench(
         tree: flat, one prompt for all; nested, three levels: half of the prompt shared by all, the other half by every
             four sequences, then the suffixes.
         mode: step, forward and backward; forward, without gradients.
-        attention: strategies on unique tokens, timed in turns with the ordinary arm and one another.
+        attention: strategies on unique tokens, timed in turns with the ordinary arm and one another. auto is what the
+            calibration of this machine chooses, `min_shared_tokens` included; the table says what that was.
         kernel: of the attention on unique tokens.
         attn_implementation: of the ordinary arm: Hugging Face's sdpa, flash_attention_2, eager.
         device: where it runs.
@@ -130,6 +133,8 @@ def _measure(
             _say(where)
             try:
                 model = build_model(shape, device, dtype, attn_implementation) if model is None else model
+                if "auto" in settings.attention:
+                    work = with_choices(work, calibrate(model, kernel=settings.kernel))
                 yield measure(model, work, settings)
             except torch.OutOfMemoryError:
                 _say(f"{where}: left out: the device's memory does not hold it")

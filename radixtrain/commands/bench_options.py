@@ -62,13 +62,14 @@ def grid(models: Any, prompt_length: Any, suffix_length: Any, num_sequences: Any
 def strategies(
     wanted: str | Sequence[str], kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[str, ...]:
-    """The strategies by the names of what runs, `auto` resolved, each once. Raises UserError where one cannot run."""
+    """The strategies, each once; `auto` stays, for the calibration to choose. Raises UserError where one cannot run."""
     names = [wanted] if isinstance(wanted, str) else wanted
     try:
-        chosen = [choose_attention(name, kernel, device, dtype, head_dim).strategy for name in names]
+        for name in names:
+            choose_attention(name, kernel, device, dtype, head_dim)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return tuple(dict.fromkeys(chosen))
+    return tuple(dict.fromkeys(names))
 
 
 def _check_plot(plot: str, ordinary: bool) -> None:

@@ -17,6 +17,7 @@ from radixtrain.data.formats import read_rows
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler
 from radixtrain.errors import DataError, UserError, first_line
+from radixtrain.step_cost import StepCost
 
 __all__ = ["SFTData"]
 
@@ -48,7 +49,8 @@ class SFTData(L.LightningDataModule):
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
         seed: of that order and of `val_size`; on the command line it is `seed_everything`, and 42 where that
             is true or false and not a number.
-        min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch.
+        min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch; auto chooses for each
+            batch, together with the attention strategy, by a calibration of this machine that is measured once.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
         dataloader_num_workers: processes that collate and build plans ahead of the training step.
         model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
@@ -76,7 +78,7 @@ class SFTData(L.LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         shuffle_dataset: bool = True,
         seed: int = 42,
-        min_shared_tokens: int = 1,
+        min_shared_tokens: int | Literal["auto"] = "auto",
         pad_to_multiple_of: int | None = None,
         dataloader_num_workers: int = 1,
         model_name_or_path: str | None = None,
@@ -146,14 +148,21 @@ class SFTData(L.LightningDataModule):
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
         """What makes an optimizer step of sequences; for use outside Lightning."""
         hparams = self.hparams
-        return StepCollator(
-            hparams.dedup, hparams.max_tokens, merge_labels, hparams.min_shared_tokens, hparams.pad_to_multiple_of
-        )
+        is_auto = hparams.min_shared_tokens == "auto"
+        cost = self._step_cost() if is_auto and hparams.dedup else None
+        least = 1 if is_auto else hparams.min_shared_tokens
+        sizes = hparams.dedup, hparams.max_tokens, merge_labels, least, hparams.pad_to_multiple_of
+        return StepCollator(*sizes, step_cost=cost)
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:
         """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
         indices = list(self._sampler("train", self.hparams.shuffle_dataset))[index]
         return StepDataset(self.conversations["train"], self.step_collator()).features(indices)
+
+    def _step_cost(self) -> StepCost | None:
+        """Of the model that is trained; None outside a trainer."""
+        module: Any = getattr(self.trainer, "lightning_module", None)
+        return module.step_cost() if hasattr(module, "step_cost") else None
 
     def _sampler(self, split: str, shuffle: bool) -> StepSampler:
         return StepSampler(len(self.conversations[split]), self.hparams.batch_size, shuffle, self.hparams.seed)
@@ -213,7 +222,7 @@ class SFTData(L.LightningDataModule):
         hparams = self.hparams
         smallest = {"batch_size": 1, "max_tokens": 1, "min_shared_tokens": 1, "dataloader_num_workers": 0}
         for name, least in smallest.items():
-            if hparams[name] < least:
+            if hparams[name] != "auto" and hparams[name] < least:
                 raise UserError(f"data.{name} must be at least {least}, got {hparams[name]}")
         if hparams.val_size < 0:
             raise UserError(

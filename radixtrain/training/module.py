@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
+from radixtrain.calibration import calibrate
 from radixtrain.errors import UserError
 from radixtrain.layout import sequences_of
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
 from radixtrain.model import backbone_of, pretrained_model_of
+from radixtrain.step_cost import StepCost
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
 from radixtrain.training.verification import verify_step
@@ -174,6 +176,13 @@ class RadixModule(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.speed.start()  # validation between the epochs is not training
+
+    def step_cost(self) -> StepCost | None:
+        """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated."""
+        if self.model is None or self.hparams.attention == "reference":
+            return None
+        options = {"attention": self.hparams.attention, "kernel": self.hparams.kernel}
+        return calibrate(self.model, **options, device=self.trainer.strategy.root_device)
 
     def _verify_first_batch(self) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)

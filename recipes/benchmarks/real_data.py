@@ -24,6 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.benchmark import Measured, ModelShape, Rows, Settings, Work, build_model, measure, work_of
 from radixtrain.benchmark_baseline import fastest_ordinary
+from radixtrain.benchmark_work import with_choices
+from radixtrain.calibration import calibrate
 from radixtrain.commands.bench_environment import environment, header
 from radixtrain.commands.bench_options import check_options, strategies
 from radixtrain.commands.bench_report import print_table, write_csv
@@ -107,6 +109,8 @@ def measure_file(
     work = work_of(Rows(shape, f"{len(samples)} of {file.name}", len(samples)), features, None, options.max_tokens)
     print(described(work), flush=True)
     model = build_model(shape, device, dtype, options.attn_implementation)
+    if "auto" in settings.attention:
+        work = with_choices(work, calibrate(model, kernel=settings.kernel), options.max_tokens)
     work, seconds = fastest_ordinary(model, work, [size or None for size in options.ordinary_rows])
     tried = ", ".join(f"{size} rows {time:.3f} s" for size, time in seconds.items())
     print(f"  ordinary step in micro-batches of {tried}; the fastest is measured", flush=True)

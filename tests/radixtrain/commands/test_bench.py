@@ -76,9 +76,11 @@ def test_the_whole_grid_in_a_csv_that_parses_back(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.count("2x32") == len(rows)
 
 
-def test_auto_is_named_and_measured_once(tmp_path: Path) -> None:
-    assert main(command(attention="[auto, cascade]", csv=tmp_path / "a.csv")) == 0
-    assert [row["attention"] for row in rows_of(tmp_path / "a.csv")] == ["cascade"]
+def test_auto_is_measured_and_says_what_it_chose(tmp_path: Path) -> None:
+    assert main(command(attention="[auto, cascade, cascade]", csv=tmp_path / "a.csv")) == 0
+    auto, by_name = (row["attention"] for row in rows_of(tmp_path / "a.csv"))
+    assert re.fullmatch(r"auto: (cascade|path|expand)/(1|4|16|64)", auto)
+    assert by_name == "cascade"
 
 
 def test_a_config_and_what_overrides_it(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_a_config_and_what_overrides_it(tmp_path: Path) -> None:
 
 
 def test_the_radix_arm_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(ordinary="false", num_sequences="[8, 50]", csv=tmp_path / "a.csv")) == 0
+    assert main(command(ordinary="false", attention="cascade", num_sequences="[8, 50]", csv=tmp_path / "a.csv")) == 0
     _, _, columns, small, large = capsys.readouterr().out.splitlines()
     assert columns.split() == [*TITLES, "token", "radix", "radix", "error"]
     assert small.split()[8:10] == ["cascade", "100"] and large.split()[9] == "310"
@@ -188,7 +190,7 @@ class TestRefusal:
         monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", broken)
 
     def test_times_of_a_wrong_gradient_are_not_reported(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(command()) == 1
+        assert main(command(attention="cascade")) == 1
         captured = capsys.readouterr()
         (error,) = (line for line in captured.err.splitlines() if line.startswith("error: "))
         assert "8 x (60 + 5), flat, step, cascade: float32: NOT EQUAL: model.layers." in error
