@@ -1,10 +1,15 @@
-"""Varlen kernels for CUDA: the flash-attention that torch carries, and the package flash-attn.
+"""Varlen kernels for CUDA: the flash-attention that torch carries, and the packages flash-attn (2) and flash-attn-3.
 
-Legend in `ragged.py`.
+Legend in `ragged.py`. All three are bottom-right causal, take grouped heads, and need a last axis without gaps. For
+a query without a key they return a log-sum-exp of +inf, not -inf; no piece of ours has one, and no entry is empty.
+
+A backward in a fixed order is asked for where it can be: of both packages. The one inside torch adds dq with atomics.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -13,9 +18,22 @@ from torch import Tensor
 from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.scoring import Scoring
 
-__all__ = ["FlashAttnKernel", "TorchCUDAKernel", "takes_window"]
+__all__ = [
+    "FLASH_3_MAX_HEAD_DIM",
+    "FlashAttn3Kernel",
+    "FlashAttnKernel",
+    "TorchCUDAKernel",
+    "flash_3_missing",
+    "takes_window",
+]
 
 aten = torch.ops.aten
+FLASH_3_MAX_HEAD_DIM = 192  # its backward in a fixed order rounds wider heads up to 256, and refuses those
+# Arguments of `flash_attn_3::fwd` for caches, pages, rotary embeddings and 8-bit inputs. Older builds have no defaults.
+FLASH_3_UNUSED = (
+    "k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
+    "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
+)  # fmt: skip
 
 
 class TorchCUDAKernel:
@@ -55,7 +73,7 @@ class FlashAttnKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.interface._flash_attn_varlen_forward(
             *(_rows_contiguous(x) for x in (q, k, v)), *_ragged_arguments(ragged), 0.0, scoring.scale,
-            causal=ragged.causal, **self._modifiers(ragged, scoring),
+            causal=ragged.causal, **_window_and_softcap(ragged, scoring),
         )  # fmt: skip
         return out, lse
 
@@ -66,14 +84,56 @@ class FlashAttnKernel:
         self.interface._flash_attn_varlen_backward(
             *(_rows_contiguous(x) for x in (dout, q, k, v, out)), lse.contiguous(), dq, dk, dv,
             *_ragged_arguments(ragged), 0.0, scoring.scale, ragged.causal,
-            **self._modifiers(ragged, scoring), alibi_slopes=None, deterministic=True,
+            **_window_and_softcap(ragged, scoring), alibi_slopes=None, deterministic=True,
         )  # fmt: skip
         return dq, dk, dv
 
-    def _modifiers(self, ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
-        assert ragged.causal or scoring.window is None, "a window counts from the last key"
-        left, right = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
-        return {"window_size_left": left, "window_size_right": right, "softcap": scoring.softcap or 0.0}
+
+class FlashAttn3Kernel:
+    """The flash-attn-3 package, for Hopper: the operators that `flash_attn_3._C` registers with torch.
+
+    They are called by the names of their schema, which builds share. The functions above them in
+    `flash_attn_interface` have changed: `window_size` is two numbers now, and `causal` is `is_causal`.
+
+    Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever they are told.
+    """
+
+    def __init__(self) -> None:
+        importlib.import_module("flash_attn_3._C")  # optional: needs a CUDA toolchain to build
+        self.ops = torch.ops.flash_attn_3
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.ops.fwd(
+            *(_rows_contiguous(x) for x in (q, k, v)), **self._arguments(ragged, scoring),
+            **dict.fromkeys(FLASH_3_UNUSED), num_splits=1,  # 0 lets it split the keys, and merge them in a second pass
+        )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        self.ops.bwd(
+            *(_rows_contiguous(x) for x in (dout, q, k, v, out)), lse.contiguous(), dq=dq, dk=dk, dv=dv,
+            **self._arguments(ragged, scoring), seqused_q=None, seqused_k=None, deterministic=True,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _arguments(self, ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        bounds = dict(zip(names, _ragged_arguments(ragged), strict=True))
+        masking = {"is_causal": ragged.causal, **_window_and_softcap(ragged, scoring)}
+        return {**bounds, "softmax_scale": scoring.scale, **masking}
+
+
+def flash_3_missing(device: torch.device) -> str | None:
+    """What flash-attention 3 lacks on a CUDA device, in the words of an error; None where it is all there."""
+    if importlib.util.find_spec("flash_attn_3") is None:
+        return "the package flash-attn-3 is not installed (built from hopper/ of Dao-AILab/flash-attention)"
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU, and torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 9 else f"needs a Hopper GPU (compute capability 9.x), this one has {major}.{minor}"
 
 
 def takes_window() -> bool:
@@ -81,6 +141,13 @@ def takes_window() -> bool:
     names = ("_flash_attention_forward", "_flash_attention_backward")
     schemas = [getattr(aten, name).default._schema for name in names]
     return all("window_size_left" in [argument.name for argument in schema.arguments] for schema in schemas)
+
+
+def _window_and_softcap(ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
+    """As both packages take them: the keys on either side of a query's own, -1 for all; 0 for no soft-cap."""
+    assert ragged.causal or scoring.window is None, "a window counts from the last key"
+    left, right = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
+    return {"window_size_left": left, "window_size_right": right, "softcap": scoring.softcap or 0.0}
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """The varlen attention kernels by name; each returns its log-sum-exp and takes it back (`ragged.py`).
 
-| name         | where                          | dtypes                           | soft-cap | window |
-|--------------|--------------------------------|----------------------------------|----------|--------|
-| `torch`      | the flash kernels inside torch | CPU all, CUDA float16 / bfloat16 | no       | yes    |
-| `flash_attn` | the flash-attn package, CUDA   | float16, bfloat16                | yes      | yes    |
-| `eager`      | anywhere, a loop of matmuls    | all; the specification           | yes      | yes    |
+| name           | where                          | dtypes                           | soft-cap | window |
+|----------------|--------------------------------|----------------------------------|----------|--------|
+| `torch`        | the flash kernels inside torch | CPU all, CUDA float16 / bfloat16 | no       | yes    |
+| `flash_attn`   | the flash-attn package, CUDA   | float16, bfloat16                | yes      | yes    |
+| `flash_attn_3` | flash-attn-3, Hopper           | float16, bfloat16                | yes      | yes    |
+| `eager`        | anywhere, a loop of matmuls    | all; the specification           | yes      | yes    |
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ from __future__ import annotations
 import torch
 
 from radixtrain.kernels.blockwise import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.flash import FlashAttnKernel, TorchCUDAKernel
+from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.ragged import VarlenKernel
 
 __all__ = ["KERNELS", "varlen_kernel"]
 
-KERNELS = ("torch", "flash_attn", "eager")
+KERNELS = ("torch", "flash_attn", "flash_attn_3", "eager")
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
-    """The kernel of that name on that device. ImportError without flash-attn, ValueError for an unknown name."""
+    """The kernel of that name on that device. ImportError without its package, ValueError for an unknown name."""
     if name == "eager":
         return EagerKernel()
     if name == "flash_attn" and device.type == "cuda":
         return FlashAttnKernel()
+    if name == "flash_attn_3" and device.type == "cuda":
+        return FlashAttn3Kernel()
     if name == "torch" and device.type in ("cpu", "cuda"):
         return TorchCUDAKernel() if device.type == "cuda" else TorchCPUKernel()
     raise ValueError(f"no attention kernel {name!r} on device {device.type!r}; kernels: {', '.join(KERNELS)}")

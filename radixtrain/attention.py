@@ -23,7 +23,7 @@ from torch import Tensor
 
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
-from radixtrain.kernels.flash import takes_window
+from radixtrain.kernels.flash import FLASH_3_MAX_HEAD_DIM, flash_3_missing, takes_window
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
@@ -70,7 +70,7 @@ def tree_attention(
     key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand` or `reference`. `auto` is `cascade`, or `path` where a window binds.
-    kernel: `auto`, `torch`, `flash_attn` or `eager`; not used by `reference`.
+    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`; not used by `reference`.
     scale: factor on the scores; default `H ** -0.5`.
     softcap: None, or c: scaled scores s become `c * tanh(s / c)`.
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
@@ -154,7 +154,7 @@ def _choose_kernel(kernel: str, call: _Call) -> tuple[str, str]:
         if refusal:
             raise ValueError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
         return kernel, "by request"
-    preferred = ("flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
+    preferred = ("flash_attn_3", "flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
     refusals = {name: _refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)
     passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]
@@ -173,10 +173,13 @@ def _refusal(kernel: str, call: _Call) -> str | None:
         return f"needs CUDA, the tensors are on {call.device.type}"
     if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed (pip install 'radixtrain[flash]', needs a CUDA toolchain)"
+    if kernel == "flash_attn_3" and (missing := flash_3_missing(call.device)):
+        return missing
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {call.dtype}"
-    if call.head_dim > FLASH_MAX_HEAD_DIM or call.head_dim % 8:
-        return f"takes head dims that are multiples of 8 up to {FLASH_MAX_HEAD_DIM}, got {call.head_dim}"
+    widest = FLASH_3_MAX_HEAD_DIM if kernel == "flash_attn_3" else FLASH_MAX_HEAD_DIM
+    if call.head_dim > widest or call.head_dim % 8:
+        return f"takes head dims that are multiples of 8 up to {widest}, got {call.head_dim}"
     if kernel == "torch" and call.window and not takes_window():
         return f"takes no sliding window in torch {torch.__version__}"
     return None

@@ -160,7 +160,7 @@ class _Precision:
 
     def kernel(self, asked_for: str) -> str:
         """flash-attn knows 16 bits only; the wider rungs test the same tree on a kernel that can."""
-        return "auto" if asked_for == "flash_attn" and self.name in ("float64", "float32") else asked_for
+        return "auto" if asked_for.startswith("flash") and self.name in ("float64", "float32") else asked_for
 
 
 @contextmanager

@@ -106,6 +106,7 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return eager
 
 
+@torch.compiler.disable  # host integers and kernels of its own: traced, it would be compiled anew for every tree
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, call: RadixCall,
     scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,

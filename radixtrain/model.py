@@ -20,6 +20,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -46,7 +47,7 @@ def prepare_model(
     model: a `PreTrainedModel`, or one wrapped by PEFT. Preparing again replaces the earlier choice.
     attention: `auto`, `cascade`, `path`, `expand` or `reference`; see `radixtrain.attention`. With `auto`, batches of a
         collator that has a `step_cost` bring their own choice.
-    kernel: `auto`, `torch`, `flash_attn` or `eager`.
+    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`.
     allow_dropout: names of dropout modules (or the end of their names) to accept although a shared token then draws one
         mask where an ordinary batch draws one per copy: still a dropout, no longer the same gradient.
 
@@ -128,6 +129,7 @@ class _BackboneHooks:
         self.allow_dropout = allow_dropout
         self.choices: set[tuple[str, int | None]] = set()
 
+    @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. Leaves ordinary batches alone."""
         entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}

@@ -8,7 +8,12 @@ import torch
 
 from radixtrain import build_prefix_plan, tree_attention
 from radixtrain.attention import choose_attention
+from radixtrain.kernels.blockwise import EagerKernel
+from radixtrain.kernels.flash import flash_3_missing
+from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.reference import tree_mask
+from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.layout import TreeLayout
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book
 
@@ -16,7 +21,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs these: make test-gpu"),
 ]
-INSTALLED = ["torch", "eager", *(["flash_attn"] if importlib.util.find_spec("flash_attn") else [])]
+CUDA = torch.device("cuda")
+PACKAGES = [name for name in ("flash_attn", "flash_attn_3") if importlib.util.find_spec(name)]
+if "flash_attn_3" in PACKAGES and flash_3_missing(CUDA):  # it is there, and this is no Hopper
+    PACKAGES.remove("flash_attn_3")
+INSTALLED = ["torch", "eager", *PACKAGES]
 
 
 def nested_plan():
@@ -106,3 +115,51 @@ def test_modifiers_in_bfloat16(attention, kernel, modifiers):
     assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=("out", "dq", "dk", "dv"))
     if sinks is not None:  # eight numbers: too few for luck to average out, so one rounding of each is let through
         assert (actual[4] - truth[4]).norm() <= 2 * (reference[4] - truth[4]).norm() + 2**-8 * truth[4].norm()
+
+
+def rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(CUDA)
+
+
+def ragged_call():
+    """Entries of several lengths, two of them without queries, and one of a single query."""
+    queries, keys = (torch.tensor(lengths) for lengths in ([0, 100, 0, 1, 70], [64, 130, 5, 33, 70]))
+    cu_seqlens = (torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(CUDA) for lengths in (queries, keys))
+    return Ragged(*cu_seqlens, 100, 130, causal=True)
+
+
+@pytest.mark.parametrize("name", [name for name in INSTALLED if name != "eager"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_against_the_specification(name, heads, head_dim):
+    """One call, with the merged out and lse of another: bottom-right causal, grouped heads, entries without queries."""
+    kernel, ragged, scoring = varlen_kernel(name, CUDA), ragged_call(), Scoring(head_dim**-0.5)
+    q, dout, other = (rows(171, heads[0], head_dim, seed=n) for n in range(3))
+    k, v = (rows(302, heads[1], head_dim, seed=n) for n in (3, 4))
+    actual, expected = [], []
+    for each, results in ((kernel, actual), (EagerKernel(), expected)):
+        out, lse = each.forward(q, k, v, ragged, scoring)
+        merged = (out + other) / 2, lse + 0.7  # as after a merge with a piece of as much weight
+        results += [out, lse, *each.backward(dout, q, k, v, *merged, ragged, scoring)]
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm()
+    assert not actual[3][:64].any() and not actual[4][:64].any(), "keys that no query sees"
+
+
+@pytest.mark.skipif(not PACKAGES, reason="with flash-attn or flash-attn-3 installed this runs")
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+def test_the_same_bits_every_time(name, attention):
+    """A backward in a fixed order. Builds of flash-attn-3 from before September 2025 have none."""
+    plan = nested_plan()
+    *inputs, dout = (rows(plan.num_rows, heads, 128, seed=heads) for heads in (8, 2, 2, 8))
+    leaves = [x.requires_grad_() for x in inputs]
+    runs = [gradients(tree_attention(*leaves, plan, attention=attention, kernel=name), leaves, dout) for _ in range(20)]
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+def test_the_choice_of_this_machine():
+    """flash-attention 3 on a Hopper that has it, then 2, then what torch carries."""
+    preferred = next(name for name in ("flash_attn_3", "flash_attn", "torch") if name in INSTALLED)
+    assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == preferred

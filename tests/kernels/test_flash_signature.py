@@ -5,6 +5,7 @@ takes for granted, and reads wrong memory), and computes eagerly.
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ from radixtrain.kernels import flash
 from radixtrain.kernels.blockwise import EagerKernel
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
-from radixtrain.kernels.flash import FlashAttnKernel, TorchCUDAKernel
+from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel, flash_3_missing
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
@@ -49,7 +50,10 @@ TRIES = {
 
 
 class FlashRules:
-    """What a varlen flash kernel demands of its arguments (`mha_varlen_fwd` and `_bwd` in flash_api.cpp)."""
+    """What a varlen flash kernel demands of its arguments (`mha_varlen_fwd` and `_bwd` in flash_api.cpp).
+
+    Versions 2 and 3 demand the same, but for the widest head, which the door knows.
+    """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...]):
         self.dtypes = dtypes
@@ -62,6 +66,11 @@ class FlashRules:
             assert x.dtype == tensors[0].dtype and x.dtype in self.dtypes, f"got {x.dtype}"
             assert x.stride(-1) == 1, "must have contiguous last dimension"
             assert x.shape[-1] % 8 == 0 and x.shape[-1] <= 256, f"head_size {x.shape[-1]}"
+            steps = [
+                x.storage_offset(),
+                *(step for step, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1),
+            ]
+            assert not any(step % 8 for step in steps), "rows and heads must start at multiples of 16 bytes"
 
     def ragged(
         self,
@@ -83,6 +92,9 @@ class FlashRules:
             lengths = cu_seqlens.diff()
             assert lengths.min() >= 0 and type(longest) is int and longest == lengths.max()
         assert cu_seqlens_q.shape == cu_seqlens_k.shape
+        num_queries, num_keys = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+        blind = num_queries > (num_keys if causal else num_keys * len(q))
+        assert not blind.any(), "a query without a key has a log-sum-exp of +inf, which does not merge"
         swaps = max_q == 1 and q.shape[1] > k.shape[1] and not windowed
         if swaps:  # heads and queries change places, and then the bounds are not read
             assert len(q) == len(cu_seqlens_q) - 1
@@ -188,19 +200,104 @@ def stand_in_for_flash_attn(rules: FlashRules) -> ModuleType:
     return interface
 
 
+# `flash_attn_3::fwd` and `::bwd` as builds register them (hopper/flash_api.cpp in May 2025, and flash_api_stable.cpp).
+FORWARD_3 = """
+    fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new, Tensor(v_new!)? v_new, Tensor? q_v, Tensor(out!)? out,
+    Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k,
+    int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k,
+    Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale,
+    Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left=-1, int window_size_right=-1,
+    int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None,
+    int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"""
+BACKWARD_3 = """
+    bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq, Tensor(dk!)? dk,
+    Tensor(dv!)? dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,
+    int? max_seqlen_q, int? max_seqlen_k, float softmax_scale, bool is_causal, int window_size_left=-1,
+    int window_size_right=-1, float softcap=0.0, bool deterministic=False, int sm_margin=0)
+    -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"""
+
+
+def newer(schema: str) -> str:
+    """Every argument behind the tensors has got a default since."""
+    arguments, arrow, results = schema.partition(" ->")
+    arguments = re.sub(r"(\? \w+)(?=[,)])", r"\1=None", arguments)
+    arguments = arguments.replace("float softmax_scale", "float? softmax_scale=None")
+    return arguments.replace("bool is_causal,", "bool is_causal=False,") + arrow + results
+
+
+class FlashAttn3:
+    """Operators of flash-attn-3 that torch itself calls by their schema; `rules` are those of the running test."""
+
+    def __init__(self, namespace: str, schemas: tuple[str, str]):
+        self.rules = FlashRules(())
+        self.library = torch.library.Library(namespace, "FRAGMENT")
+        for schema, run in zip(schemas, (self.fwd, self.bwd), strict=True):
+            self.library.define(" ".join(schema.split()))
+            self.library.impl(run.__name__, run, "CPU")
+        self.ops = getattr(torch.ops, namespace)
+
+    def fwd(
+        self, q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None,
+        kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None,
+        k_descale=None, v_descale=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+        attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0,
+        pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        unused = (
+            k_new, v_new, q_v, out, cu_seqlens_k_new, seqused_q, seqused_k, page_table, kv_batch_idx, leftpad_k,
+            rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa,
+        )  # fmt: skip
+        assert all(x is None for x in unused) and attention_chunk == sm_margin == 0
+        assert num_splits == 1, "0 is for a heuristic to choose"
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal
+        modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+        out, lse = self.rules.forward(q, k, v, *ragged, scale=softmax_scale, **modifiers)
+        return out, lse, q.new_zeros(0), q.new_zeros(0)
+
+    def bwd(
+        self, dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        assert seqused_q is seqused_k is None and sm_margin == 0
+        assert deterministic is True, "atomics give other bits every time"
+        assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
+        self.rules.check_rows(dq, dk, dv)
+        ragged = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal
+        modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+        grads = self.rules.backward(dout, q, k, v, out, softmax_lse, *ragged, scale=softmax_scale, **modifiers)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+        return dq, dk, dv, *(q.new_zeros(0) for _ in range(5))
+
+
+FLASH_ATTN_3 = {
+    "flash_attn_3, older": FlashAttn3("flash_attn_3_older", (FORWARD_3, BACKWARD_3)),
+    "flash_attn_3, newer": FlashAttn3("flash_attn_3_newer", (newer(FORWARD_3), newer(BACKWARD_3))),
+}
+
+
 @pytest.fixture
 def rules() -> FlashRules:
     """Of the real kernels, but float64 is let in, to see the routing without rounding."""
     return FlashRules((*HALF, torch.float64))
 
 
-@pytest.fixture(params=["torch", "flash_attn"])
+@pytest.fixture(params=["torch", "flash_attn", *FLASH_ATTN_3])
 def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rules: FlashRules
 ) -> Iterator[VarlenKernel]:
     if request.param == "torch":
         monkeypatch.setattr(flash, "aten", stand_in_for_aten(rules))
         yield TorchCUDAKernel()
+    elif request.param in FLASH_ATTN_3:
+        stand_in = FLASH_ATTN_3[request.param]
+        monkeypatch.setattr(stand_in, "rules", rules)
+        for name in ("flash_attn_3", "flash_attn_3._C"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(torch.ops, "flash_attn_3", stand_in.ops)
+        yield FlashAttn3Kernel()
     else:
         package, interface = ModuleType("flash_attn"), stand_in_for_flash_attn(rules)
         package.flash_attn_interface = interface
@@ -251,6 +348,15 @@ def test_stand_in_has_the_signature_of_the_installed_torch(name: str) -> None:
     ours = inspect.signature(getattr(stand_in_for_aten(FlashRules(HALF)), name)).parameters.values()
     theirs = getattr(torch.ops.aten, name).default._schema.arguments
     assert [(p.name, p.kind is p.KEYWORD_ONLY) for p in ours] == [(a.name, a.kwarg_only) for a in theirs]
+
+
+def test_newer_operators_have_a_default_wherever_the_call_leaves_one_out() -> None:
+    for name in ("fwd", "bwd"):
+        older, later = (getattr(FLASH_ATTN_3[f"flash_attn_3, {age}"].ops, name).default for age in ("older", "newer"))
+        names = [[argument.name for argument in op._schema.arguments] for op in (older, later)]
+        assert names[0] == names[1]
+        optional = [argument.name for argument in later._schema.arguments if argument.has_default_value()]
+        assert optional == names[1][3 if name == "fwd" else 6 :]
 
 
 @pytest.mark.parametrize("trie", TRIES)
@@ -358,6 +464,63 @@ def test_gradient_of_a_sum(kernel: VarlenKernel) -> None:
     )
 
 
+def test_entries_without_queries(kernel: VarlenKernel) -> None:
+    """Their keys get a gradient of zero. No layout makes one, but the kernels take them."""
+    queries, keys = torch.tensor([0, 0, 2, 2, 5]), torch.tensor([0, 3, 5, 5, 9])
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 4, 8), (9, 2, 8), (9, 2, 8), (5, 4, 8)]
+    q, k, v, dout = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    ragged, scoring = Ragged(queries.int(), keys.int(), 3, 4, True), Scoring(0.4)
+    out, lse = kernel.forward(q, k, v, ragged, scoring)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, ragged, scoring)
+    for rows, seen in ((slice(0, 2), slice(3, 5)), (slice(2, 5), slice(5, 9))):
+        mask = torch.ones(rows.stop - rows.start, seen.stop - seen.start, dtype=torch.bool)
+        mask = mask.tril(mask.shape[1] - mask.shape[0])
+        truth = flash_attention_by_the_book(q[rows], k[seen], v[seen], dout[rows], mask, 0.4)
+        actual = out[rows], lse[:, rows], dq[rows], dk[seen], dv[seen]
+        assert max(relative_error(x, y) for x, y in zip(actual, truth, strict=True)) <= 1e-12
+    assert not dk[:3].any() and not dv[:3].any()
+
+
+@pytest.mark.parametrize("trie", TRIES)
+@pytest.mark.parametrize("padding", [None, 4])
+def test_no_entry_of_ours_is_empty(trie: str, padding: int | None) -> None:
+    """Empty entries have been trouble in kernels of every version, and a query without a key has no log-sum-exp."""
+    layout = TreeLayout.from_plan(plan_of(TRIES[trie], pad_to_multiple_of=padding))
+    calls = [piece.ragged for piece in layout.packed_pieces()] + [layout.paths, layout.sequences]
+    for ragged in calls:
+        num_queries, num_keys = ragged.cu_seqlens_q.diff(), ragged.cu_seqlens_k.diff()
+        assert (num_queries > 0).all() and (num_keys > 0).all()
+        assert not ragged.causal or (num_keys >= num_queries).all()
+
+
+class TestWhatFlashAttention3Lacks:
+    CUDA = torch.device("cuda")
+
+    @pytest.fixture(autouse=True)
+    def on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+
+    def test_nothing(self) -> None:
+        assert flash_3_missing(self.CUDA) is None
+
+    def test_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert "the package flash-attn-3 is not installed" in flash_3_missing(self.CUDA)
+
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+    def test_a_hopper(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        expected = f"needs a Hopper GPU (compute capability 9.x), this one has {capability[0]}.{capability[1]}"
+        assert flash_3_missing(self.CUDA) == expected
+
+    def test_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        assert "torch sees no CUDA device" in flash_3_missing(self.CUDA)
+
+
 def test_rules_are_enforced(kernel: VarlenKernel, rules: FlashRules) -> None:
     """The stand-ins refuse what the real kernels refuse or misread."""
     q, k, v, dout = inputs(plan_of([[1, 2, 3, 4]]), (2, 2), 8, torch.float64)
@@ -368,6 +531,7 @@ def test_rules_are_enforced(kernel: VarlenKernel, rules: FlashRules) -> None:
         Ragged(cu_seqlens.long(), cu_seqlens, 4, 4, True),
         Ragged(cu_seqlens, cu_seqlens + 1, 4, 4, True),
         Ragged(cu_seqlens, cu_seqlens, 3, 4, True),
+        Ragged(torch.tensor([0, 0, 4], dtype=torch.int32), torch.tensor([0, 4, 4], dtype=torch.int32), 4, 4, False),
     ):
         with pytest.raises(AssertionError):
             kernel.forward(q, k, v, bad, Scoring(1.0))

@@ -558,12 +558,18 @@ class TestChoice:
 
     @pytest.fixture
     def with_flash_attn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flash_attn" else None)
+
+    @pytest.fixture
+    def with_flash_attn_3(self, with_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("radixtrain.attention.flash_3_missing", lambda device: None)
 
     def test_unknown_names(self) -> None:
         with pytest.raises(ValueError, match="attention must be auto, cascade, path, expand, reference; got 'flex'"):
             choose_attention("flex", "auto", CPU, torch.float32, 64)
-        with pytest.raises(ValueError, match="kernel must be auto, torch, flash_attn, eager; got 'triton'"):
+        with pytest.raises(
+            ValueError, match="kernel must be auto, torch, flash_attn, flash_attn_3, eager; got 'triton'"
+        ):
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -579,6 +585,22 @@ class TestChoice:
     def test_on_cuda(self, with_flash_attn: None) -> None:
         assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == "flash_attn"
         assert choose_attention("auto", "torch", CUDA, torch.bfloat16, 128).kernel == "torch"
+
+    def test_on_hopper(self, with_flash_attn_3: None) -> None:
+        """Version 3 first; 2 for heads that 3 cannot add up in a fixed order."""
+        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == "flash_attn_3"
+        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128, softcap=True).kernel == "flash_attn_3"
+        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True).kernel == "flash_attn_3"
+        wide = choose_attention("auto", "auto", CUDA, torch.bfloat16, 256)
+        assert wide.kernel == "flash_attn"
+        assert "flash_attn_3 takes head dims that are multiples of 8 up to 192, got 256" in wide.reason
+
+    def test_on_another_gpu(self, with_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("radixtrain.attention.flash_3_missing", lambda device: "needs a Hopper GPU")
+        choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 128)
+        assert choice.kernel == "flash_attn" and "flash_attn_3 needs a Hopper GPU" in choice.reason
+        with pytest.raises(ValueError, match="kernel='flash_attn_3' cannot be used: needs a Hopper GPU; kernel='auto'"):
+            choose_attention("auto", "flash_attn_3", CUDA, torch.bfloat16, 128)
 
     def test_on_cuda_without_flash_attn(self, without_flash_attn: None) -> None:
         choice = choose_attention("auto", "auto", CUDA, torch.float16, 256)

@@ -120,7 +120,7 @@ class TestChoice:
         ("options", "message"),
         [
             ({"attention": "ring"}, "attention must be auto, cascade, path, expand, reference; got 'ring'"),
-            ({"kernel": "cutlass"}, "kernel must be auto, torch, flash_attn, eager; got 'cutlass'"),
+            ({"kernel": "cutlass"}, "kernel must be auto, torch, flash_attn, flash_attn_3, eager; got 'cutlass'"),
             ({"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: needs CUDA"),
         ],
     )

@@ -1,0 +1,74 @@
+"""`torch.compile` of a prepared model: one compilation for batches of every size.
+
+The hook in front of the backbone and tree attention itself run outside the graphs (`torch.compiler.disable`): what they
+do is made of host integers and kernels of their own, and traced they would be compiled anew for every tree. So a graph
+breaks at every attention and goes on behind it; layers share their graphs, whatever their number and whatever U is.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from radixtrain import RadixCollator, prepare_model
+
+PROMPTS = (5, 9, 14, 21, 33, 40, 6, 27)  # tokens, each a batch with another U, B and number of levels
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def batch_of(length: int) -> dict[str, Any]:
+    """A prompt, half of it shared by all sequences, and a few sequences of other lengths."""
+    rng = random.Random(length)
+
+    def draw(number: int) -> list[int]:
+        return [rng.randrange(50) for _ in range(number)]
+
+    prompt = draw(length)
+    sequences = [prompt + draw(rng.randrange(2, 6)) for _ in range(length % 4 + 2)]
+    return RadixCollator()([{"input_ids": ids} for ids in [*sequences, prompt[: length // 2] + draw(3), draw(4)]])
+
+
+def loss_and_gradients(model: Any, call: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = call(**batch).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["cascade", "path"])
+def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any], attention: str) -> None:
+    model = prepare_model(tiny_qwen3(), attention=attention)
+    compiled = torch.compile(model, dynamic=True, backend="aot_eager")
+    graphs = []
+    for length in PROMPTS:
+        batch = batch_of(length)
+        results = [loss_and_gradients(model, call, batch) for call in (compiled, model)]
+        assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert len({batch_of(length)["input_ids"].shape[1] for length in PROMPTS}) == len(PROMPTS)
+    assert graphs[-1] - graphs[0] <= 2, f"graphs compiled after each batch: {graphs}"  # sizes that coincide at first
+
+
+@pytest.mark.slow
+def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
+    """Nothing is compiled for a layer by itself: a limit of 8 recompilations would be met by a real model."""
+    counted = []
+    for num_layers in (2, 6):
+        torch._dynamo.reset()
+        counters.clear()
+        model = prepare_model(tiny_qwen3(num_hidden_layers=num_layers))
+        torch.compile(model, dynamic=True, backend="aot_eager")(**batch_of(9))
+        counted.append(counters["stats"]["unique_graphs"])
+    assert counted[0] == counted[1], counted
