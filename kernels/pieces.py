@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.triton_choice import by_triton
 
 __all__ = ["Piece", "attention_in_pieces"]
 
@@ -128,6 +129,11 @@ def _merge(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: T
 
     `exp(lse_2 - logaddexp(lse_1, lse_2))` is a sigmoid, and the two weights add up to 1: one pass over the rows.
     """
+    if by_triton(out):
+        from radixtrain.kernels.merge_triton import merge_rows_  # Triton is optional
+
+        merge_rows_(out, lse, rows, piece_out, piece_lse)
+        return
     lse_rows = _rows(lse.t(), rows).t()
     weight = torch.sigmoid(piece_lse - lse_rows).t()[..., None]
     total, piece_out = torch.logaddexp(lse_rows, piece_lse), piece_out.to(out.dtype)

@@ -5,7 +5,7 @@ both are `gather_rows`, whose adjoint is a sum over the rows that were read more
 
 A sum over k duplicates in bfloat16 loses up to k/2 of its last bits, so 16-bit gradients are added in float32. On CPU
 `index_add_` adds in the order of the indices; on CUDA `index_put_` sorts first, where `index_add_` would use atomics:
-both give the same bits every time.
+both give the same bits every time. So does the segment sum in Triton (`triton_choice.py` says when it runs).
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from radixtrain.kernels.row_order import row_order
+from radixtrain.kernels.triton_choice import by_triton
 
 __all__ = ["gather_rows", "sum_rows"]
 
@@ -34,6 +37,10 @@ def sum_rows(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
     x: (T, ...), any floating dtype; 16-bit rows are added in float32 and rounded once.
     Returns (num_rows, ...), the dtype of x; rows that no index names are zero.
     """
+    if by_triton(x):
+        from radixtrain.kernels import rows_triton  # Triton is optional
+
+        return rows_triton.sum_rows(x, row_order(indices, num_rows))
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(num_rows, *x.shape[1:], dtype=wide, device=x.device)
     if x.device.type == "cuda":

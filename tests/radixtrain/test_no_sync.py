@@ -247,16 +247,21 @@ def test_the_watch_lets_pass() -> None:
 # By reading. Functions on the path from a batch on the device to its gradient, and why some may read all the same.
 ON_THE_PATH = [
     *(f"kernels/{name}.py" for name in ("blockwise", "blocks", "cascade", "expand", "flash", "path", "pieces")),
-    *(f"kernels/{name}.py" for name in ("ragged", "reference", "rows", "scoring", "varlen")),
+    *(
+        f"kernels/{name}.py"
+        for name in ("ragged", "reference", "row_order", "rows", "scoring", "triton_choice", "varlen")
+    ),
     *(f"kernels/{name}_triton.py" for name in ("merge", "rows")),
     *(f"kernels/{name}.py" for name in ("tree_triton", "tree_triton_kernels")),
     *(f"radixtrain/{name}.py" for name in ("attention", "layer_attention", "layer_windows", "layout", "loss")),
-    *(f"radixtrain/{name}.py" for name in ("model", "refusals", "training/module")),
+    *(f"radixtrain/{name}.py" for name in ("model", "refusals", "tree_pieces", "training/module")),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
 MAY_READ = {
     ("kernels/ragged.py", "_read_bounds"): "the eager kernel on CUDA alone, which loops; `bounds` spares it elsewhere",
     ("kernels/blocks.py", "*"): "host integers; comes from `Ragged.bounds`, or from `_read_bounds` above",
+    ("kernels/row_order.py", "row_order"): "a check of tensors on the host alone",
+    ("radixtrain/tree_pieces.py", "*"): "tensors on the host alone; a device has `TreeLayout.packed_pieces`",
     ("radixtrain/layout.py", "_levels"): HOST,
     ("radixtrain/layout.py", "_int64"): HOST,
     ("radixtrain/layout.py", "_host_bounds"): "tensors on the host alone; it returns first for any other",
