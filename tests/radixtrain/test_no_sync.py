@@ -260,7 +260,6 @@ HOST = "host data: NumPy arrays in the DataLoader worker"
 MAY_READ = {
     ("kernels/ragged.py", "_read_bounds"): "the eager kernel on CUDA alone, which loops; `bounds` spares it elsewhere",
     ("kernels/blocks.py", "*"): "host integers; comes from `Ragged.bounds`, or from `_read_bounds` above",
-    ("kernels/row_order.py", "row_order"): "a check of tensors on the host alone",
     ("radixtrain/tree_pieces.py", "*"): "tensors on the host alone; a device has `TreeLayout.packed_pieces`",
     ("radixtrain/layout.py", "_levels"): HOST,
     ("radixtrain/layout.py", "_int64"): HOST,
