@@ -89,11 +89,14 @@ class RadixCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return self.collate(all_feature_arrays(features))
 
-    def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
-        """The batch of features that have been read already."""
+    def collate(self, arrays: Sequence[FeatureArrays], max_tokens: int | None = None) -> dict[str, Any]:
+        """The batch of features that have been read already.
+
+        max_tokens: unique tokens that `step_cost` does not go beyond where that can be.
+        """
         ids, labels = (np.concatenate([feature[column] for feature in arrays]) for column in range(2))
         cu_seqlens = np.concatenate([[0], np.cumsum([len(sequence[0]) for sequence in arrays])])
-        plan, chosen = self._plan(ids, cu_seqlens, packed_positions(arrays))
+        plan, chosen = self._plan(ids, cu_seqlens, packed_positions(arrays), max_tokens)
         predictions = list_predictions(plan, labels)
         targets = _merged_entries(predictions) if self.merge_labels else _plain_entries(predictions, plan)
         return {
@@ -105,7 +108,7 @@ class RadixCollator:
         }
 
     def _plan(
-        self, ids: IntArray, cu_seqlens: IntArray, positions: IntArray | None
+        self, ids: IntArray, cu_seqlens: IntArray, positions: IntArray | None, max_tokens: int | None
     ) -> tuple[PrefixPlan, dict[str, int]]:
         """The plan, and what was chosen for it."""
 
@@ -117,7 +120,7 @@ class RadixCollator:
 
         if self.step_cost is None:
             return plan_of(self.min_shared_tokens), {}
-        choice, plan = self.step_cost.cheapest(plan_of)
+        choice, plan = self.step_cost.cheapest(plan_of, max_tokens)
         place = CHOICES.index(choice.strategy)
         return plan, {f"{PREFIX}strategy": place, f"{PREFIX}min_shared_tokens": choice.min_shared_tokens}
 

@@ -66,15 +66,17 @@ class StepCollator:
         self, group: list[int], arrays: Sequence[FeatureArrays]
     ) -> list[tuple[list[int], dict[str, Any]]]:
         """Collate a group, in halves where `min_shared_tokens` or the padding took it over the budget of the cut."""
-        batch = self._collator().collate([arrays[index] for index in group])
+        chosen = [arrays[index] for index in group]
+        batch = self._radix_collator().collate(chosen, self.max_tokens) if self.dedup else self._padded(chosen)
         over = self.max_tokens is not None and batch["input_ids"].numel() > self.max_tokens
         if not over or len(group) == 1:
             return [(group, batch)]
         middle = len(group) // 2
         return self._within_budget(group[:middle], arrays) + self._within_budget(group[middle:], arrays)
 
-    def _collator(self) -> RadixCollator | PaddedCollator:
-        if not self.dedup:
-            return PaddedCollator(self.pad_token_id)
+    def _padded(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+        return PaddedCollator(self.pad_token_id).collate(arrays)
+
+    def _radix_collator(self) -> RadixCollator:
         sizes = self.min_shared_tokens, self.pad_to_multiple_of, self.merge_labels
         return RadixCollator(*sizes, step_cost=self.step_cost)

@@ -89,7 +89,7 @@ def _strips(entry: Block, window: int | None) -> Iterator[Block]:
     """
     num_queries, num_keys = min(entry.num_queries, entry.num_keys), entry.num_keys
     first_query = entry.first_query + entry.num_queries - num_queries
-    number = -(-num_queries // max(STRIP, window or 0))
+    number = -(-num_queries // STRIP)
     cuts = [num_queries * n // number for n in range(number + 1)]
     for start, stop in pairwise(cuts):
         last_key = num_keys - (num_queries - stop)

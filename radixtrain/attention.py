@@ -91,7 +91,9 @@ def tree_attention(
         return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
-        return cascade_attention(query, key, value, layout.pieces, varlen, scoring, sinks)
+        apart = query.device.type == "cpu" and not _all_finite(key, value)
+        pieces = layout.separate_pieces if apart else layout.pieces
+        return cascade_attention(query, key, value, pieces, varlen, scoring, sinks)
     if choice.strategy == "path":
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
     indices = layout.inverse_indices, layout.gather_indices
@@ -188,6 +190,14 @@ def _refusal(kernel: str, call: _Call) -> str | None:
 @lru_cache(maxsize=16)
 def _kernel(name: str, device: torch.device) -> VarlenKernel:
     return varlen_kernel(name, device)
+
+
+def _all_finite(key: Tensor, value: Tensor) -> bool:
+    """Whether a mask hides what it should: 0 x NaN is NaN, so a row that broke would break those that share its block.
+
+    A sum is one pass and carries what is not finite; one that overflows costs time and nothing else.
+    """
+    return bool(torch.isfinite(key.sum() + value.sum()))
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> None:

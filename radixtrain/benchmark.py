@@ -162,7 +162,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
             cell=work.cell,
             attention=f"auto: {work.choices}" if attention == "auto" and work.auto else attention,
             num_tokens=work.num_tokens,
-            num_unique_tokens=work.num_unique_tokens,
+            num_unique_tokens=work.num_unique_tokens(attention),
             ideal_speedup=work.ideal_speedup(model.config),
             ordinary_turns=tuple(turns.get(None, ())),
             radix_turns=tuple(turns[attention]),

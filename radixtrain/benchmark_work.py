@@ -89,10 +89,9 @@ class Work:
         """T, without padding."""
         return sum(self.lengths)
 
-    @property
-    def num_unique_tokens(self) -> int:
-        """U, what the radix arm computes: a prefix that is in two micro-batches counts twice."""
-        return sum(plan.num_unique_tokens for plan in self.plans)
+    def num_unique_tokens(self, arm: str) -> int:
+        """U, what an arm on unique tokens computes: a prefix that is in two micro-batches counts twice."""
+        return sum(batch.tensors["input_ids"].numel() for batch in self.batches(arm))
 
     def ideal_speedup(self, config: Any) -> float:
         """Floating-point operations of the ordinary arm, without its padding, over those of the radix arm."""

@@ -14,6 +14,8 @@ import hashlib
 import json
 import logging
 import os
+import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -27,44 +29,74 @@ import torch
 from torch import nn
 
 from radixtrain.attention import choose_attention, tree_attention
+from radixtrain.kernels.blocks import STRIP
 from radixtrain.layout import TreeLayout
 from radixtrain.model import pretrained_model_of
 from radixtrain.plan import PrefixPlan, build_prefix_plan
 from radixtrain.step_cost import CHOICES, Rates, StepCost, attention_work
+from radixtrain.tree_pieces import BLOCK
 
 __all__ = ["cache_folder", "calibrate"]
 
 logger = logging.getLogger(__name__)
 REPEATS = 4  # the fastest counts: what else the machine does can only add
 VERSION = 1  # of the file
+MAX_ERROR = 0.5  # root mean square of the relative errors; quiet machines are at 0.1 to 0.2
+_MEASURED: dict[Path, Rates] = {}  # a folder that cannot be written must not be measured again for every loader
 
 
 def calibrate(
-    model: nn.Module, *, attention: str = "auto", kernel: str = "auto", device: torch.device | None = None
+    model: nn.Module,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    dtype: torch.dtype | None = None,
+    rates: Rates | None = None,
 ) -> StepCost:
-    """The cost of a layer of this model on a machine, from the file or measured and kept.
+    """The cost of a layer of this model where its weights are, from the file or measured and kept.
 
-    model: a Hugging Face decoder, or one wrapped by PEFT, in the dtype that trains it.
+    model: a Hugging Face decoder, or one wrapped by PEFT, on the device that trains it: a CPU or CUDA.
     attention: `auto` to choose among all strategies, or the one that will be used.
     kernel: as for `prepare_model`.
-    device: that trains it; default: where its weights are.
+    dtype: of the computation; default: of the weights. Under autocast it is another.
+    rates: measured before, as a checkpoint keeps them; nothing is measured then.
 
-    For `RadixCollator(step_cost=...)`. Measuring takes seconds, and waits for the device. Raises ValueError for an
-    attention that no cost is known of, or a kernel that cannot run there.
+    For `RadixCollator(step_cost=...)`. Measuring takes seconds and waits for the device; it leaves the global random
+    state alone. Raises ValueError for another device, an attention that no cost is known of, or a kernel that cannot
+    run there.
     """
     if attention not in ("auto", *CHOICES):
         raise ValueError(f"attention must be auto or one of {', '.join(CHOICES)}, got {attention!r}")
     weight = next(model.parameters())
+    if weight.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"a calibration needs the model on a CPU or a CUDA device, it is on {weight.device}")
     config = pretrained_model_of(model).config.get_text_config()
-    shape = _Shape(config, device or weight.device, weight.dtype, kernel)
-    path = cache_folder() / f"rates-{shape.digest}.json"
-    rates = _read(path)
-    if rates is None:
-        began = time.perf_counter()
-        rates = _measure(shape)
-        rates = _keep(path, rates, shape)
-        logger.info("calibrated in %.1f s: %s", time.perf_counter() - began, path)
+    shape = _Shape(config, weight.device, dtype or weight.dtype, kernel)
+    rates = rates or _known_rates(shape)
     return replace(shape.cost(rates), strategies=CHOICES if attention == "auto" else (attention,))
+
+
+def _known_rates(shape: _Shape) -> Rates:
+    """Of this process, of the file, or measured."""
+    path = cache_folder() / f"rates-{shape.digest}.json"
+    if path not in _MEASURED:
+        _MEASURED[path] = _read(path) or _measured_and_kept(shape, path)
+    return _MEASURED[path]
+
+
+def _measured_and_kept(shape: _Shape, path: Path) -> Rates:
+    began = time.perf_counter()
+    with torch.inference_mode(False), torch.enable_grad():  # Lightning validates and predicts in inference mode
+        rates, error = _measure(shape)
+    logger.info("calibrated in %.1f s: %s", time.perf_counter() - began, path)
+    if error > MAX_ERROR:
+        logger.warning(
+            "the calibration is %.0f %% off its own measurements, as on a busy machine; it is used for this run and "
+            "not kept",
+            100 * error,
+        )
+        return rates
+    return _keep(path, rates, shape)
 
 
 def cache_folder() -> Path:
@@ -92,6 +124,7 @@ class _Shape:
         return {
             "version": VERSION,
             "machine": _processor() if on_host else torch.cuda.get_device_name(self.device),
+            "blocks": [STRIP, BLOCK],
             "threads": torch.get_num_threads() if on_host else None,
             "torch": torch.__version__,
             "kernel": self.kernel,
@@ -99,6 +132,11 @@ class _Shape:
             "heads": [self.num_heads, self.num_key_value_heads, self.head_dim],
             "hidden": [self.hidden, self.intermediate],
         }
+
+    @property
+    def random_options(self) -> dict[str, Any]:
+        """For `torch.randn`, from a generator of its own: the seed of a run means the same with and without a file."""
+        return {"device": self.device, "dtype": self.dtype, "generator": torch.Generator(self.device).manual_seed(0)}
 
     @property
     def digest(self) -> str:
@@ -111,7 +149,8 @@ class _Shape:
         return StepCost(rates, self.device.type == "cpu", *heads, row_flops=6.0 * parameters)
 
 
-def _measure(shape: _Shape) -> Rates:
+def _measure(shape: _Shape) -> tuple[Rates, float]:
+    """The rates, and how far they are from what was measured: root mean square of the relative errors."""
     on_host = shape.device.type == "cpu"
     counted = shape.cost(Rates(0, 0, 0, 0, 0))
     rows, seconds = [], []
@@ -123,9 +162,10 @@ def _measure(shape: _Shape) -> Rates:
             rectangles, pairs = work.rectangles * shape.num_heads, work.pairs * shape.num_heads * shape.head_dim
             rows.append([work.calls, rectangles, pairs, counted.elements(work)])
             seconds.append(_fastest(partial(run, strategy), shape.device))
-    fitted = _fit(np.array(rows, dtype=np.float64), np.array(seconds))
-    call, rectangle, pair, element = fitted
-    return Rates(call, rectangle, pair, element, _seconds_per_flop(shape))
+    counts = np.array(rows, dtype=np.float64)
+    call, rectangle, pair, element = fitted = _fit(counts, np.array(seconds))
+    error = float(np.sqrt(np.square(counts @ np.array(fitted) / seconds - 1).mean()))
+    return Rates(call, rectangle, pair, element, _seconds_per_flop(shape)), error
 
 
 def _batches() -> Iterator[PrefixPlan]:
@@ -150,9 +190,9 @@ def _plan(sequences: list[list[int]]) -> PrefixPlan:
 
 def _attention_step(shape: _Shape, layout: TreeLayout) -> Callable[[str], None]:
     heads = shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads
-    options: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
+    options = shape.random_options
     q, k, v = (torch.randn(layout.num_rows, n, shape.head_dim, **options).requires_grad_() for n in heads)
-    dout = torch.randn_like(q)
+    dout = torch.randn(q.shape, **options)
 
     def run(strategy: str) -> None:
         out = tree_attention(q, k, v, layout, attention=strategy, kernel=shape.kernel)
@@ -163,7 +203,7 @@ def _attention_step(shape: _Shape, layout: TreeLayout) -> Callable[[str], None]:
 
 def _seconds_per_flop(shape: _Shape, rows: int = 512) -> float:
     """Of a linear layer as wide as the model's, forward and backward."""
-    options: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype}
+    options = shape.random_options
     x = torch.randn(rows, shape.hidden, **options).requires_grad_()
     weight = torch.randn(shape.intermediate, shape.hidden, **options).requires_grad_()
     dout = torch.randn(rows, shape.intermediate, **options)
@@ -176,13 +216,12 @@ def _seconds_per_flop(shape: _Shape, rows: int = 512) -> float:
 
 def _fastest(run: Callable[[], None], device: torch.device) -> float:
     seconds = []
-    with torch.enable_grad():
-        for _ in range(1 + REPEATS):
-            _wait_for(device)
-            start = time.perf_counter()
-            run()
-            _wait_for(device)
-            seconds.append(time.perf_counter() - start)
+    for _ in range(1 + REPEATS):
+        _wait_for(device)
+        start = time.perf_counter()
+        run()
+        _wait_for(device)
+        seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
 
 
@@ -204,8 +243,11 @@ def _fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 def _read(path: Path) -> Rates | None:
     try:
-        return Rates(**json.loads(path.read_text(encoding="utf-8"))["rates"])
-    except FileNotFoundError:
+        rates = json.loads(path.read_text(encoding="utf-8"))["rates"]
+        if not all(0 <= rate < float("inf") for rate in rates.values()):
+            raise ValueError(f"rates must be finite and not negative, got {rates}")
+        return Rates(**rates)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         logger.warning("%s cannot be read and is measured again for this run: %r", path, error)
@@ -215,17 +257,15 @@ def _read(path: Path) -> Rates | None:
 def _keep(path: Path, rates: Rates, shape: _Shape) -> Rates:
     """Write the file unless another process was first, whose rates then count. Says where it cannot be written."""
     text = json.dumps({"rates": asdict(rates), **shape.key}, indent=2)
-    written = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(text, encoding="utf-8")
-        try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_text(text, encoding="utf-8")
             os.link(written, path)
-        except FileExistsError:
-            return _read(path) or rates
-        finally:
-            written.unlink()
     except OSError as error:
+        if path.is_file():
+            return _read(path) or rates
         logger.warning("the calibration cannot be kept: %s", error)
     return rates
 
@@ -233,7 +273,8 @@ def _keep(path: Path, rates: Rates, shape: _Shape) -> Rates:
 def _processor() -> str:
     described = Path("/proc/cpuinfo")
     lines = described.read_text(errors="replace").splitlines() if described.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, f"{platform.machine()} {platform.node()}")
 
 
 def _wait_for(device: torch.device) -> None:

@@ -149,6 +149,11 @@ class TreeLayout:
             return blocked_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
         return tuple(self.packed_pieces())
 
+    @cached_property
+    def separate_pieces(self) -> tuple[Piece, ...]:
+        """The calls of `cascade` on the host without a mask that hides one branch from another."""
+        return blocked_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, block=1)
+
     def packed_pieces(self) -> Iterator[Piece]:
         """One varlen call for all segments, and one a level of the tree for descendants onto their ancestors."""
         starts, longest = self.segment_starts, self.max_segment

@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
         A second tensor as large as the head would be the largest of all.
         """
-        scale = torch.mul if _graph_is_kept() else Tensor.mul_
+        scale = torch.mul if _may_be_asked_again(grad) else Tensor.mul_
         scaled = [
             None if saved is None else scale(saved, grad).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -138,8 +138,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def _graph_is_kept() -> bool:
-    """Whether this backward pass runs with `retain_graph`. Torch has no public name for it; unknown means yes."""
+def _may_be_asked_again(grad: Tensor) -> bool:
+    """Whether what was saved has to stay as it is: under `retain_graph`, a batch of gradients, or the compiler.
+
+    Torch has no public name for the first two; unknown means yes.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(grad):
+        return True
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 
 

@@ -101,14 +101,17 @@ class StepCost:
     def elements(self, work: AttentionWork) -> int:
         return (work.query_rows * self.num_heads + 2 * work.key_rows * self.num_key_value_heads) * self.head_dim
 
-    def cheapest(self, plan_of: Callable[[int], PrefixPlan]) -> tuple[Choice, PrefixPlan]:
+    def cheapest(self, plan_of: Callable[[int], PrefixPlan], max_rows: int | None = None) -> tuple[Choice, PrefixPlan]:
         """The cheapest strategy and `min_shared_tokens`, with its plan.
 
-        plan_of: the plan of the batch by `min_shared_tokens`. Asked only where the answer may differ.
+        plan_of: the plan of the batch by `min_shared_tokens`. Asked only where a branch point saves less than that.
+        max_rows: plans of more rows are left out, but for the one with the fewest.
         """
         least = plan_of(1)
         savings = _smallest_saving(least)
         plans = {1: least, **{tokens: plan_of(tokens) for tokens in MIN_SHARED_TOKENS[1:] if savings < tokens}}
+        if max_rows is not None:
+            plans = {tokens: plan for tokens, plan in plans.items() if plan.num_rows <= max_rows or tokens == 1}
         choices = [
             Choice(strategy, tokens, self.seconds(plan, strategy))
             for tokens, plan in plans.items()

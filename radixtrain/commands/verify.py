@@ -42,11 +42,13 @@ class Trainer(L.Trainer):
             if number is not None and number < 1:
                 raise UserError(f"{name} must be at least 1, got {number}")
         self._place(model, ckpt_path)
+        model.trainer = self
+        collator = datamodule.step_collator(module=model)
         available = datamodule.steps_per_epoch
         failed: list[tuple[int, EquivalenceReport]] = []
         for index in range(min(num_steps, available)):
             features = datamodule.features_of_step(index)[:num_sequences]
-            report = verify_step(model, features, datamodule.step_collator(), str(self.precision))
+            report = verify_step(model, features, collator, str(self.precision))
             print(f"step {index}: {_size_of(features)}\n{report}\n", flush=True)  # noqa: T201
             failed += [] if report.passed else [(index, report)]
         if failed:

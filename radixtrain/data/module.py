@@ -145,11 +145,15 @@ class SFTData(L.LightningDataModule):
         """Optimizer steps in an epoch of training."""
         return -(-len(self.conversations["train"]) // self.hparams.batch_size)
 
-    def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """What makes an optimizer step of sequences; for use outside Lightning."""
+    def step_collator(self, merge_labels: bool = True, module: Any = None) -> StepCollator:
+        """What makes an optimizer step of sequences.
+
+        module: the `RadixModule` whose cost `min_shared_tokens: auto` goes by; default: the trainer's. Without one
+            every branch is taken.
+        """
         hparams = self.hparams
         is_auto = hparams.min_shared_tokens == "auto"
-        cost = self._step_cost() if is_auto and hparams.dedup else None
+        cost = self._step_cost(module) if is_auto and hparams.dedup else None
         least = 1 if is_auto else hparams.min_shared_tokens
         sizes = hparams.dedup, hparams.max_tokens, merge_labels, least, hparams.pad_to_multiple_of
         return StepCollator(*sizes, step_cost=cost)
@@ -159,9 +163,8 @@ class SFTData(L.LightningDataModule):
         indices = list(self._sampler("train", self.hparams.shuffle_dataset))[index]
         return StepDataset(self.conversations["train"], self.step_collator()).features(indices)
 
-    def _step_cost(self) -> StepCost | None:
-        """Of the model that is trained; None outside a trainer."""
-        module: Any = getattr(self.trainer, "lightning_module", None)
+    def _step_cost(self, module: Any) -> StepCost | None:
+        module = module or getattr(self.trainer, "lightning_module", None)
         return module.step_cost() if hasattr(module, "step_cost") else None
 
     def _sampler(self, split: str, shuffle: bool) -> StepSampler:

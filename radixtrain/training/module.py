@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning as L
@@ -16,7 +17,7 @@ from radixtrain.errors import UserError
 from radixtrain.layout import sequences_of
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
 from radixtrain.model import backbone_of, pretrained_model_of
-from radixtrain.step_cost import StepCost
+from radixtrain.step_cost import Rates, StepCost
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
 from radixtrain.training.verification import verify_step
@@ -90,6 +91,7 @@ class RadixModule(L.LightningModule):
         self.automatic_optimization = False
         self.model: nn.Module | None = None
         self.speed = _Speed()
+        self.rates: Rates | None = None
         for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
             if self.hparams[name] < 0:
                 raise UserError(f"model.{name} must not be negative, got {self.hparams[name]}")
@@ -99,8 +101,14 @@ class RadixModule(L.LightningModule):
         if self.model is None:
             self.model = load_trainable(self.hparams)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The rates too: a run that is resumed on another machine chooses as it did before."""
+        checkpoint["radixtrain_rates"] = None if self.rates is None else asdict(self.rates)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_weights(self, checkpoint["state_dict"])
+        rates = checkpoint.get("radixtrain_rates")
+        self.rates = None if rates is None else Rates(**rates)
 
     def configure_optimizers(self) -> Any:
         hparams = self.hparams
@@ -179,16 +187,25 @@ class RadixModule(L.LightningModule):
 
     def step_cost(self) -> StepCost | None:
         """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated."""
-        if self.model is None or self.hparams.attention == "reference":
+        if self.model is None or self.hparams.attention == "reference" or self.device.type not in ("cpu", "cuda"):
             return None
-        options = {"attention": self.hparams.attention, "kernel": self.hparams.kernel}
-        return calibrate(self.model, **options, device=self.trainer.strategy.root_device)
+        dtype = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else None
+        hparams = self.hparams
+        try:
+            cost = calibrate(
+                self.model, attention=hparams.attention, kernel=hparams.kernel, dtype=dtype, rates=self.rates
+            )
+        except ValueError as error:
+            raise UserError(f"model.kernel: {error}") from None
+        self.rates = cost.rates
+        return cost
 
     def _verify_first_batch(self) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "features_of_step"):
             raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
-        report = verify_step(self, data.features_of_step(0), data.step_collator(), str(self.trainer.precision))
+        collator = data.step_collator(module=self)
+        report = verify_step(self, data.features_of_step(0), collator, str(self.trainer.precision))
         if not report.passed:
             raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
         logger.info("first batch verified:\n%s", report)

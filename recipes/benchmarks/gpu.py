@@ -276,7 +276,8 @@ def _measure(run: Run, model: Any, cell: Cell, seconds: float, memory_share: flo
         ordinary, radix = statistics.median(taken[None]), statistics.median(taken[arm])
         run.found(
             "step", f"{cell.model}, {cell.mode}, {arm}", sequences=cell.sequences,
-            r=work.num_tokens / work.num_unique_tokens, ideal=ideal, measured=speedup, efficiency=speedup / ideal,
+            r=work.num_tokens / work.num_unique_tokens("cascade"), ideal=ideal,
+            measured=speedup, efficiency=speedup / ideal,
             ordinary_seconds=ordinary, radix_seconds=radix, turns=repeats,
             ordinary_teraflops_per_second=work.ordinary_teraflops(model.config) / ordinary,
             ordinary_micro_batches=len(work.ordinary), radix_micro_batches=len(work.radix),

@@ -3,10 +3,11 @@
     pip install radix-mlp==0.0.2
     python recipes/benchmarks/plan.py
 
-One process and one thread; the two alternate, medians. What they have in common, U and the maps between packed and
-unique tokens, is compared before a time is printed. Theirs makes the maps (`scatter_indices`, `fold_gather`) and the
-unique ids and positions, uint32. Ours checks its input and makes the maps and positions, int64, and what attention
-needs besides: segments, their parents, subtree ends and root paths. All of it is timed.
+One process and one thread; calls alternate, and the fastest of each counts. What they have in common, U and the maps
+between packed and unique tokens, is compared before a time is printed. Timed is what both give: the maps
+(`scatter_indices` and `fold_gather` there), the unique ids and their positions, uint32 there and int64 here. The last
+column is all that a training step needs: the plan, and behind it the tree of segments and root paths as the tensors of
+a `TreeLayout`.
 
 Prompts and tails are random tokens of a vocabulary of 151,936, the sequences come in random order. Without `radix-mlp`
 only our columns are printed.
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan, build_prefix_plan
 
 try:
@@ -51,11 +53,15 @@ class Batch(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Median seconds of a call, and the median of the ratios theirs / ours of samples taken in turns."""
+    """Seconds of the fastest call: the plan with the unique ids, `radix-mlp`, the plan with the `TreeLayout`."""
 
     ours: float
     theirs: float | None
-    ratio: float | None
+    layout: float
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.theirs is None else self.theirs / self.ours
 
 
 def table5(rng: np.random.Generator) -> Iterator[Row]:
@@ -128,15 +134,23 @@ def check(plan: PrefixPlan, theirs: tuple[np.ndarray, ...]) -> None:
 
 
 def measure(batch: Batch, repeats: int, rust: Callable[..., Any] | None) -> Timing:
-    arms: list[Callable[[], Any]] = [lambda: build_prefix_plan(batch.ids, batch.cu_seqlens)]
+    arms: list[Callable[[], Any]] = [lambda: plan_and_unique_ids(batch), lambda: plan_and_layout(batch)]
     if rust is not None:
         arms.append(lambda: rust(*batch.theirs))
     calls = [max(1, min(1000, int(LONG_ENOUGH / seconds(arm, 1)))) for arm in arms]
     samples = [[seconds(arm, num) for arm, num in zip(arms, calls, strict=True)] for _ in range(repeats)]
-    medians = [statistics.median(times) for times in zip(*samples, strict=True)]
-    if rust is None:
-        return Timing(medians[0], None, None)
-    return Timing(medians[0], medians[1], statistics.median(theirs / ours for ours, theirs in samples))
+    ours, layout, *theirs = (min(times) for times in zip(*samples, strict=True))
+    return Timing(ours, theirs[0] if theirs else None, layout)
+
+
+def plan_and_unique_ids(batch: Batch) -> tuple[np.ndarray, ...]:
+    """The four arrays of `compute_fold_and_scatter`."""
+    plan = build_prefix_plan(batch.ids, batch.cu_seqlens)
+    return batch.ids.take(plan.gather_indices), plan.position_ids, plan.inverse_indices, plan.gather_indices
+
+
+def plan_and_layout(batch: Batch) -> TreeLayout:
+    return TreeLayout.from_plan(build_prefix_plan(batch.ids, batch.cu_seqlens))
 
 
 def seconds(call: Callable[[], Any], num_calls: int) -> float:
@@ -149,8 +163,8 @@ def seconds(call: Callable[[], Any], num_calls: int) -> float:
 def run(rows: Iterator[Row], repeats: int) -> list[float]:
     """Prints a table with a line per row and returns the ratios."""
     ratios, group = [], ""
-    print("\n| batch | T | U | r | ms | tokens/s | `radix-mlp` ms | tokens/s | its time / ours |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("\n| batch | T | U | r | ms | tokens/s | `radix-mlp` ms | tokens/s | its time / ours | with layout, ms |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         batch = pack(row.sequences)
         plan = build_prefix_plan(batch.ids, batch.cu_seqlens)
@@ -158,7 +172,7 @@ def run(rows: Iterator[Row], repeats: int) -> list[float]:
             check(plan, compute_fold_and_scatter(*batch.theirs))
         timing = measure(batch, repeats, compute_fold_and_scatter)
         if row.group != group:
-            print(f"| *{row.group}* | | | | | | | | |")
+            print(f"| *{row.group}* | | | | | | | | | |")
         group = row.group
         print(f"| {row.name} | {line(plan, timing)} |", flush=True)
         ratios += [] if timing.ratio is None else [timing.ratio]
@@ -169,7 +183,8 @@ def line(plan: PrefixPlan, timing: Timing) -> str:
     cells = [f"{plan.num_tokens:,}", f"{plan.num_unique_tokens:,}", f"{plan.compression_ratio:.2f}"]
     for took in (timing.ours, timing.theirs):
         cells += ["", ""] if took is None else [f"{took * 1e3:.3g}", f"{plan.num_tokens / took / 1e6:.3g} M"]
-    return " | ".join([*cells, "" if timing.ratio is None else f"**{timing.ratio:.2f}**"])
+    cells += ["" if timing.ratio is None else f"**{timing.ratio:.2f}**", f"{timing.layout * 1e3:.3g}"]
+    return " | ".join(cells)
 
 
 def header() -> None:
@@ -194,7 +209,7 @@ def settle_the_allocator() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=51, help="samples of each arm; an odd number")
+    parser.add_argument("--repeats", type=int, default=51, help="samples of each arm")
     repeats = parser.parse_args().repeats
     rng = np.random.default_rng(0)
     header()

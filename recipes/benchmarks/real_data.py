@@ -128,9 +128,9 @@ def learnt_tokenizer(file: Path, rows: list[Row]) -> Any:
 
 
 def described(work: Work) -> str:
-    lengths = sorted(work.lengths)
+    lengths, num_unique = sorted(work.lengths), work.num_unique_tokens("cascade")
     return (
-        f"{work.cell.sequences}: {work.num_tokens:,} tokens, {work.num_unique_tokens:,} unique, {work.num_labels:,} "
+        f"{work.cell.sequences}: {work.num_tokens:,} tokens, {num_unique:,} unique, {work.num_labels:,} "
         f"labelled; {lengths[0]} to {lengths[-1]} long, median {lengths[len(lengths) // 2]}; radix micro-batches: "
         f"{len(work.radix)}"
     )

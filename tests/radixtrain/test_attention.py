@@ -668,3 +668,19 @@ class TestChoice:
 
     def test_choice_reads_as_a_line(self) -> None:
         assert str(AttentionChoice("path", "eager", "why")) == "attention=path, kernel=eager (why)"
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+def test_a_row_that_broke_breaks_no_other_branch(attention: str, broken: float) -> None:
+    """Branches that share a block and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
+    plan = plan_of(NESTED)
+    q, k, v, dout = inputs(plan, torch.float32)
+    own = torch.tensor(plan.inverse_indices[plan.cu_seqlens[2] - 2 : plan.cu_seqlens[2]])  # 4, 4 of the second sequence
+    k[own[-1]], v[own[-1]] = broken, broken
+    dout[own] = 0
+    out, *_ = by_tree(plan, [q, k, v, dout], attention)
+    others = torch.ones(plan.num_rows, dtype=torch.bool).index_fill(0, own, False)
+    assert out[others].isfinite().all()
+    clean = by_tree(plan, [q, k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), dout], attention)
+    assert relative_error(out[others], clean[0][others]) <= 1e-6

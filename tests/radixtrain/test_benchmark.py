@@ -60,12 +60,12 @@ class TestWork:
     def test_a_nested_tree_has_three_levels(self) -> None:
         (plan,) = make_work(NESTED).plans
         assert (plan.num_tokens, plan.num_unique_tokens, plan.depth) == (8 * 46, 20 + 2 * 20 + 8 * 6, 3)
-        assert make_work(replace(NESTED, num_sequences=9)).num_unique_tokens == 20 + 3 * 20 + 9 * 6
+        assert make_work(replace(NESTED, num_sequences=9)).num_unique_tokens("cascade") == 20 + 3 * 20 + 9 * 6
 
     @pytest.mark.parametrize("cell", [replace(FLAT, num_sequences=1), replace(FLAT, prompt_length=0)])
     def test_nothing_to_share(self, cell: Cell) -> None:
         work = make_work(cell)
-        assert work.num_tokens == work.num_unique_tokens
+        assert work.num_tokens == work.num_unique_tokens("cascade")
         assert work.ideal_speedup(SHAPE.config()) == 1.0
 
     @pytest.mark.parametrize("cell", [FLAT, NESTED])
@@ -118,7 +118,7 @@ class TestGivenRows:
         work = work_of(RAGGED, ragged_features(), max_tokens=40)
         assert [len(batch.members) for batch in work.radix] == [4, 4]
         assert sorted(index for batch in work.radix for index in batch.members) == list(range(8))
-        assert (work.num_tokens, work.num_unique_tokens) == (4 * 41 + 2 * 18, 41 + 2 * 18)
+        assert (work.num_tokens, work.num_unique_tokens("cascade")) == (4 * 41 + 2 * 18, 41 + 2 * 18)
 
     def test_the_arithmetic_counts_no_padding_and_every_micro_batch(self) -> None:
         features = ragged_features()

@@ -126,6 +126,14 @@ class TestCheapest:
         cost(call=1.0).cheapest(lambda n: asked.append(n) or plan_of([[1, 2], [1, 3]], min_shared_tokens=n))
         assert asked == list(MIN_SHARED_TOKENS)
 
+    def test_plans_above_the_budget_are_left_out(self):
+        branchy = [[1, n, *range(100, 140)] for n in range(2, 12)]
+        fewest = plan_of(branchy).num_rows
+        rates = cost(call=1.0, strategies=("cascade",))
+        for budget in (fewest - 1, fewest):
+            choice, plan = rates.cheapest(lambda n: plan_of(branchy, min_shared_tokens=n), budget)
+            assert (choice.min_shared_tokens, plan.num_rows) == (1, fewest)
+
     def test_among_given_strategies_alone(self):
         for strategy in CHOICES:
             choice, _ = cost(strategies=(strategy,), pair=1.0).cheapest(lambda n: plan_of(DEEP, min_shared_tokens=n))

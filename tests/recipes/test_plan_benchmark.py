@@ -82,11 +82,29 @@ def test_the_table_with_the_comparison(capsys, monkeypatch):
     ratios = benchmark.run(small_rows(), 1)
     printed = capsys.readouterr().out.splitlines()
     assert "| shared | 40 | 24 | 1.67 |" in printed[4]
-    assert printed[4].endswith(f"| **{ratios[0]:.2f}** |")
+    assert f"| **{ratios[0]:.2f}** | " in printed[4]
     assert [line for line in printed if line.startswith("| *")] == [
-        "| *first* | | | | | | | | |", "| *second* | | | | | | | | |"
+        "| *first* | | | | | | | | | |", "| *second* | | | | | | | | | |"
     ]  # fmt: skip
-    assert {line.count("|") for line in printed if line} == {10}
+    assert {line.count("|") for line in printed if line} == {11}
+
+
+def test_both_are_timed_on_the_same_four_arrays():
+    for row in small_rows():
+        batch = benchmark.pack(row.sequences)
+        ids, positions, inverse, gather = benchmark.plan_and_unique_ids(batch)
+        assert ids[inverse].tolist() == batch.ids.tolist()
+        assert positions[inverse].tolist() == batch.theirs[1].tolist()
+        assert batch.ids[gather].tolist() == ids.tolist()
+
+
+def test_the_ratio_is_that_of_the_fastest_calls(monkeypatch):
+    """Theirs takes 2 s, ours 1 s and now and then, as on a busy machine, ten times as long."""
+    batch = benchmark.pack(next(small_rows()).sequences)
+    times = iter([1.0, 1.0, 1.0, 10.0, 3.0, 2.0, 1.0, 30.0, 20.0, 10.0, 3.0, 2.0])
+    monkeypatch.setattr(benchmark, "seconds", lambda call, num_calls: next(times))
+    timing = benchmark.measure(batch, 3, fold)
+    assert (timing.ours, timing.theirs, timing.layout, timing.ratio) == (1.0, 2.0, 3.0, 2.0)
 
 
 def test_without_radix_mlp_it_says_so_and_times_ours(capsys, monkeypatch):

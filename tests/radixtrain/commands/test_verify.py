@@ -11,6 +11,7 @@ from torch import Tensor
 
 import radixtrain.layer_attention
 from radixtrain.__main__ import main
+from radixtrain.step_cost import StepCost
 
 Arguments = Callable[..., list[str]]
 
@@ -52,6 +53,20 @@ def test_a_broken_attention_is_found_and_the_parameter_named(
 def test_small_micro_batches_and_settings_of_the_run(arguments: Arguments) -> None:
     flags = {"data__max_tokens": 120, "data__max_length": 100, "data__min_shared_tokens": 4}
     assert main(arguments("verify", **flags, data__pad_to_multiple_of=8, model__activation_checkpointing=True)) == 0
+
+
+def test_what_is_verified_is_what_is_trained(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choices of `min_shared_tokens: auto` included."""
+    seen = []
+    cheapest = StepCost.cheapest
+
+    def spy(self: StepCost, *args: Any) -> Any:
+        seen.append(cheapest(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(StepCost, "cheapest", spy)
+    assert main(arguments("verify")) == 0
+    assert seen
 
 
 def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:

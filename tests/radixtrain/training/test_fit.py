@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
+from radixtrain.step_cost import Rates
 
 
 def losses(folder: Path, version: int = 0, column: str = "loss") -> dict[int, float]:
@@ -223,6 +224,33 @@ def test_predict_writes_log_probabilities_in_the_order_of_the_file(arguments, sh
         assert on["logprobs"] == pytest.approx(off["logprobs"], abs=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     assert "Shelf" in tokenizer.decode(records["on"][0]["tokens"])
+
+
+@pytest.fixture
+def never_calibrated(tmp_path, monkeypatch):
+    """A machine without a calibration, in this process and in its files; the folder where one would be kept."""
+    monkeypatch.setattr("radixtrain.calibration._MEASURED", {})
+    monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "cold"))
+    return tmp_path / "cold"
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_machine_that_was_never_calibrated(arguments, shop, never_calibrated, command):
+    """Lightning builds some loaders in inference mode, where nothing can be differentiated."""
+    files = {f"data__{name}_file": shop / "validation.jsonl" for name in ("validation", "test", "predict")}
+    assert main(arguments(command, **files, trainer__max_steps=1 if command == "fit" else None)) == 0
+    assert len(list(never_calibrated.glob("rates-*.json"))) <= 1
+
+
+def test_a_run_that_is_resumed_on_another_machine_chooses_as_before(arguments, tmp_path, never_calibrated, monkeypatch):
+    monkeypatch.setattr("radixtrain.calibration._measure", lambda shape: (Rates(1e-3, 0, 0, 0, 1e-12), 0.0))
+    assert main(arguments(trainer__max_steps=2)) == 0
+    (saved,) = (tmp_path / "out" / "checkpoints").glob("*step=2*.ckpt")
+    assert torch.load(saved, weights_only=False)["radixtrain_rates"]["call"] == 1e-3
+    monkeypatch.setattr("radixtrain.calibration._MEASURED", {})
+    monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "another"))
+    monkeypatch.setattr("radixtrain.calibration._measure", lambda shape: pytest.fail("measured again"))
+    assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved, trainer__max_steps=3)) == 0
 
 
 @pytest.mark.parametrize(("command", "split"), [("validate", "validation"), ("test", "test")])
