@@ -26,7 +26,7 @@ class _BlockwiseKernel:
         cut = ragged.blocks(scoring.window)
         if _is_one_call(cut, q, k):
             (block,) = cut.blocks
-            out_1TNH, lse_1NT = self.block_forward(q[None], k[None], v[None], block.mask, scoring)
+            out_1TNH, lse_1NT = self.block_forward(q[None], k[None], v[None], block, scoring)
             return out_1TNH[0], lse_1NT[0]
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[1], len(q), dtype=_wide(q))
@@ -34,7 +34,7 @@ class _BlockwiseKernel:
             out.zero_()
             lse.fill_(float("-inf"))
         for block in cut.blocks:
-            out_bTNH, lse_bNT = self.block_forward(block.queries(q), block.keys(k), block.keys(v), block.mask, scoring)
+            out_bTNH, lse_bNT = self.block_forward(block.queries(q), block.keys(k), block.keys(v), block, scoring)
             block.queries(out).copy_(out_bTNH)
             block.queries(lse.t()).copy_(lse_bNT.transpose(1, 2))
         return out, lse
@@ -46,7 +46,7 @@ class _BlockwiseKernel:
         if _is_one_call(cut, q, k):
             (block,) = cut.blocks
             whole = dout[None], q[None], k[None], v[None], out[None], lse[None]
-            dq, dk, dv = self.block_backward(*whole, block.mask, scoring)
+            dq, dk, dv = self.block_backward(*whole, block, scoring)
             return dq[0], dk[0], dv[0]
         meet = _wide(k) if cut.keys_meet else k.dtype
         dq = torch.zeros_like(q) if cut.num_queries < len(q) else torch.empty_like(q)
@@ -56,21 +56,21 @@ class _BlockwiseKernel:
             dout_block, q_block, out_block = q_side
             lse_block = block.queries(lse.t()).transpose(1, 2)
             keys = block.keys(k), block.keys(v)
-            grads = self.block_backward(dout_block, q_block, *keys, out_block, lse_block, block.mask, scoring)
+            grads = self.block_backward(dout_block, q_block, *keys, out_block, lse_block, block, scoring)
             block.queries(dq).copy_(grads[0])
             _add_to_keys(dk, block, grads[1], cut.keys_meet)
             _add_to_keys(dv, block, grads[2], cut.keys_meet)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
     def block_forward(
-        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
+        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, block: Block, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        """(b, T, N, H) and (b, N, T). mask: as in `Block`."""
+        """(b, T, N, H) and (b, N, T)."""
         raise NotImplementedError
 
     def block_backward(
         self, dout_bTNH: Tensor, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, out_bTNH: Tensor, lse_bNT: Tensor,
-        mask: Tensor | None, scoring: Scoring,
+        block: Block, scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         raise NotImplementedError
 
@@ -79,22 +79,22 @@ class EagerKernel(_BlockwiseKernel):
     """Explicit matmuls: what the other kernels compute, in any dtype, anywhere. 16-bit inputs go through float32."""
 
     def block_forward(
-        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
+        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, block: Block, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        scores_bKgTJ, _ = self._scores(q_bTNH, k_bJKH, mask, scoring)
+        scores_bKgTJ, _ = self._scores(q_bTNH, k_bJKH, _mask_of(block, q_bTNH.device), scoring)
         lse_bKgT = scores_bKgTJ.logsumexp(-1)
         out_bTKgH = torch.einsum("bkgtj,bjkh->btkgh", _exp_minus(scores_bKgTJ, lse_bKgT), v_bJKH.to(_wide(v_bJKH)))
         return out_bTKgH.flatten(2, 3).to(q_bTNH.dtype), lse_bKgT.flatten(1, 2)
 
     def block_backward(
         self, dout_bTNH: Tensor, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, out_bTNH: Tensor, lse_bNT: Tensor,
-        mask: Tensor | None, scoring: Scoring,
+        block: Block, scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dtype, wide = q_bTNH.dtype, _wide(q_bTNH)
         groups = (k_bJKH.shape[2], q_bTNH.shape[2] // k_bJKH.shape[2])
         dout, out, q = (x.to(wide).unflatten(2, groups) for x in (dout_bTNH, out_bTNH, q_bTNH))
         k, v = k_bJKH.to(wide), v_bJKH.to(wide)
-        scores, slope = self._scores(q_bTNH, k_bJKH, mask, scoring)
+        scores, slope = self._scores(q_bTNH, k_bJKH, _mask_of(block, q_bTNH.device), scoring)
         p = _exp_minus(scores, lse_bNT.unflatten(1, groups))
         dv = torch.einsum("bkgtj,btkgh->bjkh", p, dout)
         dp = torch.einsum("btkgh,bjkh->bkgtj", dout, v)
@@ -122,29 +122,30 @@ class TorchCPUKernel(_BlockwiseKernel):
     """`aten._scaled_dot_product_flash_attention_for_cpu`: takes grouped heads and strided views as they are."""
 
     def block_forward(
-        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
+        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, block: Block, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         out_bNTH, lse_bNT = aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_heads_first(x) for x in (q_bTNH, k_bJKH, v_bJKH)), 0.0, **self._options(q_bTNH, mask, scoring)
+            *(_heads_first(x) for x in (q_bTNH, k_bJKH, v_bJKH)), 0.0, **self._options(q_bTNH, block, scoring)
         )
         return out_bNTH.transpose(1, 2), lse_bNT
 
     def block_backward(
         self, dout_bTNH: Tensor, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, out_bTNH: Tensor, lse_bNT: Tensor,
-        mask: Tensor | None, scoring: Scoring,
+        block: Block, scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         rows = (_heads_first(x) for x in (dout_bTNH, q_bTNH, k_bJKH, v_bJKH, out_bTNH))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *rows, lse_bNT, 0.0, **self._options(q_bTNH, mask, scoring)
+            *rows, lse_bNT, 0.0, **self._options(q_bTNH, block, scoring)
         )
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
 
-    def _options(self, q: Tensor, mask: Tensor | None, scoring: Scoring) -> dict[str, Any]:
+    def _options(self, q: Tensor, block: Block, scoring: Scoring) -> dict[str, Any]:
         assert scoring.softcap is None, "the door refuses a soft-cap on this kernel"
+        mask = block.mask
         if mask is not None and q.dtype == torch.float64:
             mask = mask.double()  # it reads a float32 mask as if it were float64, and says nothing
-        return {"is_causal": False, "attn_mask": mask, "scale": scoring.scale}
+        return {"is_causal": block.causal, "attn_mask": mask, "scale": scoring.scale}
 
 
 def _is_one_call(cut: Blocks, q: Tensor, k: Tensor) -> bool:
@@ -152,6 +153,14 @@ def _is_one_call(cut: Blocks, q: Tensor, k: Tensor) -> bool:
     if len(cut.blocks) != 1 or cut.blocks[0].number != 1:
         return False
     return cut.blocks[0].num_queries == len(q) and cut.blocks[0].num_keys == len(k)
+
+
+def _mask_of(block: Block, device: torch.device) -> Tensor | None:
+    """What is hidden in a block, written out."""
+    if not block.causal:
+        return block.mask
+    hidden = torch.ones(block.num_queries, block.num_keys, dtype=torch.bool, device=device).triu(1)
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
 
 
 def _add_to_keys(total: Tensor, block: Block, share_bJKH: Tensor, meet: bool) -> None:

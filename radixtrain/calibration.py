@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from radixtrain.attention import choose_attention, tree_attention
-from radixtrain.kernels.blocks import STRIP
+from radixtrain.kernels.blocks import LONG, STRIP
 from radixtrain.layout import TreeLayout
 from radixtrain.model import pretrained_model_of
 from radixtrain.plan import PrefixPlan, build_prefix_plan
@@ -124,7 +124,7 @@ class _Shape:
         return {
             "version": VERSION,
             "machine": _processor() if on_host else torch.cuda.get_device_name(self.device),
-            "blocks": [STRIP, BLOCK],
+            "blocks": [STRIP, LONG, BLOCK],
             "threads": torch.get_num_threads() if on_host else None,
             "torch": torch.__version__,
             "kernel": self.kernel,

@@ -151,7 +151,7 @@ def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.Mon
     """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see its beginning alone."""
     from radixtrain.kernels.blockwise import TorchCPUKernel
 
-    monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, mask, scoring: {"is_causal": mask is not None})
+    monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, block, scoring: {"is_causal": True})
     assert_caught(verdict(tiny_qwen3(), attention="path"))
 
 

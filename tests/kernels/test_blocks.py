@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.kernels.blocks import STRIP, Block, blocks_of
+from radixtrain.kernels.blocks import LONG, STRIP, Block, blocks_of
 
 CPU = torch.device("cpu")
 
@@ -59,6 +59,13 @@ def test_a_long_causal_entry_is_strips_that_see_what_is_before_them():
     assert shapes(blocks) == [(1, STRIP, STRIP, 0, 0), (1, STRIP, 2 * STRIP, STRIP, 0)]
     assert blocks.keys_meet
     assert (blocks.blocks[1].mask == 0).int().sum(1).tolist() == list(range(STRIP + 1, 2 * STRIP + 1))
+
+
+def test_a_very_long_entry_is_left_to_the_kernel():
+    (block,) = cut([(LONG, LONG)]).blocks
+    assert (block.num_queries, block.causal, block.mask) == (LONG, True, None)
+    assert not any(block.causal for block in cut([(LONG, LONG + 1)]).blocks), "is_causal counts from the top left"
+    assert not any(block.causal for block in cut([(LONG, LONG)], window=9).blocks)
 
 
 def test_strips_of_equal_sequences_are_batched():

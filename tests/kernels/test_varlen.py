@@ -289,6 +289,19 @@ def test_nothing_to_attend(kernel: VarlenKernel, num_queries: int, num_keys: int
 
 
 @kernels
+def test_long_entries_beside_short_ones(kernel: VarlenKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are left to the kernel's own causal mask, with their neighbours in strips."""
+    monkeypatch.setattr("radixtrain.kernels.blocks.LONG", 5)
+    monkeypatch.setattr("radixtrain.kernels.blocks.STRIP", 2)
+    case = (5, 3, 6, 4, 5), (5, 3, 6, 7, 5), True
+    tensors = inputs(case, (4, 2), 8, torch.float64)
+    truth = by_softmax(*tensors, case, 0.5)
+    actual = by_kernel(kernel, *tensors, ragged_call(case), 0.5)
+    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
+    assert max(errors.values()) <= 1e-12, errors
+
+
+@kernels
 @cases
 def test_bounds_on_the_host_or_not(kernel: VarlenKernel, case: Case) -> None:
     tensors = inputs(case, (4, 2), 8, torch.float32)
