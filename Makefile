@@ -24,8 +24,8 @@ check: setup  ## lint, formatting, types
 	.venv/bin/mypy
 
 bench: .venv/.user  ## a training step, deduplicated and not
-	.venv/bin/python -m radixtrain bench --attention '[cascade, path, expand]' --repeats 7
-	.venv/bin/python -m radixtrain bench --attention '[cascade, path, expand]' --repeats 7 \
+	.venv/bin/python -m radixtrain bench --attention '[auto, cascade, path, expand]' --repeats 7
+	.venv/bin/python -m radixtrain bench --attention '[auto, cascade, path, expand]' --repeats 7 \
 	  --num_sequences 1 --prompt_length 2048 --suffix_length 256
 
 test-gpu: setup  ## what needs a CUDA device; a test that skips says what it lacks
