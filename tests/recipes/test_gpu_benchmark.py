@@ -155,7 +155,7 @@ class TestMicroBatches:
     def test_as_few_as_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         work = self.sizes(run_of(), 40 * 3 * 1000, monkeypatch)  # three sequences of 40 tokens
         assert [len(batch.members) for batch in work.ordinary] == [3, 3, 2]
-        assert len(work.radix) == 1 and work.num_unique_tokens == 32 + 8 * 8  # 96 of 120
+        assert len(work.radix) == 1 and work.num_unique_tokens("cascade") == 32 + 8 * 8  # 96 of 120
 
     def test_one_sequence_at_least(self, monkeypatch: pytest.MonkeyPatch) -> None:
         work = self.sizes(run_of(), 0, monkeypatch)
