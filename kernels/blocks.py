@@ -120,8 +120,8 @@ def _batched(blocks: list[Block]) -> Iterator[Block]:
 
 def _goes_on(run: list[Block], block: Block) -> bool:
     last = run[-1]
-    if (last.num_keys, last.num_queries) != (block.num_keys, block.num_queries):  # which settles `causal` too
-        return False
+    if block.causal or (last.num_keys, last.num_queries) != (block.num_keys, block.num_queries):
+        return False  # long ones keep the cores busy by themselves, and the eager kernel writes their scores out
     steps = block.first_query - last.first_query, block.first_key - last.first_key
     return min(steps) >= 0 and (len(run) == 1 or steps == _steps(run))
 

@@ -41,7 +41,7 @@ __all__ = ["cache_folder", "calibrate"]
 logger = logging.getLogger(__name__)
 REPEATS = 4  # the fastest counts: what else the machine does can only add
 VERSION = 1  # of the file
-MAX_ERROR = 0.5  # root mean square of the relative errors; quiet machines are at 0.1 to 0.2
+MAX_ERROR = 0.5  # root mean square of the relative errors above which rates are not kept
 _MEASURED: dict[Path, Rates] = {}  # a folder that cannot be written must not be measured again for every loader
 
 

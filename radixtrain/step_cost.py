@@ -123,43 +123,45 @@ class StepCost:
 
 def attention_work(plan: PrefixPlan, strategy: str, on_host: bool) -> AttentionWork:
     """Count what a strategy does. On the host as `TreeLayout` cuts it into blocks, on a device as it packs it."""
-    return _COUNTS[strategy](plan, _on_host if on_host else _on_device)
+    return _COUNTS[strategy](plan, on_host)
 
 
-Count = Callable[..., tuple[int, int, int]]
-
-
-def _cascade(plan: PrefixPlan, count: Count) -> AttentionWork:
-    if count is _on_host:
+def _cascade(plan: PrefixPlan, on_host: bool) -> AttentionWork:
+    if on_host:
         rows, behind = cascade_bounds(plan.segment_starts.tolist(), plan.subtree_ends.tolist())
         own = np.diff(rows)
-        calls, rectangles, pairs = count(own, own)
         above = np.array(behind, dtype=np.int64).reshape(-1, 4)
         q_lengths, k_lengths = above[:, 1] - above[:, 0], above[:, 3] - above[:, 2]
         num_calls = len(behind)
     else:
         own = np.diff(plan.segment_starts)
-        calls, rectangles, pairs = count(own, own)
         ends = plan.segment_starts[1:]
         branching = plan.subtree_ends > ends
         q_lengths, k_lengths = (plan.subtree_ends - ends)[branching], own[branching]
         num_calls = max(plan.depth - 1, 0)
+    calls, rectangles, pairs = _causal_call(own, own, on_host)
     pairs += int((q_lengths * k_lengths).sum())
     moved = int(q_lengths.sum()), int(k_lengths.sum())
     return AttentionWork(calls + num_calls, rectangles + len(q_lengths), pairs, *moved)
 
 
-def _path(plan: PrefixPlan, count: Count) -> AttentionWork:
+def _path(plan: PrefixPlan, on_host: bool) -> AttentionWork:
     new, path = np.diff(plan.path_cu_seqlens_q), np.diff(plan.path_cu_seqlens_k)
-    return AttentionWork(*count(new, path), 0, int(path.sum()))
+    return AttentionWork(*_causal_call(new, path, on_host), 0, int(path.sum()))
 
 
-def _expand(plan: PrefixPlan, count: Count) -> AttentionWork:
+def _expand(plan: PrefixPlan, on_host: bool) -> AttentionWork:
     lengths = np.diff(plan.cu_seqlens)
-    return AttentionWork(*count(lengths, lengths), plan.num_tokens + plan.num_rows, plan.num_tokens)
+    calls, rectangles, pairs = _causal_call(lengths, lengths, on_host)
+    return AttentionWork(calls, rectangles, pairs, plan.num_tokens + plan.num_rows, plan.num_tokens)
 
 
 _COUNTS: Mapping[str, Callable[..., AttentionWork]] = {"cascade": _cascade, "path": _path, "expand": _expand}
+
+
+def _causal_call(q_lengths: IntArray, k_lengths: IntArray, on_host: bool) -> tuple[int, int, int]:
+    """Calls, rectangles and pairs."""
+    return _on_host(q_lengths, k_lengths) if on_host else _on_device(q_lengths, k_lengths)
 
 
 def _on_device(q_lengths: IntArray, k_lengths: IntArray) -> tuple[int, int, int]:

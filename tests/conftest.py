@@ -5,6 +5,7 @@ Generated cases are the same in every run, so that red is a change's doing; RADI
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from itertools import groupby
@@ -30,7 +31,8 @@ settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed
 def pytest_configure(config: pytest.Config) -> None:
     """Calibrations of this run alone, shared by its workers and the commands that it starts."""
     if "RADIXTRAIN_CACHE" not in os.environ:
-        os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-calibration-")
+        folder = os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-calibration-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")

@@ -186,7 +186,10 @@ class RadixModule(L.LightningModule):
         self.speed.start()  # validation between the epochs is not training
 
     def step_cost(self) -> StepCost | None:
-        """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated."""
+        """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated.
+
+        None, and every branch is taken, for `attention: reference` and on a device that is neither a CPU nor CUDA.
+        """
         if self.model is None or self.hparams.attention == "reference" or self.device.type not in ("cpu", "cuda"):
             return None
         dtype = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else None

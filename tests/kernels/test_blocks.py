@@ -64,6 +64,7 @@ def test_a_long_causal_entry_is_strips_that_see_what_is_before_them():
 def test_a_very_long_entry_is_left_to_the_kernel():
     (block,) = cut([(LONG, LONG)]).blocks
     assert (block.num_queries, block.causal, block.mask) == (LONG, True, None)
+    assert [each.number for each in cut([(LONG, LONG)] * 2).blocks] == [1, 1]
     assert not any(block.causal for block in cut([(LONG, LONG + 1)]).blocks), "is_causal counts from the top left"
     assert not any(block.causal for block in cut([(LONG, LONG)], window=9).blocks)
 
