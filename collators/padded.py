@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixtrain.collators.radix import FeatureArrays, all_feature_arrays
+from radixtrain.collators.features import FeatureArrays, all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
 
 __all__ = ["PaddedCollator"]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens
+from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.radix import FeatureArrays, RadixCollator, all_feature_arrays, packed_positions
+from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.step_cost import StepCost
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from radixtrain.attention import tree_attention
     from radixtrain.collators.radix import RadixCollator
     from radixtrain.equivalence import verify_equivalence
-    from radixtrain.model import prepare_model, restore_model
+    from radixtrain.hf.prepare import prepare_model, restore_model
     from radixtrain.plan import PrefixPlan, build_prefix_plan
 
 __version__ = "0.1.0"
@@ -31,8 +31,8 @@ _HOMES = {
     "RadixCollator": "radixtrain.collators.radix",
     "build_prefix_plan": "radixtrain.plan",
     "calibrate": "radixtrain.calibration",
-    "prepare_model": "radixtrain.model",
-    "restore_model": "radixtrain.model",
+    "prepare_model": "radixtrain.hf.prepare",
+    "restore_model": "radixtrain.hf.prepare",
     "tree_attention": "radixtrain.attention",
     "verify_equivalence": "radixtrain.equivalence",
 }

@@ -25,7 +25,7 @@ from radixtrain.benchmark_arms import run_step, seconds_in_turns, set_arm
 from radixtrain.benchmark_cells import Cell, ModelShape, Rows, build_model
 from radixtrain.benchmark_check import check_arms
 from radixtrain.benchmark_work import Work, make_work, work_of
-from radixtrain.model import restore_model
+from radixtrain.hf.prepare import restore_model
 from radixtrain.peak_memory import peak_bytes
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from radixtrain.benchmark_work import MicroBatch, Work
+from radixtrain.hf.prepare import backbone_of, prepare_model, restore_model
 from radixtrain.loss import linear_cross_entropy
-from radixtrain.model import backbone_of, prepare_model, restore_model
 
 __all__ = ["hidden_states", "loss_terms", "run_step", "seconds_in_turns", "set_arm"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from radixtrain.benchmark_cells import Cell, Rows, features_of_cell
+from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.radix import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.steps import StepCollator
 from radixtrain.cost import ordinary_flops, unique_flops
 from radixtrain.errors import UserError

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from radixtrain.attention import choose_attention, tree_attention
+from radixtrain.hf.prepare import pretrained_model_of
 from radixtrain.kernels.blocks import LONG, STRIP
 from radixtrain.layout import TreeLayout
-from radixtrain.model import pretrained_model_of
 from radixtrain.plan import PrefixPlan, build_prefix_plan
 from radixtrain.step_cost import CHOICES, Rates, StepCost, attention_work
 from radixtrain.tree_pieces import BLOCK

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.equivalence_report import EquivalenceReport, Rung, TensorError
 from radixtrain.errors import UserError
-from radixtrain.model import prepare_model, prepared_options, pretrained_model_of, restore_model
+from radixtrain.hf.prepare import prepare_model, prepared_options, pretrained_model_of, restore_model
 from radixtrain.oracle import (
     Arm,
     Features,

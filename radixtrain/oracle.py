@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from radixtrain.collators.radix import all_feature_arrays
+from radixtrain.collators.features import all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
-from radixtrain.model import pretrained_model_of
+from radixtrain.hf.prepare import pretrained_model_of
 
 __all__ = [
     "Arm",

@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
+from radixtrain.hf.prepare import backbone_of, prepare_model
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.layout import sequences_of
-from radixtrain.model import backbone_of, prepare_model
 
 CONFIG = Path(__file__).parent.parent / "configs" / "banking77.yaml"
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from radixtrain.errors import UserError
-from radixtrain.model import restore_model
+from radixtrain.hf.prepare import restore_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

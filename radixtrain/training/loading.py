@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from radixtrain.errors import UserError, first_line
-from radixtrain.model import prepare_model, pretrained_model_of
+from radixtrain.hf.prepare import prepare_model, pretrained_model_of
 
 __all__ = ["load_model", "load_trainable"]
 

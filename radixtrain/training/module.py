@@ -14,9 +14,9 @@ from transformers import get_scheduler
 
 from radixtrain.calibration import calibrate
 from radixtrain.errors import UserError
+from radixtrain.hf.prepare import backbone_of, pretrained_model_of
 from radixtrain.layout import sequences_of
 from radixtrain.loss import linear_cross_entropy, prediction_logprobs
-from radixtrain.model import backbone_of, pretrained_model_of
 from radixtrain.step_cost import Rates, StepCost
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable

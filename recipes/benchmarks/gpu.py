@@ -43,10 +43,10 @@ from radixtrain.benchmark_arms import loss_terms, run_step, seconds_in_turns, se
 from radixtrain.benchmark_cells import features_of_cell
 from radixtrain.commands.bench_environment import environment
 from radixtrain.errors import UserError
+from radixtrain.hf.prepare import restore_model
 from radixtrain.kernels.row_order import row_order
 from radixtrain.kernels.rows import sum_rows
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
-from radixtrain.model import restore_model
 from radixtrain.peak_memory import peak_bytes
 
 PARTS = ("equivalence", "kernels", "step")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import radixtrain.benchmark_baseline
-import radixtrain.layer_attention
+import radixtrain.hf.attention
 from radixtrain.benchmark import Cell, Measured, ModelShape, Rows, Settings, build_model, make_work, measure, work_of
 from radixtrain.benchmark_arms import hidden_states, loss_terms, set_arm
 from radixtrain.benchmark_baseline import fastest_ordinary
@@ -308,14 +308,14 @@ class TestMeasure:
 @pytest.fixture
 def scaled_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
     """`scaled_attention(by, backward)`: keys, or the gradients of the keys alone, off by this factor."""
-    attend = radixtrain.layer_attention.tree_attention
+    attend = radixtrain.hf.attention.tree_attention
 
     def install(by: float, backward: bool) -> None:
         def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
             wrong = key + by * (key - key.detach()) if backward else key * (1 + by)
             return attend(query, wrong, value, *args, **options)
 
-        monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", broken)
+        monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
 
     return install
 

@@ -150,16 +150,16 @@ def test_an_attention_without_a_cost_is_refused(tiny_qwen3):
 
 @pytest.mark.parametrize("strategy", CHOICES)
 def test_a_prepared_model_does_what_its_batch_chose(tiny_qwen3, monkeypatch, caplog, strategy):
-    import radixtrain.layer_attention
+    import radixtrain.hf.attention
 
     asked = []
-    attend = radixtrain.layer_attention.tree_attention
+    attend = radixtrain.hf.attention.tree_attention
 
     def spy(*args, attention, **options):
         asked.append(attention)
         return attend(*args, attention=attention, **options)
 
-    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", spy)
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
     monkeypatch.setattr(calibration_module, "_measure", lambda shape: (Rates(1, 1, 1, 1, 1), 0.0))
     model = tiny_qwen3()
     collator = RadixCollator(step_cost=calibrate(model, attention=strategy))

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import radixtrain.layer_attention
+import radixtrain.hf.attention
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.equivalence import compare_gradients, verify_arms
 from radixtrain.equivalence_report import EquivalenceReport, Rung, TensorError
 from radixtrain.errors import UserError
-from radixtrain.model import prepared_options
+from radixtrain.hf.prepare import prepared_options
 from radixtrain.oracle import Gradients, gradients_of, ordinary_alone
 
 FEATURES = [
@@ -186,7 +186,7 @@ class TestTheModel:
         def broken(*args: Any, **options: Any) -> Any:
             raise RuntimeError("a kernel that fails")
 
-        monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", broken)
+        monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
         model = tiny_qwen3().bfloat16()
         with pytest.raises(RuntimeError, match="a kernel that fails"):
             verify_equivalence(model, FEATURES)

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 import radixtrain.commands.bench_environment
-import radixtrain.layer_attention
+import radixtrain.hf.attention
 from radixtrain.__main__ import main
 from radixtrain.benchmark import Cell, ModelShape, make_work
 
@@ -186,8 +186,8 @@ class TestRefusal:
             wrong = key + 1e-3 * (key - key.detach()) if len(key) > 65 else key
             return attend(query, wrong, value, *args, **options)
 
-        attend = radixtrain.layer_attention.tree_attention
-        monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", broken)
+        attend = radixtrain.hf.attention.tree_attention
+        monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
 
     def test_times_of_a_wrong_gradient_are_not_reported(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(command(attention="cascade")) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import radixtrain.layer_attention
+import radixtrain.hf.attention
 from radixtrain.__main__ import main
 from radixtrain.step_cost import StepCost
 
@@ -23,8 +23,8 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         return attend(query, key + 1e-3 * (key - key.detach()), value, *args, **options)
 
-    attend = radixtrain.layer_attention.tree_attention
-    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", broken)
+    attend = radixtrain.hf.attention.tree_attention
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
 
 
 def test_the_real_command(arguments: Arguments, tmp_path: Path) -> None:

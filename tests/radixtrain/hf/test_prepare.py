@@ -12,10 +12,10 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-import radixtrain.model
+import radixtrain.hf.prepare
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import tree_attention
-from radixtrain.model import backbone_of
+from radixtrain.hf.prepare import backbone_of
 from radixtrain.testing import relative_error
 
 FEATURES = [{"input_ids": [7, 8, 9, 1, 2]}, {"input_ids": [7, 8, 9, 3]}]
@@ -139,7 +139,7 @@ def test_full_layers_stay_on_cascade(monkeypatch):
         seen.append(options["window"])
         return tree_attention(*args, **options)
 
-    monkeypatch.setattr(radixtrain.layer_attention, "tree_attention", spy)
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
     prepare_model(windowed("Gemma3"))(**RadixCollator()(NESTED))
     assert seen == [4, None]
 
@@ -152,7 +152,7 @@ def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
     model = windowed(family)
     expected = ordinary_results(model, NESTED)
     monkeypatch.setattr(
-        radixtrain.layer_attention,
+        radixtrain.hf.attention,
         "tree_attention",
         lambda *args, **options: tree_attention(*args, **{**options, lost: None}),
     )
@@ -208,7 +208,7 @@ class TestRouterLoss:
         assert worst_error(actual, expected) <= BAR
 
     def test_counting_unique_tokens_is_caught(self, family, pad_to_multiple_of, monkeypatch):
-        monkeypatch.setattr(radixtrain.model, "_expand_router_logits", lambda *_: None)
+        monkeypatch.setattr(radixtrain.hf.prepare, "_expand_router_logits", lambda *_: None)
         model = tiny(family, output_router_logits=True, router_aux_loss_coef=0.5, **ROUTED[family])
         expected, actual = self.both(model, pad_to_multiple_of)
         assert relative_error(actual["aux"], expected["aux"]) > 100 * BAR

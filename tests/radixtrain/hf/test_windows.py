@@ -9,7 +9,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
-from radixtrain.layer_windows import no_mask, told_by_mask, window_of
+from radixtrain.hf.windows import no_mask, told_by_mask, window_of
 
 LONGEST = 9
 FEATURES = [{"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6]}, {"input_ids": [7, 8, 9, 3]}]

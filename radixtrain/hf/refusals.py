@@ -3,7 +3,7 @@
 Once, when a model is prepared, by what its configuration and its modules say (`check_attention`, `check_dropout`,
 `check_choice`); and on every radix batch, by what depends on the batch or has come since (`check_pass`): a trainer
 adds adapters with dropout, or noise on the embeddings, to a model that was prepared without. What a layer asks its
-attention function for is seen there alone, in `radixtrain/layer_attention.py`.
+attention function for is seen there alone, in `radixtrain/hf/attention.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import UserError
-from radixtrain.layer_windows import only_full_attention
+from radixtrain.hf.windows import only_full_attention
 
 __all__ = ["check_attention", "check_choice", "check_dropout", "check_pass"]
 

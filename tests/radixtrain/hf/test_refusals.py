@@ -19,7 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import radixtrain.refusals
+import radixtrain.hf.refusals
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
 
@@ -139,7 +139,7 @@ class TestChoice:
     )
     def test_the_head_dim_that_a_kernel_is_asked_for(self, family, changes, head_dim):
         config = getattr(transformers, f"{family}Config")(**TINY, **changes)
-        assert radixtrain.refusals._head_dim(config) == head_dim
+        assert radixtrain.hf.refusals._head_dim(config) == head_dim
 
 
 class TestDropout:

@@ -2,14 +2,14 @@
 
 transformers >= 5 gives every hook that is needed:
 
-- the attention functions that every layer calls are registered by name (`radixtrain/layer_attention.py`), and which
-  window a layer has is read from its mask (`radixtrain/layer_windows.py`);
+- the attention functions that every layer calls are registered by name (`radixtrain/hf/attention.py`), and which
+  window a layer has is read from its mask (`radixtrain/hf/windows.py`);
 - a pre-hook on the backbone turns the flat `radix_` entries of a batch into one object that reaches every layer, and
   hands mask creation an empty tensor: no U x U mask is ever built;
 - a hook behind the backbone hands the head the rows that predict, `[1, P, D]`, and the router loss the logits of every
   original token.
 
-What cannot be exact is refused, before and at every batch (`radixtrain/refusals.py`). A radix batch on any other
+What cannot be exact is refused, before and at every batch (`radixtrain/hf/refusals.py`). A radix batch on any other
 attention would train silently with a wrong mask: Hugging Face reads a jump in the positions as the start of a new
 packed document. So the hooks check that ours is in force, and count that every layer came by.
 """
@@ -25,11 +25,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
+from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
+from radixtrain.hf.refusals import check_attention, check_choice, check_dropout, check_pass
+from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.layer_attention import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
-from radixtrain.layer_windows import no_mask, window_may_bind
 from radixtrain.layout import PREFIX, TreeLayout
-from radixtrain.refusals import check_attention, check_choice, check_dropout, check_pass
 from radixtrain.step_cost import CHOICES
 
 __all__ = ["ATTENTION_NAME", "backbone_of", "prepare_model", "prepared_options", "pretrained_model_of", "restore_model"]

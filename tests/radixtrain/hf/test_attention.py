@@ -10,11 +10,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import MistralConfig, MistralForCausalLM, StableLmConfig, StableLmForCausalLM
 
-import radixtrain.layer_attention
+import radixtrain.hf.attention
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model, verify_equivalence
 from radixtrain.attention import STRATEGIES
 from radixtrain.errors import UserError
-from radixtrain.layer_attention import RadixCall, radix_attention, radix_eager_attention
+from radixtrain.hf.attention import RadixCall, radix_attention, radix_eager_attention
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan
 
@@ -97,9 +97,9 @@ class TestValuesOfAnotherHeadDim:
 
     def test_the_padded_head_dim_as_scale_is_caught(self, monkeypatch):
         """The comparison above is able to fail."""
-        attend = radixtrain.layer_attention.tree_attention
+        attend = radixtrain.hf.attention.tree_attention
         monkeypatch.setattr(
-            radixtrain.layer_attention, "tree_attention", lambda *args, **rest: attend(*args, **{**rest, "scale": None})
+            radixtrain.hf.attention, "tree_attention", lambda *args, **rest: attend(*args, **{**rest, "scale": None})
         )
         with pytest.raises(AssertionError, match="not close"):
             self.test_against_dense_attention("path", 13, None)

@@ -4,7 +4,7 @@ Registered beside "sdpa", they are chosen by name. "radix_eager" is for models w
 compute. Without a plan they are `sdpa` and the model's own eager attention, mask included: generation and an ordinary
 padded batch behave as if nothing had been prepared. With one they are tree attention.
 
-A layer's window comes from its mask (`radixtrain/layer_windows.py`), everything else from the keyword arguments that
+A layer's window comes from its mask (`radixtrain/hf/windows.py`), everything else from the keyword arguments that
 Hugging Face's layers hand over: scale, soft-cap, sinks. What the tree does not compute of it is refused. Queries and
 values of two head dims, as latent attention (MLA) expands to, get zeros up to the wider one (`_of_one_head_dim`).
 """
@@ -24,7 +24,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
-from radixtrain.layer_windows import mask_function, told_by_mask, window_of
+from radixtrain.hf.windows import mask_function, told_by_mask, window_of
 from radixtrain.layout import TreeLayout
 
 __all__ = [

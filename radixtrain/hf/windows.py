@@ -1,6 +1,6 @@
 """How the sliding window of a layer is found: by the mask that the layer would have had, whatever the model calls it.
 
-No U x U mask is ever built. The backbone's hook (`radixtrain/model.py`) hands mask creation
+No U x U mask is ever built. The backbone's hook (`radixtrain/hf/prepare.py`) hands mask creation
 
 - an empty 4-D tensor, which every model returns as it is, where no window may bind;
 - a 2-D mask of no columns where one may. Our mask function answers each question of Hugging Face's with an empty mask
