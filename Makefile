@@ -16,7 +16,8 @@ test: setup  ## everything that runs without a GPU, one thread per worker
 	OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not gpu"
 
 test-full: export RADIXTRAIN_TRIES = 500
-test-full: test  ## the same with ten times the generated tries
+test-full: export RADIXTRAIN_FAMILIES = all
+test-full: test  ## the same with ten times the generated tries and every model family
 
 check: setup  ## lint, formatting, types
 	.venv/bin/ruff check .

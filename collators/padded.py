@@ -20,28 +20,33 @@ class PaddedCollator:
     """Collate token sequences into one padded batch for an unmodified Hugging Face model.
 
     pad_token_id: fills rows on the right; its value has no effect.
+    loss_on_all: see `RadixCollator`.
 
     Returns `input_ids`, `attention_mask`, `position_ids` [B, L], `shift_labels` [1, P], and the entries that the fused
     loss reads beside them: `predictor_indices` [P] into the B * L flattened rows, `prediction_rows` [P],
-    `loss_weights` [P].
+    `loss_weights` [P]. Raises as `RadixCollator`.
     """
 
     pad_token_id: int = 0
+    loss_on_all: bool = False
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self.collate(all_feature_arrays(features))
+        return self.collate(all_feature_arrays(features, self.loss_on_all))
 
     def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
         """The batch of features that have been read already."""
-        longest = max(len(ids) for ids, _, _ in arrays)
+        longest = max(len(feature.input_ids) for feature in arrays)
         input_ids = np.full((len(arrays), longest), self.pad_token_id, dtype=np.int64)
         labels = np.full((len(arrays), longest), IGNORE_INDEX, dtype=np.int64)
         mask = np.zeros((len(arrays), longest), dtype=np.int64)
         positions = np.tile(np.arange(longest), (len(arrays), 1))
-        for row, (ids, row_labels, row_positions) in enumerate(arrays):
-            if row_positions is not None:
-                positions[row, : len(ids)] = row_positions
-            input_ids[row, : len(ids)], labels[row, : len(ids)], mask[row, : len(ids)] = ids, row_labels, 1
+        for row, feature in enumerate(arrays):
+            length = len(feature.input_ids)
+            if feature.position_ids is not None:
+                positions[row, :length] = feature.position_ids
+            elif feature.is_counted_from_padding:
+                positions[row, :length] += feature.num_left_padding
+            input_ids[row, :length], labels[row, :length], mask[row, :length] = feature.input_ids, feature.labels, 1
         labels[:, 0] = IGNORE_INDEX
         predicted = np.flatnonzero(labels.ravel() != IGNORE_INDEX)
         return {

@@ -36,10 +36,24 @@ class RadixCollator:
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
     return_tensors: `"pt"`, for Hugging Face's sake.
+    loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; without it such a
+        feature is refused, because a trainer may have dropped its mask.
 
-    Called with `[{"input_ids": [...], "labels": [...]}, ...]`. `labels` are unshifted, -100 bears no loss; in their
-    place a 0/1 list `completion_mask` or `assistant_masks` (both: the product), or nothing: every token bears loss.
-    Tokens that an `attention_mask` of the feature hides are left out. Returns
+    Called with `[{"input_ids": [...], "labels": [...]}, ...]`. Of each feature it reads these lists, arrays or tensors,
+    (L,), integers:
+
+    input_ids: the tokens of one sequence. The first one is never predicted, and so bears no loss.
+    labels: unshifted, -100 bears no loss. If they are given, the loss masks are not read.
+    completion_mask, assistant_masks: 0/1, instead of labels; a token bears loss if all that are given are 1.
+    attention_mask: 0/1. Zeros on the left and on the right are padding, which is cut off and bears no loss.
+    position_ids: by default they count from 0.
+    seq_lengths: [1], as TRL's packing leaves it; more than one is refused.
+
+    Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
+    `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
+    with `token_type_ids` or `pixel_values`, would get another gradient.
+
+    Returns
 
     input_ids: [1, U], int64. the unique tokens, in depth-first order.
     position_ids: [1, U], int64.
@@ -52,6 +66,8 @@ class RadixCollator:
     radix_label_indices: [P], int64. the token behind each entry, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
         `radix_strategy`, a place in `radixtrain.step_cost.CHOICES`, and `radix_min_shared_tokens`.
+    radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
+        and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 
     There is no `attention_mask`. With `merge_labels`, `labels` and `radix_label_indices` are absent,
     `radix_predictor_indices` [R] are the distinct predictors, and two more entries belong to `shift_labels` [1, P]:
@@ -66,8 +82,9 @@ class RadixCollator:
     >>> batch["labels"], batch["shift_labels"], batch["radix_predictor_indices"]
     (tensor([[-100,    9,    5]]), tensor([[   9,    5, -100]]), tensor([1, 1, 0]))
 
-    Raises ValueError, naming the feature, for a sequence that is empty, whose lists differ in length, or that another
-    packer has already filled with several.
+    Raises ValueError that names the feature and its entry for: no labels and no loss mask; an entry that it would have
+    to drop; entries that are not lists of integers or differ in length; an empty sequence, and one that another packer
+    has filled with several; an attention mask with a hole; labels on padding.
     """
 
     min_shared_tokens: int = 1
@@ -75,6 +92,7 @@ class RadixCollator:
     merge_labels: bool = False
     return_tensors: str = "pt"
     step_cost: StepCost | None = None
+    loss_on_all: bool = False
 
     def __post_init__(self) -> None:
         if self.step_cost is not None and self.min_shared_tokens != 1:
@@ -87,15 +105,15 @@ class RadixCollator:
             )
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self.collate(all_feature_arrays(features))
+        return self.collate(all_feature_arrays(features, self.loss_on_all))
 
     def collate(self, arrays: Sequence[FeatureArrays], max_tokens: int | None = None) -> dict[str, Any]:
         """The batch of features that have been read already.
 
         max_tokens: unique tokens that `step_cost` does not go beyond where that can be.
         """
-        ids, labels = (np.concatenate([feature[column] for feature in arrays]) for column in range(2))
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(sequence[0]) for sequence in arrays])])
+        ids, labels = (np.concatenate([getattr(each, name) for each in arrays]) for name in ("input_ids", "labels"))
+        cu_seqlens = np.concatenate([[0], np.cumsum([len(feature.input_ids) for feature in arrays])])
         plan, chosen = self._plan(ids, cu_seqlens, packed_positions(arrays), max_tokens)
         predictions = list_predictions(plan, labels)
         targets = _merged_entries(predictions) if self.merge_labels else _plain_entries(predictions, plan)
@@ -105,6 +123,7 @@ class RadixCollator:
             **targets,
             **TreeLayout.from_plan(plan).to_batch(),
             **chosen,
+            **({f"{PREFIX}left_padded": 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
         }
 
     def _plan(

@@ -28,7 +28,8 @@ class StepCollator:
         budget of rows x longest row: the baseline.
     max_tokens: most tokens that a micro-batch computes; None for a single micro-batch.
     merge_labels: identical predictions merged and weighted (training), or one per labelled token (`predict`).
-    min_shared_tokens, pad_to_multiple_of, step_cost, pad_token_id: see `RadixCollator` and `PaddedCollator`.
+    min_shared_tokens, pad_to_multiple_of, step_cost, loss_on_all, pad_token_id: see `RadixCollator` and
+        `PaddedCollator`.
 
     Called with features as `RadixCollator`; returns
 
@@ -37,6 +38,8 @@ class StepCollator:
     num_labels: labelled tokens of the step, the divisor of its loss.
     num_tokens: T, tokens of the step.
     num_computed_tokens: rows that the model computes: unique tokens, or padded ones.
+
+    Raises as `RadixCollator`, naming the feature by its index in the step.
     """
 
     dedup: bool = True
@@ -46,10 +49,11 @@ class StepCollator:
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
     step_cost: StepCost | None = None
+    loss_on_all: bool = False
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        arrays = all_feature_arrays(features)
-        sequences = [ids for ids, _, _ in arrays]
+        arrays = all_feature_arrays(features, self.loss_on_all)
+        sequences = [feature.input_ids for feature in arrays]
         if self.dedup:
             cut = cut_by_unique_tokens(sequences, self.max_tokens, packed_positions(arrays))
         else:
@@ -58,7 +62,7 @@ class StepCollator:
         return {
             "micro_batches": [batch for _, batch in collated],
             "members": [group for group, _ in collated],
-            "num_labels": sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels, _ in arrays),
+            "num_labels": sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in arrays),
             "num_tokens": sum(map(len, sequences)),
             "num_computed_tokens": sum(batch["input_ids"].numel() for _, batch in collated),
         }

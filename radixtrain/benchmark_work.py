@@ -136,7 +136,7 @@ def work_of(
     arrays = all_feature_arrays(features)
     radix = [MicroBatch(*each) for each in zip(step["members"], step["micro_batches"], strict=True)]
     plans = [_plan([arrays[index] for index in batch.members]) for batch in radix]
-    lengths = [len(ids) for ids, _, _ in arrays]
+    lengths = [len(feature.input_ids) for feature in arrays]
     return Work(cell, features, lengths, step["num_labels"], _padded(arrays, rows, False), radix, plans)
 
 
@@ -156,14 +156,14 @@ def with_ordinary_rows(work: Work, rows: int | None, keep_mask: bool = False) ->
 
 
 def _plan(arrays: Sequence[FeatureArrays]) -> PrefixPlan:
-    ids = [sequence for sequence, _, _ in arrays]
+    ids = [feature.input_ids for feature in arrays]
     cu_seqlens = np.cumsum([0] + [len(sequence) for sequence in ids])
     return build_prefix_plan(np.concatenate(ids), cu_seqlens, packed_positions(arrays))
 
 
 def _padded(arrays: Sequence[FeatureArrays], rows: int | None, keep_mask: bool) -> list[MicroBatch]:
     """Longest first, so many rows at a time."""
-    order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index][0]))
+    order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index].input_ids))
     size = rows or len(order)
     batches = []
     for members in (order[start : start + size] for start in range(0, len(order), size)):

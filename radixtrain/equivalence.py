@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.equivalence_report import EquivalenceReport, Rung, TensorError
 from radixtrain.errors import UserError
+from radixtrain.hf.adapters import draws_in_adapters
 from radixtrain.hf.prepare import prepare_model, prepared_options, pretrained_model_of, restore_model
 from radixtrain.oracle import (
     Arm,
@@ -55,11 +56,12 @@ def verify_equivalence(
         float64 for a while, which takes 24 bytes for each trained parameter and 8 for each frozen one.
     features: as a `RadixCollator` takes them; together they must bear loss.
     attention, kernel: as for `prepare_model`. A kernel that takes 16-bit tensors alone is asked of 16-bit rungs alone.
-    collator: default `RadixCollator()`.
+    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
-    Dropout that `prepare_model` was allowed is off meanwhile, and so is a router loss. Raises ValueError where nothing
-    bears loss, UserError as `prepare_model` does and where the ordinary gradient is not finite.
+    Dropout that `prepare_model` was allowed is off meanwhile, and so are a router loss and AdaLoRA's regularizer.
+    Raises ValueError where nothing bears loss, UserError as `prepare_model` does and where the ordinary gradient is not
+    finite.
     """
     batch = (collator or RadixCollator())(features)
     return verify_arms(
@@ -83,8 +85,9 @@ def verify_arms(
     before = prepared_options(model)
     allowed = before["allow_dropout"] if before else ()
     rungs = []
-    with _as_it_was(model, before), _without_dropout(model, allowed), _without_router_loss(model):
+    with _as_it_was(model, before), _without_dropout(model, allowed), _without_added_losses(model):
         _check_trained(model)
+        prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
         logger.info("verify: %d sequences, each alone in float64", len(features))
         truth = float64_truth(restore_model(model), features)
         _check_finite(truth)
@@ -176,14 +179,14 @@ def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[N
 
 @contextmanager
 def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]:
-    """Two arms that draw differently cannot be compared. Dropout that is no module is off in evaluation mode alone."""
+    """Two arms that draw differently cannot be compared. What draws and is no module is off in evaluation mode only."""
     modules = list(model.modules())
     drawing = [(module, module.p) for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)]
     training = [module.training for module in modules]
     settings = pretrained_model_of(model).config.get_text_config().to_dict()
     for module, _ in drawing:
         module.p = 0.0
-    if any(settings.get(name) or name == "neftune" for name in allowed):
+    if any(settings.get(name) or name == "neftune" or draws_in_adapters(model, name) for name in allowed):
         model.eval()
     try:
         yield
@@ -195,17 +198,20 @@ def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]
 
 
 @contextmanager
-def _without_router_loss(model: nn.Module) -> Iterator[None]:
-    """It is no sum over tokens, so the truth of each sequence alone knows none."""
+def _without_added_losses(model: nn.Module) -> Iterator[None]:
+    """A router loss, and what AdaLoRA adds for its adapters: no sums over tokens, so the truth knows none."""
     config = pretrained_model_of(model).config.get_text_config()
-    wanted = getattr(config, "output_router_logits", None)
-    if wanted:
-        config.output_router_logits = False
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    places = [(config, "output_router_logits", False), *((adapter, "orth_reg_weight", 0.0) for adapter in adapters)]
+    wanted = [(place, name, without, getattr(place, name, None)) for place, name, without in places]
+    wanted = [entry for entry in wanted if entry[-1]]
+    for place, name, without, _ in wanted:
+        setattr(place, name, without)
     try:
         yield
     finally:
-        if wanted:
-            config.output_router_logits = wanted
+        for place, name, _, value in wanted:
+            setattr(place, name, value)
 
 
 def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> TensorError:

@@ -203,9 +203,17 @@ class Rung:
 
     def _say_disagreeing(self, tensors: tuple[TensorError, ...]) -> str:
         worst = max(tensors, key=lambda tensor: _finite(tensor.ordinary))
+        if _relative(abs(self.ordinary_loss - self.truth_loss), abs(self.truth_loss)) <= AGREEMENT:
+            meaning = f"Their losses agree ({self.truth_loss:.9g}): the gradient may be too ill-conditioned for float64"
+        else:
+            meaning = (
+                f"So do their losses, {self.ordinary_loss:.9g} and {self.truth_loss:.9g}: either the model computes "
+                f"something else for a sequence that has padding or other sequences beside it, or the padded batch "
+                f"does not have the model's own loss"
+            )
         return (
-            f"no verdict: the ordinary model's own gradients, in a padded batch and of each sequence alone, are "
-            f"{worst.ordinary:.1e} apart in {worst.name}; does something in the model depend on the batch?"
+            f"no verdict: two ordinary ways to compute the gradient, in a padded batch and with each sequence on its "
+            f"own, disagree by {worst.ordinary:.1e} in {worst.name}. {meaning}"
         )
 
     @property

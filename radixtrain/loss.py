@@ -1,4 +1,7 @@
-"""Cross-entropy of a list of predictions, head and loss fused: the `[P, vocabulary]` logits never exist as a whole.
+"""Cross-entropy of a list of predictions, from hidden rows or from logits.
+
+`linear_cross_entropy` is for a head that is one matrix. Head and loss are fused: the `[R, vocabulary]` logits never
+exist as a whole. `logits_cross_entropy` is the same formula for logits that a model computed itself.
 
 R predictor rows, P predictions, D hidden, V vocabulary. The k next tokens of one row share one softmax:
 
@@ -9,15 +12,16 @@ so a predictor costs one row of logits and one log-sum-exp, however many complet
 chunks, and the gradient of a chunk is computed while its logits are there (as Liger's fused linear cross-entropy
 does), so that the backward pass is a multiplication by a number, in place.
 
-Memory beyond hidden, head and their gradients: the logits of one chunk, and half as much again in 16 bit. The gradient
-of a 16-bit head is summed in float32 and rounded in the backward pass, so that it takes 6 bytes an element until that
-ends, and then 2. Where the head has a `.grad` from before, ours is one more until autograd has added it, as any would.
+Memory of the fused loss beyond hidden, head and their gradients: the logits of one chunk, and half as much again in 16
+bit. The gradient of a 16-bit head is summed in float32 and rounded in the backward pass, so that it takes 6 bytes an
+element until that ends, and then 2. Where the head has a `.grad` from before, ours is one more until autograd has added
+it, as any would.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["linear_cross_entropy", "prediction_logprobs"]
+__all__ = ["linear_cross_entropy", "logits_cross_entropy", "logits_logprobs", "prediction_logprobs"]
 
 # Rows of a chunk: a quarter of D within these bounds, so that its logits are about a quarter of the head. Each chunk
 # reads the head twice and its gradient once, and with few rows the products wait for memory, all the more if the head
@@ -70,17 +74,35 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, rows, loss_weights)
 
 
+def logits_cross_entropy(logits: Tensor, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Tensor:
+    """`sum_p loss_weights[p] * cross_entropy(logits[rows[p]], labels[p])`, a sum and not a mean.
+
+    logits: (R, V). any floating dtype, in any layout; left as they are.
+    labels, rows, loss_weights: (P,). as in `linear_cross_entropy`.
+
+    Returns a scalar, float32 (float64 for float64); differentiable once in the logits. Softmax and sums are computed in
+    that dtype whatever the logits' own is.
+
+    Holds the logits' gradient, (R, V) in their dtype, from the forward pass on, and a chunk of rows in the wider dtype.
+    """
+    if not torch.is_grad_enabled():
+        logits = logits.detach()
+    return _LogitsCrossEntropy.apply(logits, labels, rows, loss_weights)
+
+
 @torch.no_grad()
 def prediction_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """(P,), float32 or float64. `log p(labels[p])` at row `rows[p]`; arguments as in `linear_cross_entropy`."""
-    inside = torch.ones(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-    logprobs = torch.zeros_like(inside)
-    for chunk in _chunks(hidden, weight, labels, rows, inside):
-        values, _ = _logprobs_and_sums(_logits(hidden[chunk.rows], weight, bias), chunk)
-        logprobs[chunk.places] += chunk.loss_weights * values
-    return logprobs
+    size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
+    return _logprobs(lambda taken: _logits(hidden[taken], weight, bias), size, hidden, labels, rows)
+
+
+@torch.no_grad()
+def logits_logprobs(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+    """(P,), float32 or float64. `log p(labels[p])` at row `rows[p]`; arguments as in `logits_cross_entropy`."""
+    return _logprobs(lambda taken: _widened(logits[taken]), _rows_of_logits(logits), logits, labels, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +139,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in _chunks(hidden, weight, labels, rows, loss_weights.to(wide)):
+            size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
+            for chunk in _chunks(size, len(hidden), labels, rows, loss_weights.to(wide)):
                 loss += _add_gradients(chunk, hidden[chunk.rows], weight, bias, d_hidden, d_weight, d_bias)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -138,6 +161,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
+class _LogitsCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        d_logits = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        loss = torch.zeros((), dtype=wide, device=logits.device)
+        with torch.autocast(logits.device.type, enabled=False):
+            for chunk in _chunks(_rows_of_logits(logits), len(logits), labels, rows, loss_weights.to(wide)):
+                loss += _add_gradient_of_logits(chunk, logits[chunk.rows], d_logits)
+        ctx.save_for_backward(d_logits)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """In place, as that of `_LinearCrossEntropy`."""
+        (d_logits,) = ctx.saved_tensors
+        scale = torch.mul if _may_be_asked_again(grad) else Tensor.mul_
+        return None if d_logits is None else scale(d_logits, grad).to(d_logits.dtype), None, None, None
+
+
 def _may_be_asked_again(grad: Tensor) -> bool:
     """Whether what was saved has to stay as it is: under `retain_graph`, a batch of gradients, or the compiler.
 
@@ -148,10 +192,18 @@ def _may_be_asked_again(grad: Tensor) -> bool:
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 
 
-def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
-    """Cut the R rows, and give each chunk its predictions, which come in any order."""
-    (num_rows, hidden_size), vocab_size = hidden.shape, weight.shape[0]
-    size = _rows_per_chunk(num_rows, vocab_size, hidden_size, hidden.device)
+def _logprobs(logits_of: Callable[[slice], Tensor], size: int, over: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+    """(P,). logits_of: those of some of the R rows, wide and the caller's to overwrite. over: (R, ...)."""
+    inside = torch.ones(len(labels), dtype=torch.promote_types(over.dtype, torch.float32), device=over.device)
+    logprobs = torch.zeros_like(inside)
+    for chunk in _chunks(size, len(over), labels, rows, inside):
+        values, _ = _logprobs_and_sums(logits_of(chunk.rows), chunk)
+        logprobs[chunk.places] += chunk.loss_weights * values
+    return logprobs
+
+
+def _chunks(size: int, num_rows: int, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
+    """Cut the R rows into chunks of `size`, and give each its predictions, which come in any order."""
     slices = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
     deal = _deal_on_host if rows.device.type == "cpu" else _deal_to_all
     return deal(slices, labels, rows, loss_weights)
@@ -188,6 +240,11 @@ def _rows_per_chunk(num_rows: int, vocab_size: int, hidden_size: int, device: to
     return max(1, size if size < 64 else math.ceil(size / 16) * 16)
 
 
+def _rows_of_logits(logits: Tensor) -> int:
+    """Rows of a chunk if there is no product with a head."""
+    return _rows_per_chunk(len(logits), logits.shape[1], 0, logits.device)
+
+
 def _add_gradients(
     chunk: _Chunk,
     hidden: Tensor,
@@ -213,9 +270,23 @@ def _add_gradients(
     return -(chunk.loss_weights * logprobs).sum()
 
 
+def _add_gradient_of_logits(chunk: _Chunk, logits: Tensor, d_logits: Tensor | None) -> Tensor:
+    """As `_add_gradients`, for logits that exist."""
+    logits = _widened(logits)
+    logprobs, sums = _logprobs_and_sums(logits, chunk)
+    if d_logits is not None:
+        d_logits[chunk.rows] = _softmax_minus_targets(logits, sums, chunk)
+    return -(chunk.loss_weights * logprobs).sum()
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits of a chunk: multiplied in the dtype of the head, as the model's own head does, then widened."""
     return torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """A copy of a chunk in float32 or wider, also of one that is wide: what follows overwrites it."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
 
 
 def _logprobs_and_sums(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:

@@ -80,11 +80,11 @@ def ordinary_alone(model: nn.Module, features: Features) -> Iterator[Tensor]:
     Written with nothing of radixtrain but the reading of the features, from the definition of the loss.
     """
     device = next(model.parameters()).device
-    sequences = all_feature_arrays(features)
-    count = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels, _ in sequences)
+    sequences = all_feature_arrays(features, loss_on_all=True)  # the collator under test has refused what is unclear
+    count = sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in sequences)
     if not count:
         raise ValueError("no token of these features bears loss, so there is no gradient to compare")
-    for ids, labels, positions in sequences:
+    for ids, labels, positions, _ in sequences:
         if (labels[1:] != IGNORE_INDEX).any():
             inputs = {"input_ids": ids}
             if positions is not None:  # with a mask, or Hugging Face reads a jump as the start of another document
@@ -97,10 +97,10 @@ def ordinary_alone(model: nn.Module, features: Features) -> Iterator[Tensor]:
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
     """The same loss in a single call on the right-padded batch of an ordinary collator."""
     device = next(model.parameters()).device
-    sequences = all_feature_arrays(features)
-    longest = max(len(ids) for ids, _, _ in sequences)
+    sequences = all_feature_arrays(features, loss_on_all=True)
+    longest = max(len(feature.input_ids) for feature in sequences)
     columns: dict[str, list[np.ndarray]] = {"input_ids": [], "attention_mask": [], "position_ids": [], "labels": []}
-    for ids, labels, positions in sequences:
+    for ids, labels, positions, _ in sequences:
         positions = np.arange(len(ids)) if positions is None else positions
         row = {"input_ids": (ids, 0), "attention_mask": (np.ones_like(ids), 0), "position_ids": (positions, 0)}
         for name, (values, fill) in {**row, "labels": (labels, IGNORE_INDEX)}.items():
@@ -162,6 +162,7 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_plain_experts(model))
         stack.enter_context(weights_in(model, torch.float64))
+        stack.enter_context(_float64_by_default())
         stack.enter_context(_LiftCasts())
         # Activation checkpointing recomputes in the backward pass, which must run in the thread that the mode is in.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -169,10 +170,22 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """For what is made without a dtype in a forward pass, such as FourierFT's spectrum."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def _plain_experts(model: nn.Module) -> Iterator[None]:
     """Mixtures of experts as a loop of matrix products: torch's grouped one takes no float64."""
     base = pretrained_model_of(model)
-    if not getattr(base, "_can_set_experts_implementation", bool)():
+    parts: list[Any] = [part for part in base.modules() if hasattr(part, "_can_set_experts_implementation")]
+    if not any(part._can_set_experts_implementation() for part in parts):
         yield
         return
     before = base.get_experts_implementation()

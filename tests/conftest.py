@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which transformers does
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+FAMILIES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
@@ -77,18 +77,24 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(line)
     families = [value for name, value in recorded if name == "family"]
     if os.environ.get("RADIXTRAIN_WRITE_TABLE"):
-        if not families or len(families) != families[0][0]:
-            raise pytest.UsageError("RADIXTRAIN_WRITE_TABLE writes the whole table: run all of test_families.py")
-        write_families_table([row for _, *row in families])
+        for group in sorted({each for _, each, *_ in families}):
+            found = [row for _, each, *row in families if each == group]
+            write_families_table(group, found, whole=len(families) == families[0][0])
 
 
-def write_families_table(families: list[list[str]]) -> None:
-    """README's table of model families, in the order of the run, between its two markers."""
+def write_families_table(group: str, found: list[list[str]], whole: bool) -> None:
+    """A table of docs/families.md, between its two markers: the equal families first, then the refused ones.
+
+    found: rows of this run, which replace those of the page. whole: of every family, so that no other row stays.
+    """
+    begin, end = f"<!-- {group}: begin -->", f"<!-- {group}: end -->"
+    before, rest = FAMILIES_PAGE.read_text(encoding="utf-8").split(begin)
+    said, after = rest.split(end)
+    kept = [] if whole else [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines()[3:]]
+    by_name = sorted(
+        {row[0]: row for row in [*kept, *found]}.values(),
+        key=lambda row: (row[2].startswith("refused"), row[0].lower()),
+    )
     head = ["family", "attention and layers", "float64", "float32", "ordinary float32"]
-    by_name = sorted(families, key=lambda family: (family[2] == "refused", family[0].lower()))
-    rows = [head, ["---"] * len(head), *by_name]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    text = README.read_text(encoding="utf-8")
-    begin, end = "<!-- families: begin -->", "<!-- families: end -->"
-    before, rest = text.split(begin)
-    README.write_text(f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *by_name])
+    FAMILIES_PAGE.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")

@@ -4,6 +4,9 @@ Registered beside "sdpa", they are chosen by name. "radix_eager" is for models w
 compute. Without a plan they are `sdpa` and the model's own eager attention, mask included: generation and an ordinary
 padded batch behave as if nothing had been prepared. With one they are tree attention.
 
+The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
+(Nemotron, StableLM) find it on their mask, which every layer gets, in a recomputed forward pass too.
+
 A layer's window comes from its mask (`radixtrain/hf/windows.py`), everything else from the keyword arguments that
 Hugging Face's layers hand over: scale, soft-cap, sinks. What the tree does not compute of it is refused. Queries and
 values of two head dims, as latent attention (MLA) expands to, get zeros up to the wider one (`_of_one_head_dim`).
@@ -24,7 +27,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
-from radixtrain.hf.windows import mask_function, told_by_mask, window_of
+from radixtrain.hf.windows import call_on_mask, mask_function, told_by_mask, window_of
 from radixtrain.layout import TreeLayout
 
 __all__ = [
@@ -70,10 +73,10 @@ def radix_attention(
     query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
     With a plan, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function does.
     """
-    if radix_call is None:
-        _check_no_plan(module, attention_mask)
+    call = radix_call or _call_of(module, attention_mask)
+    if call is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return _attend(module, query, key, value, attention_mask, radix_call, **kwargs)
+    return _attend(module, query, key, value, attention_mask, call, **kwargs)
 
 
 def radix_eager_attention(
@@ -81,19 +84,26 @@ def radix_eager_attention(
     radix_call: RadixCall | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The attention function "radix_eager": as `radix_attention`, but without a plan the model's own eager function."""
-    if radix_call is None:
-        _check_no_plan(module, attention_mask)
+    call = radix_call or _call_of(module, attention_mask)
+    if call is None:
         return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
-    return _attend(module, query, key, value, attention_mask, radix_call, **kwargs)
+    return _attend(module, query, key, value, attention_mask, call, **kwargs)
 
 
-def _check_no_plan(module: nn.Module, attention_mask: Tensor | None) -> None:
-    """A radix batch whose plan did not come through, by the mask that only our hook hands over."""
-    if told_by_mask(attention_mask) is not None:
+def _call_of(module: nn.Module, attention_mask: Tensor | None) -> RadixCall | None:
+    """The call of a layer that received no keyword arguments; None in an ordinary batch.
+
+    Raises UserError for a radix batch whose plan did not come through, by the mask that only our hook hands over.
+    """
+    if told_by_mask(attention_mask) is None:
+        return None
+    call = call_on_mask(attention_mask)
+    if call is None:
         raise UserError(
-            f"{_name_of(module)} is not given the keyword arguments of the model call, so the tree cannot reach it; "
-            f"train it with dedup: false"
+            f"{_name_of(module)} receives neither the keyword arguments of the model call nor the mask of its model, "
+            f"so the tree cannot reach it; train it with dedup: false"
         )
+    return call
 
 
 def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

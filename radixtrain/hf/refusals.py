@@ -1,48 +1,143 @@
-"""What cannot be exact is refused, by an error that names the layer, the reason and the mend.
+"""Refuses whatever would change the gradient. Errors name the model or the layer, the reason and the fix.
 
-Once, when a model is prepared, by what its configuration and its modules say (`check_attention`, `check_dropout`,
-`check_choice`); and on every radix batch, by what depends on the batch or has come since (`check_pass`): a trainer
-adds adapters with dropout, or noise on the embeddings, to a model that was prepared without. What a layer asks its
-attention function for is seen there alone, in `radixtrain/hf/attention.py`.
+Once, when a model is prepared, by its class, its configuration and its modules (`check_model`, `check_choice`); and on
+every radix batch, by what depends on the batch or was added since (`check_pass`): a trainer adds adapters with dropout,
+or noise on the embeddings, to a model that was prepared without. What a layer asks its attention function for is known
+only there, in `radixtrain/hf/attention.py`. Random draws are in `radixtrain/hf/dropout.py`, positions in
+`radixtrain/hf/positions.py`, adapters in `radixtrain/hf/adapters.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import UserError
+from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
+from radixtrain.hf.positions import NOT_TEXT, check_batch_positions, check_model_positions, counts_from_padding
 from radixtrain.hf.windows import only_full_attention
+from radixtrain.layout import TreeLayout
 
-__all__ = ["check_attention", "check_choice", "check_dropout", "check_pass"]
+__all__ = ["check_choice", "check_model", "check_pass", "not_reached"]
 
-EXACT_LAYERS = ("full_attention", "sliding_attention")
+CAUSAL_CLASSES = {
+    name
+    for mapping in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    for name in mapping.values()
+}
+CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")  # of classes that transformers does not list
+EXACT_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # chunks: see `_check_chunks`
+NOT_NEXT_TOKENS = {  # of the classes that are called causal
+    "WhisperForCausalLM": "its loss takes labels that are shifted already",
+    "MusicgenForCausalLM": "its rows are several codebooks",
+    "MusicgenMelodyForCausalLM": "its rows are several codebooks",
+}
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
-Dropout = nn.modules.dropout._DropoutNd
 
 
-def check_attention(base: PreTrainedModel, backbone: Any) -> None:
-    """Refuse attention layers that are not understood, by what the configuration and the modules say."""
-    config = backbone.config
-    name = type(base).__name__
-    if getattr(config, "is_encoder_decoder", False) or not hasattr(config, "num_hidden_layers"):
-        raise UserError(f"{name} is not a plain decoder (one stack of num_hidden_layers); train it with dedup: false")
-    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+def check_model(base: PreTrainedModel, backbone: Any, decoder: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse a model that cannot compute a radix batch exactly, as far as it shows before the first batch.
+
+    base, backbone, decoder: see `radixtrain/hf/backbone.py`. allowed: as `allow_dropout` of `prepare_model`.
+    """
+    _check_class(base, backbone)
+    _check_layers(base, decoder)
+    if not _asks_the_interface(decoder):
+        raise not_reached(base)
+    check_model_positions(backbone, decoder)
+    check_dropout(base, decoder, allowed)
+
+
+def check_choice(decoder: Any, attention: str, kernel: str) -> None:
+    """Unknown names at once. Whether a kernel runs is known where the model is when the first batch comes."""
+    if attention not in ("auto", *STRATEGIES) or kernel != "auto":
+        parameter = next(decoder.parameters())
+        softcap = getattr(decoder.config, "attn_logit_softcapping", None) is not None
+        where = parameter.device, parameter.dtype, _head_dim(decoder.config)
+        try:
+            choose_attention(attention, kernel, *where, softcap=softcap)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+
+def check_pass(decoder: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]) -> None:
+    """Refuse what makes this forward pass inexact, though the model could be prepared.
+
+    left_padded: whether a feature of the batch was padded on the left and brought no positions.
+    """
+    _check_chunks(decoder, layout.max_seqlen)
+    check_batch_positions(decoder, layout)
+    reason = counts_from_padding(decoder) if left_padded else None
+    if reason:
         raise UserError(
-            f"{type(backbone).__name__} does not take position_ids, so a token behind a shared prefix would get the "
-            f"position of its row; train it with dedup: false"
+            f"a feature is padded on the left, where Hugging Face counts positions from the padding, and "
+            f"{type(decoder).__name__} has {reason}; leave the padding to the collator, or give position_ids"
         )
+    check_noise(decoder, allowed)
+    check_drawing_modules(decoder, allowed)
+
+
+def not_reached(base: PreTrainedModel) -> UserError:
+    """For a model whose layers compute their attention themselves."""
+    return UserError(
+        f"{type(base).__name__} does not take its attention from AttentionInterface, so its layers cannot be "
+        f"reached; train it with dedup: false"
+    )
+
+
+def _asks_the_interface(decoder: Any) -> bool:
+    """Whether some attention layer of the text takes its function from AttentionInterface, by its source.
+
+    transformers looks at the whole file, in which a vision tower that asks may stand beside text layers that do not.
+    """
+    classes = {
+        type(module)
+        for path, module in decoder.named_modules()
+        if "Attention" in type(module).__name__ and not NOT_TEXT.search(path)
+    }
+    try:
+        return not classes or any("attention_interface" in inspect.getsource(each) for each in classes)
+    except (OSError, TypeError):  # a class without a source file
+        return True
+
+
+def _check_class(base: PreTrainedModel, backbone: Any) -> None:
+    """The batches of a collator are for next-token prediction, or for a bare backbone and a head of the user's own."""
+    name = type(base).__name__
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is not a plain decoder, but an encoder and a decoder; train it with dedup: false")
+    causal = any(
+        each.__name__ in CAUSAL_CLASSES or each.__name__.endswith(CAUSAL_ENDINGS) for each in type(base).__mro__
+    )
+    if not causal and backbone is not base:
+        raise UserError(
+            f"{name} is no causal language model: the labels of a RadixCollator are next tokens, which its head and "
+            f"its loss do not expect. Use a ...ForCausalLM class, or train it without prepare_model"
+        )
+    for each in type(base).__mro__:
+        if each.__name__ in NOT_NEXT_TOKENS:
+            raise UserError(f"{name} does not predict next tokens: {NOT_NEXT_TOKENS[each.__name__]}")
+
+
+def _check_layers(base: PreTrainedModel, decoder: Any) -> None:
+    """Attention layers that are not understood, by what the configuration says."""
+    config = decoder.config
+    name = type(base).__name__
+    if not hasattr(config, "num_hidden_layers"):
+        raise UserError(f"{name} is not a plain decoder (one stack of num_hidden_layers); train it with dedup: false")
     for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type not in EXACT_LAYERS:
             raise UserError(
-                f"{name} layer {index} is {layer_type!r}: only {' and '.join(EXACT_LAYERS)} compute a shared prefix "
-                f"once; train it with dedup: false"
+                f"{name} layer {index} is {layer_type!r}: only {', '.join(EXACT_LAYERS)} compute a shared prefix once; "
+                f"train it with dedup: false"
             )
     for key, what in NOT_COMPUTED.items():
         if getattr(config, key, None):
@@ -50,6 +145,11 @@ def check_attention(base: PreTrainedModel, backbone: Any) -> None:
                 f"{name} has {what} ({key}={getattr(config, key)}), which tree attention does not compute; train it "
                 f"with dedup: false"
             )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UserError(
+            f"{name} attends in both directions (use_bidirectional_attention), and a shared prefix has the same "
+            f"states only under causal attention; set it to false, or train it with dedup: false"
+        )
     if getattr(config, "attention_dropout", 0.0):
         raise UserError(
             f"{name} has attention_dropout={config.attention_dropout}: a shared token would draw one mask where an "
@@ -57,96 +157,14 @@ def check_attention(base: PreTrainedModel, backbone: Any) -> None:
         )
 
 
-def check_dropout(base: PreTrainedModel, allowed: tuple[str, ...]) -> None:
-    """Refuse what draws at random: settings of the model that name it, and dropout modules wherever they are."""
-    for name, value in base.config.get_text_config().to_dict().items():
-        random = re.search(r"drop(out|$)|pdrop|layerdrop|jitter", name) and not re.search("classifier|summary", name)
-        if random and isinstance(value, float) and value > 0 and name not in allowed:
-            raise UserError(
-                f"{type(base).__name__} has {name}={value}: a shared token would draw once where an ordinary batch "
-                f"draws once per copy; set it to 0, or allow it by name: allow_dropout=[{name!r}]"
-            )
-    for module in _dropouts(base, allowed):
-        raise _dropout_refused(base, module)
-
-
-def check_choice(backbone: Any, attention: str, kernel: str) -> None:
-    """Unknown names at once. Whether a kernel runs is known where the model is when the first batch comes."""
-    if attention not in ("auto", *STRATEGIES) or kernel != "auto":
-        parameter = next(backbone.parameters())
-        softcap = getattr(backbone.config, "attn_logit_softcapping", None) is not None
-        where = parameter.device, parameter.dtype, _head_dim(backbone.config)
-        try:
-            choose_attention(attention, kernel, *where, softcap=softcap)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-
-
-def check_pass(backbone: Any, max_seqlen: int, allowed: tuple[str, ...]) -> None:
-    """Refuse what makes this forward pass inexact, though the model could be prepared.
-
-    max_seqlen: longest sequence of the batch, in tokens. allowed: as `allow_dropout` of `prepare_model`.
-    """
-    chunk = getattr(backbone.config, "attention_chunk_size", None)
-    if chunk and chunk < max_seqlen and not only_full_attention(backbone.config):
+def _check_chunks(decoder: Any, max_seqlen: int) -> None:
+    """Chunks change nothing in a sequence that fits into one."""
+    chunk = getattr(decoder.config, "attention_chunk_size", None)
+    if chunk and chunk < max_seqlen and not only_full_attention(decoder.config):
         raise UserError(
-            f"{type(backbone).__name__} attends within chunks of {chunk} tokens (attention_chunk_size), and this "
+            f"{type(decoder).__name__} attends within chunks of {chunk} tokens (attention_chunk_size), and this "
             f"batch has a sequence of {max_seqlen}; set max_length to {chunk} or less, where the chunks change nothing"
         )
-    _check_rope(backbone, max_seqlen)
-    noise = getattr(backbone.get_input_embeddings(), "neftune_noise_alpha", None)
-    if noise and backbone.training and "neftune" not in allowed:
-        raise UserError(
-            f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token where an ordinary batch "
-            f"draws one per copy; remove it, or prepare_model(..., allow_dropout=['neftune'])"
-        )
-    for module in _dropouts(backbone, allowed):
-        if module.training:  # its own: PEFT's are born in training mode, whatever the model around them is in
-            raise _dropout_refused(backbone, module)
-
-
-def _check_rope(backbone: Any, max_seqlen: int) -> None:
-    """Rotary embeddings whose frequencies follow the longest sequence of a batch: a prefix has no states of its own."""
-    parameters = getattr(backbone.config, "rope_parameters", None) or {}
-    kinds = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]  # one, or a layer type's
-    for rope in kinds:
-        original = rope.get("original_max_position_embeddings") or getattr(
-            backbone.config, "original_max_position_embeddings", None
-        )
-        limit = original or backbone.config.max_position_embeddings
-        if rope.get("rope_type") in ("dynamic", "longrope") and max_seqlen > limit:
-            raise UserError(
-                f"{type(backbone).__name__} has {rope['rope_type']} rotary embeddings, whose frequencies change with "
-                f"the longest sequence of a batch once it passes {limit} tokens, and this batch has one of "
-                f"{max_seqlen}; set max_length to {limit} or less"
-            )
-
-
-def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Dropout]:
-    """The dropout modules with p > 0 that no name on their path allows.
-
-    A walk at every pass: for 28 layers with LoRA (2,385 modules) 0.3 ms of one core, and `len(list(root.modules()))`,
-    which would not see an adapter in another's place or a `p` that was changed, takes 1.0 ms.
-    """
-    row = [root]
-    while row:
-        yield from [module for module in row if isinstance(module, Dropout) and module.p > 0]
-        inner = [module._modules for module in row if module._modules]
-        row = [child for named in inner for name, child in named.items() if name not in allowed and child is not None]
-
-
-def _dropout_refused(root: nn.Module, module: Dropout) -> UserError:
-    path = next(path for path, other in root.named_modules() if other is module)
-    return UserError(
-        f"dropout p={module.p} at {path!r}: a shared token would draw one mask where an ordinary batch draws one per "
-        f"copy; set it to 0 (LoRA: lora_dropout), or allow it by name: allow_dropout=[{_short_name(path)!r}]"
-    )
-
-
-def _short_name(path: str) -> str:
-    """`...q_proj.lora_dropout.default` -> `lora_dropout`."""
-    parts = path.split(".")
-    return next((part for part in reversed(parts) if "drop" in part), parts[-1])
 
 
 def _head_dim(config: Any) -> int:

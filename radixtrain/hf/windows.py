@@ -5,6 +5,8 @@ No U x U mask is ever built. The backbone's hook (`radixtrain/hf/prepare.py`) ha
 - an empty 4-D tensor, which every model returns as it is, where no window may bind;
 - a 2-D mask of no columns where one may. Our mask function answers each question of Hugging Face's with an empty mask
   as wide as the window (`told_by_mask`), so that every layer gets the one that it would have obeyed.
+
+Both carry the call of the batch as an attribute (`call_on_mask`), for layers that get nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from torch import Tensor
 from radixtrain.errors import UserError
 from radixtrain.layout import TreeLayout
 
-__all__ = ["mask_function", "no_mask", "only_full_attention", "told_by_mask", "window_may_bind", "window_of"]
+__all__ = [
+    "call_on_mask",
+    "mask_function",
+    "no_mask",
+    "only_full_attention",
+    "told_by_mask",
+    "window_may_bind",
+    "window_of",
+]
+
+CALL = "_radix_call"
 
 
 def window_may_bind(config: Any, layout: TreeLayout) -> bool:
@@ -35,9 +47,19 @@ def only_full_attention(config: Any) -> bool:
     return bool(layer_types) and all(layer_type == "full_attention" for layer_type in layer_types)
 
 
-def no_mask(may_bind: bool, device: torch.device) -> Tensor:
+def no_mask(may_bind: bool, device: torch.device, call: Any = None) -> Tensor:
     """What a backbone gets as `attention_mask`: empty, of the shape that asks for every layer's window or for none."""
-    return torch.empty((1, 0) if may_bind else (1, 1, 0, 0), dtype=torch.bool, device=device)
+    return _with_call(torch.empty((1, 0) if may_bind else (1, 1, 0, 0), dtype=torch.bool, device=device), call)
+
+
+def call_on_mask(mask: Tensor | None) -> Any:
+    """The call that `no_mask` was given, from its mask or from one that `mask_function` made of it; else None."""
+    return getattr(mask, CALL, None)
+
+
+def _with_call(mask: Tensor, call: Any) -> Tensor:
+    setattr(mask, CALL, call)
+    return mask
 
 
 def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +73,8 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
                 f"the model of {type(kwargs.get('config')).__name__} adds a mask of its own to a sliding window, which "
                 f"tree attention does not compute; set max_length to {kwargs.get('local_size')} or less"
             )
-        return torch.empty(1, 1, 0, kwargs.get("local_size") or 0, dtype=torch.bool, device=attention_mask.device)
+        told = torch.empty(1, 1, 0, kwargs.get("local_size") or 0, dtype=torch.bool, device=attention_mask.device)
+        return _with_call(told, call_on_mask(attention_mask))
 
     return mask
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.prepare import prepare_model, pretrained_model_of
@@ -14,7 +21,6 @@ from radixtrain.hf.prepare import prepare_model, pretrained_model_of
 __all__ = ["load_model", "load_trainable"]
 
 logger = logging.getLogger(__name__)
-HEAD_MODIFIERS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 def load_trainable(settings: Any) -> Any:
@@ -24,7 +30,6 @@ def load_trainable(settings: Any) -> Any:
         _enable_activation_checkpointing(model)
     if settings.use_peft:
         model = _with_lora(model, settings)
-    _check_head(model)
     _check_router_loss(model)
     if settings.dedup:
         allowed = settings.allow_dropout or ()
@@ -34,9 +39,9 @@ def load_trainable(settings: Any) -> Any:
 
 
 def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) -> Any:
-    """A causal language model through `AutoModelForCausalLM`. UserError, in one line, where it cannot be loaded."""
+    """A causal language model, or a multimodal one for rows of text. UserError, in one line, if it cannot be loaded."""
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = _auto_class(model_name_or_path).from_pretrained(
             model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
         )
     except (OSError, ValueError, ImportError) as error:
@@ -47,6 +52,18 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
             else first_line(error)
         )
         raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise UserError(
+            f"model.dtype {dtype!r}: the checkpoint is float16, which needs a loss scale; set it to bfloat16 or float32"
+        )
+    return model
+
+
+def _auto_class(model_name_or_path: str) -> Any:
+    """transformers' loader of this checkpoint: the one for images and text where no other knows it (Qwen2.5-VL)."""
+    config = type(AutoConfig.from_pretrained(model_name_or_path))
+    images_only = config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
 
 
 def _enable_activation_checkpointing(model: Any) -> None:
@@ -54,31 +71,13 @@ def _enable_activation_checkpointing(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _check_head(model: nn.Module) -> None:
-    """The fused loss multiplies by the head itself, so the head has to be a plain matrix."""
-    base = pretrained_model_of(model)
-    head = base.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        raise UserError(
-            f"{type(base).__name__} has the head {type(head).__name__}; the fused loss takes a plain nn.Linear"
-        )
-    for name in HEAD_MODIFIERS:
-        value = getattr(base.config.get_text_config(), name, None)
-        if value not in (None, 1.0):
-            raise UserError(
-                f"{type(base).__name__} changes its logits ({name}={value}), which the fused loss does not compute; "
-                f"use the drop-in RadixCollator with the model's own loss"
-            )
-
-
 def _check_router_loss(model: nn.Module) -> None:
-    """The fused loss knows the backbone and the head; a router loss is computed by the model's own forward."""
+    """The loss of `fit` is the cross-entropy of the predictions; a router loss is computed beside it, by the model."""
     base = pretrained_model_of(model)
     if getattr(base.config.get_text_config(), "output_router_logits", False):
         raise UserError(
-            f"{type(base).__name__} adds a router loss (output_router_logits: true in its config.json), which the "
-            f"fused loss does not compute; set it to false there, or use the drop-in RadixCollator with the model's "
-            f"own loss"
+            f"{type(base).__name__} adds a router loss (output_router_logits: true in its config.json), which is not "
+            f"part of the loss here; set it to false there, or use the drop-in RadixCollator with the model's own loss"
         )
 
 
@@ -94,9 +93,28 @@ def _with_lora(model: nn.Module, settings: Any) -> Any:
         target_modules=settings.lora_target_modules,
     )  # fmt: skip
     try:
-        return get_peft_model(model, config)
+        adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"model.lora_...: {first_line(error)}") from None
+    _check_not_shared(adapted)
+    return adapted
+
+
+def _check_not_shared(model: nn.Module) -> None:
+    """An adapter on a matrix that two modules share trains right and merges wrong: into both of them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    modules = dict(pretrained_model_of(model).named_modules())
+    holders = [(path, p) for path, module in modules.items() for p in module._parameters.values()]
+    for path, layer in modules.items():
+        if isinstance(layer, BaseTunerLayer):
+            weight = layer.get_base_layer().weight
+            others = [holder for holder, p in holders if p is weight and not f"{holder}.".startswith(f"{path}.")]
+            if others:
+                raise UserError(
+                    f"model.lora_target_modules: {path} shares its weight with {others[0]} (tie_word_embeddings), so "
+                    f"merging the adapter would change both; leave it out, or train a checkpoint that does not share it"
+                )
 
 
 def _num_parameters(model: nn.Module) -> tuple[int, int]:

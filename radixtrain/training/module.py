@@ -14,9 +14,10 @@ from transformers import get_scheduler
 
 from radixtrain.calibration import calibrate
 from radixtrain.errors import UserError
-from radixtrain.hf.prepare import backbone_of, pretrained_model_of
+from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
+from radixtrain.hf.prepare import pretrained_model_of
 from radixtrain.layout import sequences_of
-from radixtrain.loss import linear_cross_entropy, prediction_logprobs
+from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
 from radixtrain.step_cost import Rates, StepCost
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
@@ -26,11 +27,18 @@ __all__ = ["RadixModule"]
 
 logger = logging.getLogger(__name__)
 
-TARGET_KEYS = ("shift_labels", "radix_prediction_rows", "radix_loss_weights", "radix_label_indices", "labels")
+TARGET_KEYS = (
+    "shift_labels", "labels", "prediction_rows", "loss_weights", "radix_prediction_rows", "radix_loss_weights",
+    "radix_label_indices",
+)  # fmt: skip
 
 
 class RadixModule(L.LightningModule):
     """Supervised fine-tuning with AdamW, warm-up and a schedule, normalised by the labelled tokens of the whole step.
+
+    Head and loss are fused if the head is one matrix. Any other head (layers before the matrix, scaled or capped
+    logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then memory for
+    these is bounded by `data.max_tokens` only. A line in the log says which it is.
 
     Args:
         model_name_or_path: a Hugging Face folder or hub name.
@@ -53,7 +61,8 @@ class RadixModule(L.LightningModule):
         lora_r: rank of the adapters.
         lora_alpha: their scale, times `1 / lora_r`.
         lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
-        lora_target_modules: names of the layers that get one; `all-linear` for every one but the head.
+        lora_target_modules: names of the layers that get one; `all-linear` for every one but the head. The head can be
+            named if it is not tied to the embedding.
         dedup: False for the ordinary baseline: stock attention on padded batches.
         verify_first_batch: before training, compare the gradient of the first optimizer step with ordinary Hugging
             Face's, and stop where they differ; see the command `verify`.
@@ -90,6 +99,7 @@ class RadixModule(L.LightningModule):
         self.save_hyperparameters()
         self.automatic_optimization = False
         self.model: nn.Module | None = None
+        self.plain_head: bool | None = None
         self.speed = _Speed()
         self.rates: Rates | None = None
         for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
@@ -97,9 +107,10 @@ class RadixModule(L.LightningModule):
                 raise UserError(f"model.{name} must not be negative, got {self.hparams[name]}")
 
     def configure_model(self) -> None:
-        """Load and prepare the model, once, before a checkpoint is restored into it."""
+        """Load and prepare the model, and look at its head, once, before a checkpoint is restored into it."""
         if self.model is None:
             self.model = load_trainable(self.hparams)
+            self.plain_head = has_plain_head(self.model)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The rates too: a run that is resumed on another machine chooses as it did before."""
@@ -151,9 +162,8 @@ class RadixModule(L.LightningModule):
         """Per sequence: where it came from, its labelled tokens, and the log-probability of each."""
         records: list[dict[str, Any]] = [{"row": row, "tokens": [], "logprobs": []} for row in step["rows"]]
         for batch, members in zip(step["micro_batches"], step["members"], strict=True):
-            hidden, targets = self.predicting_rows(batch)
-            head = self._head()
-            logprobs = prediction_logprobs(hidden, head.weight, targets.labels, targets.rows, head.bias)
+            targets = _Targets.of(batch)
+            logprobs = self._logprobs(batch, targets)
             for sequence, label, logprob in _in_order(batch, targets.labels, logprobs):
                 records[members[sequence]]["tokens"].append(label)
                 records[members[sequence]]["logprobs"].append(logprob)
@@ -161,21 +171,11 @@ class RadixModule(L.LightningModule):
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""
-        hidden, targets = self.predicting_rows(batch)
-        head = self._head()
-        return linear_cross_entropy(hidden, head.weight, targets.labels, targets.rows, targets.weights, head.bias)
-
-    def predicting_rows(self, batch: dict[str, Any]) -> tuple[Tensor, _Targets]:
-        """Hidden rows that predict, (R, D), and what they predict. The only place that tells the two arms apart."""
-        assert self.model is not None
-        backbone = backbone_of(self.model)
-        if "radix_predictor_indices" in batch:
-            inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
-            return backbone(**inputs).last_hidden_state[0], _Targets.of_radix(batch)
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-        hidden = backbone(**inputs, use_cache=False).last_hidden_state
-        targets = _Targets(batch["shift_labels"][0], batch["prediction_rows"], batch["loss_weights"])
-        return hidden.flatten(0, 1)[batch["predictor_indices"]], targets
+        targets = _Targets.of(batch)
+        rows, head = self._predicting(batch)
+        if head is None:
+            return logits_cross_entropy(rows, targets.labels, targets.rows, targets.weights)
+        return linear_cross_entropy(rows, head.weight, targets.labels, targets.rows, targets.weights, head.bias)
 
     def on_train_start(self) -> None:
         if self.hparams.verify_first_batch:
@@ -213,9 +213,22 @@ class RadixModule(L.LightningModule):
             raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
         logger.info("first batch verified:\n%s", report)
 
-    def _head(self) -> nn.Linear:
+    def _logprobs(self, batch: dict[str, Any], targets: _Targets) -> Tensor:
+        """(P,). The log-probability of every prediction of a micro-batch."""
+        rows, head = self._predicting(batch)
+        if head is None:
+            return logits_logprobs(rows, targets.labels, targets.rows)
+        return prediction_logprobs(rows, head.weight, targets.labels, targets.rows, head.bias)
+
+    def _predicting(self, batch: dict[str, Any]) -> tuple[Tensor, nn.Linear | None]:
+        """Hidden rows that predict, (R, D), and the head that is to be fused; or their logits, (R, V), and None."""
         assert self.model is not None
-        return pretrained_model_of(self.model).get_output_embeddings()
+        if self.plain_head is None:  # a model that `configure_model` did not load
+            self.plain_head = has_plain_head(self.model)
+        inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
+        if self.plain_head:
+            return hidden_rows(self.model, inputs), pretrained_model_of(self.model).get_output_embeddings()
+        return logits_rows(self.model, inputs), None
 
     def _clip(self) -> Tensor:
         limit = self.hparams.max_grad_norm or float("inf")
@@ -241,8 +254,10 @@ class _Targets:
         self.labels, self.rows, self.weights = labels, rows, weights
 
     @classmethod
-    def of_radix(cls, batch: dict[str, Any]) -> _Targets:
+    def of(cls, batch: dict[str, Any]) -> _Targets:
         labels = batch["shift_labels"][0]
+        if "radix_predictor_indices" not in batch:
+            return cls(labels, batch["prediction_rows"], batch["loss_weights"])
         if "radix_prediction_rows" in batch:
             return cls(labels, batch["radix_prediction_rows"], batch["radix_loss_weights"])
         bears_loss = labels >= 0  # one hidden row a prediction; the filler that keeps P apart from U weighs nothing

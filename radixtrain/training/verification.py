@@ -26,9 +26,10 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16}
 def verify_step(
     module: RadixModule, features: Features, collator: StepCollator, precision: str = "32-true"
 ) -> EquivalenceReport:
-    """Loss and gradients of one optimizer step: micro-batches, merged predictions, fused loss and all.
+    """Loss and gradients of one optimizer step: micro-batches, merged predictions, the loss of `fit` and all.
 
-    The ordinary arm is the step that `dedup: false` would take; the truth is Hugging Face's own model and logits.
+    The ordinary arm is the step that `dedup: false` would take; the truth is computed from the logits that Hugging
+    Face's own model returns for each sequence.
 
     module: configured, on its device. Comes back as it was, without gradients. A fresh LoRA, which is zero and would
         leave half of its gradients zero, is filled at random meanwhile.

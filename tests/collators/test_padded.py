@@ -28,13 +28,13 @@ def test_two_sequences():
 
 
 def test_first_tokens_are_not_predicted_by_the_row_above():
-    batch = PaddedCollator()([{"input_ids": [7, 8]}, {"input_ids": [5, 6]}])
+    batch = PaddedCollator(loss_on_all=True)([{"input_ids": [7, 8]}, {"input_ids": [5, 6]}])
     assert batch["predictor_indices"].tolist() == [0, 2]
     assert batch["shift_labels"].tolist() == [[8, 6]]
 
 
 def test_no_label():
-    batch = PaddedCollator()([{"input_ids": [7]}])
+    batch = PaddedCollator(loss_on_all=True)([{"input_ids": [7]}])
     assert (batch["input_ids"].tolist(), batch["shift_labels"].tolist()) == ([[7]], [[]])
     assert batch["predictor_indices"].tolist() == batch["loss_weights"].tolist() == []
 
@@ -48,7 +48,7 @@ def test_no_label():
 )
 def test_errors_name_the_feature(feature, message):
     with pytest.raises(ValueError) as error:
-        PaddedCollator()([{"input_ids": [1]}, feature])
+        PaddedCollator(loss_on_all=True)([{"input_ids": [1]}, feature])
     assert str(error.value) == message
 
 

@@ -22,7 +22,8 @@ LAYOUT_KEYS = {
     "radix_gather_indices", "radix_inverse_indices", "radix_cu_seqlens", "radix_segment_starts", "radix_subtree_ends",
     "radix_path_keys", "radix_path_cu_seqlens_q", "radix_path_cu_seqlens_k",
     "radix_level_queries", "radix_level_keys", "radix_level_cu_seqlens_q", "radix_level_cu_seqlens_k",
-    "radix_max_seqlen", "radix_max_segment", "radix_max_new_tokens", "radix_max_path", "radix_levels",
+    "radix_max_seqlen", "radix_max_segment", "radix_max_new_tokens", "radix_max_path", "radix_max_position",
+    "radix_levels",
 }  # fmt: skip
 DOCSTRING = [
     {"input_ids": [7, 8, 9], "labels": [N, N, 9]},
@@ -81,6 +82,7 @@ def test_two_sequences():
         "radix_max_segment": 2,
         "radix_max_new_tokens": 3,
         "radix_max_path": 3,
+        "radix_max_position": 2,
     }
 
 
@@ -107,7 +109,7 @@ def test_docstrings():
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
-        pytest.param({}, [8, 9], id="nothing: every token"),
+        pytest.param({}, [8, 9], id="nothing, and loss_on_all: every token"),
         pytest.param({"labels": None, "completion_mask": None}, [8, 9], id="None is nothing"),
         pytest.param({"labels": [N, N, 3]}, [3], id="labels"),
         pytest.param({"completion_mask": [0, 0, 1]}, [9], id="completion_mask"),
@@ -120,7 +122,7 @@ def test_docstrings():
 )
 def test_what_bears_loss(extra, expected):
     """Three rows, and so a second ignored prediction behind two labels."""
-    batch = RadixCollator()([{"input_ids": [7, 8, 9], **extra}])
+    batch = RadixCollator(loss_on_all=True)([{"input_ids": [7, 8, 9], **extra}])
     ignored = [N] * (2 if len(expected) == 2 else 1)
     assert batch["shift_labels"].tolist() == [[*expected, *ignored]]
     assert batch["labels"].tolist() == [[N, *expected, *ignored[1:]]]
@@ -129,8 +131,8 @@ def test_what_bears_loss(extra, expected):
 
 def test_labels_on_shared_tokens_count_once_per_sequence():
     features = [{"input_ids": [7, 8, 9]}, {"input_ids": [7, 8, 5]}, {"input_ids": [7, 8], "labels": [N, N]}]
-    assert targets(RadixCollator()(features)) == [(0, 8), (0, 8), (1, 9), (1, 5), (0, N)]
-    merged = RadixCollator(merge_labels=True)(features)
+    assert targets(RadixCollator(loss_on_all=True)(features)) == [(0, 8), (0, 8), (1, 9), (1, 5), (0, N)]
+    merged = RadixCollator(merge_labels=True, loss_on_all=True)(features)
     assert merged["radix_predictor_indices"].tolist() == [0, 1]
     assert merged["radix_prediction_rows"].tolist() == [0, 1, 1]
     assert merged["shift_labels"].tolist() == [[8, 5, 9]]
@@ -140,8 +142,9 @@ def test_labels_on_shared_tokens_count_once_per_sequence():
 def test_position_ids():
     ids = [7, 8, 9]
     shifted, plain = {"input_ids": ids, "position_ids": [4, 5, 6]}, {"input_ids": ids}
-    assert RadixCollator()([shifted])["position_ids"].tolist() == [[4, 5, 6]]
-    batch = RadixCollator()([plain, shifted, {**plain, "position_ids": None}])
+    collator = RadixCollator(loss_on_all=True)
+    assert collator([shifted])["position_ids"].tolist() == [[4, 5, 6]]
+    batch = collator([plain, shifted, {**plain, "position_ids": None}])
     assert batch["input_ids"].tolist() == [[7, 8, 9, 7, 8, 9]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 4, 5, 6]]
     assert batch["radix_inverse_indices"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
@@ -166,7 +169,7 @@ def test_options_reach_the_plan():
     ],
 )
 def test_predictions_never_number_the_rows_so_that_a_stock_model_raises(qwen3, features, options, num_rows, expected):
-    batch = RadixCollator(**options)([{"input_ids": ids} for ids in features])
+    batch = RadixCollator(loss_on_all=True, **options)([{"input_ids": ids} for ids in features])
     assert batch["input_ids"].shape == (1, num_rows)
     assert batch["shift_labels"].tolist() == [expected]
     assert len(expected) != num_rows
@@ -224,7 +227,7 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
 @given(ragged_batches())
 def test_label_indices_find_the_token_behind_each_prediction(sequences):
     packed = [token for ids in sequences for token in ids]
-    batch = RadixCollator()([{"input_ids": ids} for ids in sequences])
+    batch = RadixCollator(loss_on_all=True)([{"input_ids": ids} for ids in sequences])
     found = [
         (index, label)
         for index, label in zip(batch["radix_label_indices"].tolist(), batch["shift_labels"][0].tolist(), strict=True)
@@ -277,7 +280,7 @@ def test_features_are_left_alone():
 @pytest.mark.parametrize("merge_labels", [False, True])
 def test_errors_name_the_feature(feature, message, merge_labels):
     with pytest.raises(ValueError) as error:
-        RadixCollator(merge_labels=merge_labels)([{"input_ids": [1]}, feature])
+        RadixCollator(merge_labels=merge_labels, loss_on_all=True)([{"input_ids": [1]}, feature])
     assert str(error.value) == message
 
 
@@ -293,7 +296,7 @@ def test_errors_of_the_call():
 def test_a_negative_token_names_its_feature():
     """A label of -100 pasted into input_ids: whoever has 64 rows in the batch needs to know which."""
     with pytest.raises(ValueError, match=r"feature 1\b.*-100"):
-        RadixCollator()([{"input_ids": [1]}, {"input_ids": [2, -100]}])
+        RadixCollator(loss_on_all=True)([{"input_ids": [1]}, {"input_ids": [2, -100]}])
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
@@ -326,4 +329,4 @@ def test_tokens_that_an_attention_mask_hides_are_left_out():
 @pytest.mark.parametrize("packed", [{"position_ids": [0, 1, 2, 0, 1, 2]}, {"seq_lengths": [3, 3]}])
 def test_rows_that_another_packer_filled_are_refused(packed):
     with pytest.raises(ValueError, match="feature 1 holds several packed sequences"):
-        RadixCollator()([{"input_ids": [1, 2]}, {"input_ids": [5, 6, 7, 8, 9, 1], **packed}])
+        RadixCollator(loss_on_all=True)([{"input_ids": [1, 2]}, {"input_ids": [5, 6, 7, 8, 9, 1], **packed}])

@@ -113,7 +113,9 @@ def test_micro_batches_are_those_of_the_collator(options, collator):
     "options", [{}, {"merge_labels": False}, {"dedup": False}], ids=["merged", "listed", "baseline"]
 )
 def test_a_step_without_labels(options):
-    step = StepCollator(max_tokens=2, **options)([{"input_ids": [1, 2], "labels": [N, N]}, {"input_ids": [3]}])
+    step = StepCollator(max_tokens=2, **options)(
+        [{"input_ids": [1, 2], "labels": [N, N]}, {"input_ids": [3], "labels": [3]}]
+    )
     assert step["num_labels"] == 0
     assert step["num_tokens"] == 3
 
@@ -169,7 +171,7 @@ def test_no_micro_batch_computes_more_than_max_tokens(options, features, max_tok
 def test_errors_name_the_feature_of_the_step(dedup, bad, message):
     """By its index in the step, wherever sorting put it in its micro-batch."""
     with pytest.raises(ValueError) as error:
-        StepCollator(dedup=dedup)([{"input_ids": [5]}, bad, {"input_ids": [1]}])
+        StepCollator(dedup=dedup, loss_on_all=True)([{"input_ids": [5]}, bad, {"input_ids": [1]}])
     assert str(error.value) == message
 
 

@@ -18,7 +18,7 @@ CHANGED = [20, 21, 22, 23]
 def batch_with(branch: list[int]) -> dict[str, Any]:
     """The kept branches, nested, and one more that ends the last of them or stands beside it."""
     tails = [*KEPT, branch]
-    return RadixCollator()([{"input_ids": SHARED + tail} for tail in tails])
+    return RadixCollator(loss_on_all=True)([{"input_ids": SHARED + tail} for tail in tails])
 
 
 def logits_of_kept(model: Any, branch: list[int]) -> Tensor:

@@ -78,7 +78,7 @@ def test_half_the_precision_is_seen(tiny_qwen3: Callable[..., Any], monkeypatch:
 
     attend = radixtrain.hf.attention.tree_attention
     monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", careless)
-    features = [{"input_ids": [1, 0, 1, 1, 0, 0, 1, 0]}, {"input_ids": [1, 0, 1, 1, 3, 2]}]
+    features = [{"input_ids": ids, "labels": ids} for ids in ([1, 0, 1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 3, 2])]
     assert not verify_equivalence(tiny_qwen3(), features, precisions=["float32"]).passed
 
 

@@ -80,7 +80,7 @@ def test_under_torch_compile(tiny_qwen3: Callable[..., Any]) -> None:
     """The whole prepared model, compiled."""
     torch._dynamo.reset()
     model = tiny_qwen3(num_hidden_layers=1)
-    features = [{"input_ids": [7, 8, 9, 1, 2]}, {"input_ids": [7, 8, 9, 3]}, {"input_ids": [7, 8, 5, 6, 4, 4]}]
+    features = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5, 6, 4, 4])]
     truth = float64_truth(model, features)
     batch = RadixCollator()(features)
     plain = gradients_of(prepare_model(model), lambda: radix_batch(model, batch))

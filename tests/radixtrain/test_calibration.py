@@ -13,7 +13,7 @@ from radixtrain import calibration as calibration_module
 from radixtrain.calibration import cache_folder
 from radixtrain.step_cost import CHOICES, Rates
 
-FEATURES = [{"input_ids": [1, 2, 3, 4, n, 5]} for n in range(6, 12)]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 
 
 @pytest.fixture(autouse=True)

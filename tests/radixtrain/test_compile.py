@@ -36,7 +36,9 @@ def batch_of(length: int) -> dict[str, Any]:
 
     prompt = draw(length)
     sequences = [prompt + draw(rng.randrange(2, 6)) for _ in range(length % 4 + 2)]
-    return RadixCollator()([{"input_ids": ids} for ids in [*sequences, prompt[: length // 2] + draw(3), draw(4)]])
+    return RadixCollator(loss_on_all=True)(
+        [{"input_ids": ids} for ids in [*sequences, prompt[: length // 2] + draw(3), draw(4)]]
+    )
 
 
 def loss_and_gradients(model: Any, call: Any, batch: dict[str, Any]) -> list[torch.Tensor]:

@@ -70,9 +70,23 @@ class TestTheBars:
         assert bool(made.reason) is not passed
 
     def test_an_ordinary_model_that_disagrees_with_itself_gets_no_verdict(self) -> None:
-        made = rung("float64", w=(1.0, 1e-3, 1e-3))
+        made = rung("float64", w=(1.0, 1e-3, 1e-3), v=(1.0, 2e-3, 2e-3))
         assert not made.passed
-        assert "no verdict: the ordinary model's own gradients, in a padded batch and of each" in made.reason
+        assert made.reason == (
+            "no verdict: two ordinary ways to compute the gradient, in a padded batch and with each sequence on its "
+            "own, disagree by 2.0e-03 in v. Their losses agree (1): the gradient may be too ill-conditioned for float64"
+        )
+
+    @pytest.mark.parametrize("ordinary_loss", [1.655, float("nan")])
+    def test_nor_one_whose_ordinary_loss_is_another(self, ordinary_loss: float) -> None:
+        tensors = (TensorError("w", 1.0, 1e-3, 1e-3),)
+        made = Rung("float64", 6.21, ordinary_loss, ordinary_loss, tensors)
+        assert made.reason == (
+            "no verdict: two ordinary ways to compute the gradient, in a padded batch and with each sequence on its "
+            f"own, disagree by 1.0e-03 in w. So do their losses, {ordinary_loss:.9g} and 6.21: either the model "
+            "computes something else for a sequence that has padding or other sequences beside it, or the padded "
+            "batch does not have the model's own loss"
+        )
 
     def test_a_gradient_that_is_truly_zero_proves_little(self) -> None:
         report = EquivalenceReport((rung("float64", w=(1.0, 0.0, 0.0), zero=(1e-17, 0.0, 1e-17)),))

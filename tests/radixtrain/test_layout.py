@@ -22,7 +22,7 @@ INT32 = {
     "cu_seqlens", "segment_starts", "subtree_ends", "path_cu_seqlens_q", "path_cu_seqlens_k",
     "level_cu_seqlens_q", "level_cu_seqlens_k",
 }  # fmt: skip
-INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path"}
+INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
 
@@ -68,6 +68,7 @@ def test_entries_of_a_batch():
         "radix_max_segment": 2,
         "radix_max_new_tokens": 3,
         "radix_max_path": 4,
+        "radix_max_position": 3,
     }
 
 
@@ -82,6 +83,17 @@ def test_dtypes_and_kinds():
     assert type(batch["radix_levels"]) is tuple
     assert {type(level) for level in batch["radix_levels"]} == {tuple}
     assert {type(value) for level in batch["radix_levels"] for value in level} == {int}
+
+
+@pytest.mark.parametrize(
+    ("sequences", "positions", "expected"),
+    [([[7, 8, 9]], None, 2), ([[7, 8], [7, 9]], [4, 900, 4, 5], 900), ([[7]], None, 0), ([], None, 0)],
+    ids=["counted", "given", "one token", "no sequence"],
+)
+def test_max_position_leaves_padding_rows_out(sequences, positions, expected):
+    """Eight rows: those of padding count on to 4 and more."""
+    layout = layout_of(sequences, position_ids=positions, pad_to_multiple_of=8)
+    assert layout.max_position == expected
 
 
 def test_row_subtree_ends():

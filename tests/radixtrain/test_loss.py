@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain import loss as loss_module
-from radixtrain.loss import linear_cross_entropy, prediction_logprobs
+from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
 from radixtrain.peak_memory import peak_bytes
 from radixtrain.testing import assert_within_reference_error, relative_error
 
@@ -520,3 +520,127 @@ class TestLogprobs:
         hidden, weight, bias = parameters(torch.bfloat16, num_rows)
         logprobs = prediction_logprobs(hidden, weight, none, none, bias)
         assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
+
+
+class TestOfLogits:
+    """The same formula on logits that a model computed itself."""
+
+    def logits(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        return linear(*parameters(torch.float64)).to(dtype)
+
+    def with_gradient(self, logits: Tensor, *predictions: Tensor) -> list[Tensor]:
+        leaf = logits.detach().requires_grad_()
+        loss = logits_cross_entropy(leaf, *predictions)
+        return [loss.detach(), *torch.autograd.grad(loss, leaf)]
+
+    def by_torch(self, logits: Tensor, labels: Tensor, rows: Tensor, weights: Tensor) -> list[Tensor]:
+        leaf = logits.detach().requires_grad_()
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        loss = (weights.to(wide) * cross_entropy(leaf[rows].to(wide), labels, reduction="none")).sum()
+        return [loss.detach(), *torch.autograd.grad(loss, leaf)]
+
+    def test_three_targets_at_one_row_literally(self) -> None:
+        logits = torch.tensor([[0.0, math.log(2), math.log(3)]], dtype=torch.float64)
+        labels, weights = torch.tensor([0, 1, 2]), torch.tensor([1.0, 2.0, 4.0])
+        loss, d_logits = self.with_gradient(logits, labels, torch.zeros(3, dtype=torch.int64), weights)
+        assert loss.item() == pytest.approx(math.log(6) + 2 * math.log(3) + 4 * math.log(2), abs=1e-14)
+        assert d_logits[0].tolist() == pytest.approx([7 / 6 - 1, 7 * 2 / 6 - 2, 7 * 3 / 6 - 4], abs=1e-14)
+
+    @chunks
+    def test_gradcheck(self, chunked: int, dealt: str) -> None:
+        logits = self.logits().requires_grad_()
+        assert gradcheck(lambda z: logits_cross_entropy(z, LABELS, ROWS, WEIGHTS), logits)
+
+    @chunks
+    def test_is_the_fused_loss(self, chunked: int, dealt: str) -> None:
+        given = parameters(torch.float64)
+        of_logits = with_gradients(lambda *x: logits_cross_entropy(linear(*x), LABELS, ROWS, WEIGHTS), given)
+        errors = [relative_error(x, y) for x, y in zip(of_logits, with_gradients(ours(), given), strict=True)]
+        assert max(errors) <= 1e-14, errors
+
+    @pytest.mark.parametrize("rows_per_chunk", [40, 10_000])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_lower_precision(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows_per_chunk: int) -> None:
+        cut_into(monkeypatch, rows_per_chunk)
+        generator = torch.Generator().manual_seed(0)
+        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
+        predictions = labels, rows, torch.randint(1, 5, (300,), generator=generator).float()
+        logits = torch.randn(200, 150, generator=generator).to(dtype)
+        actual = self.with_gradient(logits, *predictions)
+        assert [x.dtype for x in actual] == [torch.float32, dtype]
+        reference, truth = self.by_torch(logits, *predictions), self.by_torch(logits.double(), *predictions)
+        assert_within_reference_error(actual, reference, truth, names=("loss", "d_logits"))
+
+    @pytest.mark.parametrize("view", ["transposed", "every other row", "one row for all"])
+    def test_strided_logits(self, chunked_by_four: None, view: str) -> None:
+        logits = self.logits()
+        strided = {
+            "transposed": logits.t().contiguous().t(),
+            "every other row": logits.repeat_interleave(2, 0)[::2],
+            "one row for all": logits[:1].expand(R, V),
+        }[view]
+        expected = self.by_torch(strided.contiguous(), LABELS, ROWS, WEIGHTS)
+        actual = self.with_gradient(strided, LABELS, ROWS, WEIGHTS)
+        assert max(relative_error(x, y) for x, y in zip(actual, expected, strict=True)) <= 1e-14
+
+    def test_given_tensors_are_left_alone(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            given = [self.logits(dtype), LABELS, ROWS, WEIGHTS]
+            before = [x.clone() for x in given]
+            self.with_gradient(*given)
+            logits_logprobs(*given[:3])
+            assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+
+    @pytest.mark.parametrize("num_rows", [0, 5])
+    def test_no_predictions(self, num_rows: int) -> None:
+        none, logits = torch.zeros(0, dtype=torch.int64), torch.randn(num_rows, V, dtype=torch.bfloat16)
+        loss, d_logits = self.with_gradient(logits, none, none, torch.zeros(0))
+        assert loss.dtype == torch.float32 and not loss and not d_logits.any() and d_logits.shape == logits.shape
+        assert logits_logprobs(logits, none, none).shape == (0,)
+
+    def test_logprobs(self, chunked_by_four: None, dealt: str) -> None:
+        logits = self.logits().requires_grad_()
+        logprobs = logits_logprobs(logits, LABELS, ROWS)
+        assert relative_error(logprobs, logits.log_softmax(-1)[ROWS, LABELS]) <= 1e-14
+        assert not logprobs.requires_grad
+        assert logits_logprobs(logits.bfloat16(), LABELS, ROWS).dtype == torch.float32
+
+    def test_no_gradient_is_computed_where_none_is_asked_for(self, chunked_by_four: None) -> None:
+        logits = self.logits(torch.float32).requires_grad_()
+        with torch.no_grad(), LargestTensor() as probe:
+            loss = logits_cross_entropy(logits, LABELS, ROWS, WEIGHTS)
+        assert not loss.requires_grad
+        assert probe.largest == 5 * V, max(probe.made)  # 13 rows evenly cut
+
+    def test_twice_where_the_graph_is_kept(self) -> None:
+        _, expected = self.with_gradient(self.logits(), LABELS, ROWS, WEIGHTS)
+        leaf = self.logits().requires_grad_()
+        loss = 3 * logits_cross_entropy(leaf, LABELS, ROWS, WEIGHTS)
+        for retain_graph in (True, False):
+            leaf.grad = None
+            loss.backward(retain_graph=retain_graph)
+            assert relative_error(leaf.grad, 3 * expected) <= 1e-15
+
+    def test_under_autocast_it_is_computed_in_float32(self) -> None:
+        logits = self.logits(torch.bfloat16)
+        expected = self.with_gradient(logits, LABELS, ROWS, WEIGHTS)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual = self.with_gradient(logits, LABELS, ROWS, WEIGHTS)
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+    def test_holds_a_gradient_and_a_chunk(self) -> None:
+        num_rows, vocab_size = 1024, 4096
+        logits = torch.randn(num_rows, vocab_size, dtype=torch.bfloat16).requires_grad_()
+        labels, rows, ones = torch.randint(0, vocab_size, (num_rows,)), torch.arange(num_rows), torch.ones(num_rows)
+        peak = peak_bytes(lambda: logits_cross_entropy(logits, labels, rows, ones).backward(), torch.device("cpu"))
+        gradient, chunk = 2 * num_rows * vocab_size, 4 * 128 * vocab_size
+        assert gradient < peak < gradient + 1.1 * chunk, (peak, gradient, chunk)
+
+    def test_nothing_waits_for_the_device(self, chunked_by_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
+        with FakeTensorMode() as mode:
+            logits, labels, rows, weights = (mode.from_tensor(x) for x in (self.logits(), LABELS, ROWS, WEIGHTS))
+            loss = logits_cross_entropy(logits.requires_grad_(), labels, rows, weights)
+            loss.backward()
+            assert logits.grad.shape == (R, V)
+            assert logits_logprobs(logits, labels, rows).shape == LABELS.shape

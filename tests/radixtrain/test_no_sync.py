@@ -253,8 +253,8 @@ ON_THE_PATH = [
     ),
     *(f"kernels/{name}_triton.py" for name in ("merge", "rows")),
     *(f"kernels/{name}.py" for name in ("tree_triton", "tree_triton_kernels")),
-    *(f"radixtrain/{name}.py" for name in ("attention", "layer_attention", "layer_windows", "layout", "loss")),
-    *(f"radixtrain/{name}.py" for name in ("model", "refusals", "tree_pieces", "training/module")),
+    *(f"radixtrain/{name}.py" for name in ("attention", "layout", "loss", "tree_pieces", "training/module")),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").glob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
 MAY_READ = {

@@ -17,7 +17,8 @@ from radixtrain import RadixCollator
 from radixtrain.collators.steps import StepCollator
 from radixtrain.layout import TreeLayout
 
-FEATURES = [{"input_ids": ids} for ids in ([1, 1, 2, 3], [1, 1, 2, 4, 4], [1, 1, 5], [2, 2, 1], [2, 2, 3])]
+SEQUENCES = [1, 1, 2, 3], [1, 1, 2, 4, 4], [1, 1, 5], [2, 2, 1], [2, 2, 3]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in SEQUENCES]
 COLLATORS = {
     "drop-in": RadixCollator(),
     "merged labels": RadixCollator(merge_labels=True, pad_to_multiple_of=8),

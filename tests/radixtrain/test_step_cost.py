@@ -140,7 +140,7 @@ class TestCheapest:
             assert choice.strategy == strategy
 
 
-FEATURES = [{"input_ids": [1, n, *range(20, 60)]} for n in range(2, 12)]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, n, *range(20, 60)] for n in range(2, 12))]
 
 
 class TestInACollator:

@@ -14,6 +14,7 @@ LOSS = re.compile(r"(?<!_)loss'?:? '?(\d[\d.e-]*)")
 # What bounds the length, and what is left in --output_dir; a Trainer logs at steps 10 and 20.
 RECIPES = {
     "hf_trainer": ("--max_steps=20", "model.safetensors"),
+    "hf_trainer_metrics": ("--max_steps=20", "model.safetensors"),
     "trl_sft": ("--max_steps=20", "model.safetensors"),
     "peft_lora": ("--max_steps=20", "adapter_model.safetensors"),
     "accelerate_loop": ("--epochs=2", "model.safetensors"),

@@ -8,22 +8,23 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MistralConfig, MistralForCausalLM, StableLmConfig, StableLmForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 import radixtrain.hf.attention
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model, verify_equivalence
 from radixtrain.attention import STRATEGIES
 from radixtrain.errors import UserError
 from radixtrain.hf.attention import RadixCall, radix_attention, radix_eager_attention
+from radixtrain.hf.windows import no_mask
 from radixtrain.layout import TreeLayout
 from radixtrain.plan import PrefixPlan
 
 FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6]},
-    {"input_ids": [7, 8, 9, 1, 2, 11, 12]},
+    {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6], "labels": [7, 8, 9, 1, 2, 3, 4, 5, 6]},
+    {"input_ids": [7, 8, 9, 1, 2, 11, 12], "labels": [7, 8, 9, 1, 2, 11, 12]},
     {"input_ids": [7, 8, 9, 3, 3], "labels": [-100, 8, 9, -100, 3]},
-    {"input_ids": [7, 8]},
-    {"input_ids": [30, 31, 32]},
+    {"input_ids": [7, 8], "labels": [7, 8]},
+    {"input_ids": [30, 31, 32], "labels": [30, 31, 32]},
 ]
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -141,11 +142,26 @@ def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):
         model(**RadixCollator()(FEATURES))
 
 
-def test_layers_that_are_not_given_the_call():
-    """StableLM hands its layers no keyword arguments. It was an error about the shape of a mask."""
-    model = prepare_model(StableLmForCausalLM(StableLmConfig(**TINY)))
-    with pytest.raises(UserError, match="StableLmAttention of layer 0 is not given the keyword arguments"):
-        model(**RadixCollator()(FEATURES))
+class TestLayersWithoutKeywordArguments:
+    """StableLM and Nemotron hand their attention no keyword arguments; the call reaches it on the mask."""
+
+    @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+    @pytest.mark.parametrize("use_reentrant", [None, False, True])
+    def test_same_gradient(self, family, use_reentrant):
+        """Recomputed activations too: in the backward pass the layers run again, with the same mask."""
+        config = getattr(transformers, f"{family}Config")(**TINY)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        report = verify_equivalence(model, FEATURES, precisions=["float64"])
+        assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
+
+    def test_a_layer_that_loses_its_mask_too(self):
+        module = MistralForCausalLM(MistralConfig(**TINY)).model.layers[0].self_attn
+        query = torch.zeros(1, 4, 2, 8)
+        lost = no_mask(False, query.device)
+        with pytest.raises(UserError, match="MistralAttention of layer 0 receives neither the keyword arguments"):
+            radix_attention(module, query, query, query, lost)
 
 
 def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):

@@ -12,24 +12,24 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-import radixtrain.hf.prepare
+import radixtrain.hf.hooks
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import tree_attention
 from radixtrain.hf.prepare import backbone_of
 from radixtrain.testing import relative_error
 
-FEATURES = [{"input_ids": [7, 8, 9, 1, 2]}, {"input_ids": [7, 8, 9, 3]}]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 PADDED = {
     "input_ids": torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]),
     "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]),
 }
 
 NESTED = [
-    {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6, 10]},
-    {"input_ids": [7, 8, 9, 1, 2, 3, 11, 12]},
+    {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6, 10], "labels": [7, 8, 9, 1, 2, 3, 4, 5, 6, 10]},
+    {"input_ids": [7, 8, 9, 1, 2, 3, 11, 12], "labels": [7, 8, 9, 1, 2, 3, 11, 12]},
     {"input_ids": [7, 8, 9, 3, 3, 4], "labels": [-100, 8, 9, -100, 3, 4]},
-    {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6, 12, 13]},
-    {"input_ids": [7, 8]},
+    {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6, 12, 13], "labels": [7, 8, 9, 1, 2, 3, 4, 5, 6, 12, 13]},
+    {"input_ids": [7, 8], "labels": [7, 8]},
 ]
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -208,7 +208,7 @@ class TestRouterLoss:
         assert worst_error(actual, expected) <= BAR
 
     def test_counting_unique_tokens_is_caught(self, family, pad_to_multiple_of, monkeypatch):
-        monkeypatch.setattr(radixtrain.hf.prepare, "_expand_router_logits", lambda *_: None)
+        monkeypatch.setattr(radixtrain.hf.hooks, "_expand_router_logits", lambda *_: None)
         model = tiny(family, output_router_logits=True, router_aux_loss_coef=0.5, **ROUTED[family])
         expected, actual = self.both(model, pad_to_multiple_of)
         assert relative_error(actual["aux"], expected["aux"]) > 100 * BAR

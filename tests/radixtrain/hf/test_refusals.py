@@ -20,10 +20,10 @@ from transformers import (
 )
 
 import radixtrain.hf.refusals
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
 
-FEATURES = [{"input_ids": [7, 8, 9, 1, 2]}, {"input_ids": [7, 8, 9, 3]}]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
@@ -51,13 +51,6 @@ class TestAttention:
         with pytest.raises(UserError, match="Qwen3NextForCausalLM layer 0 is 'linear_attention'"):
             prepare_model(Qwen3NextForCausalLM(config))
 
-    def test_chunks(self):
-        config = Llama4TextConfig(
-            **TINY, intermediate_size_mlp=32, head_dim=8, num_local_experts=2, attention_chunk_size=4
-        )
-        with pytest.raises(UserError, match="Llama4ForCausalLM layer 0 is 'chunked_attention'"):
-            prepare_model(Llama4ForCausalLM(config))
-
     @pytest.mark.parametrize(
         "rope",
         [
@@ -72,7 +65,7 @@ class TestAttention:
     def test_rotary_embeddings_that_follow_the_longest_sequence(self, tiny_qwen3, rope):
         """Up to the length at which they begin to, they are as any other."""
         model = prepare_model(tiny_qwen3(rope_parameters=rope, max_position_embeddings=4))
-        assert torch.isfinite(model(**RadixCollator()([{"input_ids": [7, 8, 9, 1]}])).loss)
+        assert torch.isfinite(model(**RadixCollator(loss_on_all=True)([{"input_ids": [7, 8, 9, 1]}])).loss)
         with pytest.raises(UserError, match=rf"has {rope['rope_type']} rotary embeddings.*set max_length to 4 or less"):
             model(**RadixCollator()(FEATURES))
 
@@ -109,6 +102,83 @@ class TestAttention:
         sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
         with pytest.raises(UserError, match="T5ForConditionalGeneration is not a plain decoder"):
             prepare_model(T5ForConditionalGeneration(T5Config(vocab_size=32, dropout_rate=0.0, **sizes)))
+
+
+class TestClass:
+    """The labels of a collator are next tokens; what another head made of them was off by one, or a shape error."""
+
+    @pytest.mark.parametrize(
+        "name",
+        ["LlamaForTokenClassification", "LlamaForSequenceClassification", "BertForMaskedLM", "GPT2DoubleHeadsModel"],
+    )
+    def test_heads_that_predict_something_else(self, name):
+        config = getattr(transformers, f"{name.partition('For')[0].removesuffix('DoubleHeadsModel')}Config")
+        model = getattr(transformers, name)(config(**{**TINY, "num_key_value_heads": 4}, is_decoder=True))
+        with pytest.raises(UserError, match=f"{name} is no causal language model: the labels of a RadixCollator"):
+            prepare_model(model)
+
+    def test_labels_that_are_shifted_already(self):
+        sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+        config = transformers.WhisperConfig(vocab_size=64, pad_token_id=0, **sizes)
+        with pytest.raises(
+            UserError, match="WhisperForCausalLM does not predict next tokens: its loss takes labels that"
+        ):
+            prepare_model(transformers.WhisperForCausalLM(config))
+
+    def test_a_subclass_of_a_causal_model(self):
+        class MyLlama(transformers.LlamaForCausalLM):
+            pass
+
+        assert prepare_model(MyLlama(transformers.LlamaConfig(**TINY)))(**RadixCollator()(FEATURES)).loss.isfinite()
+
+    def test_a_bare_backbone(self, tiny_qwen3):
+        """A head of the user's own comes after it."""
+        backbone = prepare_model(tiny_qwen3().model)
+        batch = {k: v for k, v in RadixCollator()(FEATURES).items() if k not in ("labels", "shift_labels")}
+        assert backbone(**batch).last_hidden_state.shape[1] == len(batch["radix_predictor_indices"])
+
+    def test_verify_refuses_before_it_computes(self):
+        """It said `Target 11 is out of bounds`."""
+        model = transformers.LlamaForTokenClassification(transformers.LlamaConfig(**TINY))
+        with pytest.raises(UserError, match="LlamaForTokenClassification is no causal language model"):
+            verify_equivalence(model, FEATURES)
+
+
+class TestBothDirections:
+    def test_by_configuration(self):
+        """It said: set max_length to None or less."""
+        config = transformers.Gemma3TextConfig(**TINY, use_bidirectional_attention=True)
+        with pytest.raises(UserError, match="Gemma3ForCausalLM attends in both directions"):
+            prepare_model(transformers.Gemma3ForCausalLM(config))
+
+    def test_text_layers_beside_a_vision_tower(self):
+        """GIT's text layers compute their attention themselves, its vision tower does not. It was a shape error."""
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        config = transformers.GitConfig(
+            vision_config=sizes, vocab_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes
+        )
+        with pytest.raises(UserError, match="GitForCausalLM does not take its attention from AttentionInterface"):
+            prepare_model(transformers.GitForCausalLM(config))
+
+
+class TestChunks:
+    """Chunks change nothing in a sequence that fits into one."""
+
+    def llama4(self, **changes: Any) -> Any:
+        torch.manual_seed(0)
+        sizes = {"intermediate_size_mlp": 32, "head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 5}
+        return Llama4ForCausalLM(Llama4TextConfig(**{**TINY, **sizes, **changes}))
+
+    @pytest.mark.parametrize("changes", [{}, {"layer_types": ["full_attention"] * 2, "attention_chunk_size": 3}])
+    def test_same_gradient(self, changes):
+        """All full attention too: its backbone is not named as others are."""
+        report = verify_equivalence(self.llama4(**changes), FEATURES, precisions=["float64"])
+        assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
+
+    def test_shorter_than_a_sequence(self):
+        model = prepare_model(self.llama4(attention_chunk_size=4))
+        with pytest.raises(UserError, match=r"Llama4TextModel attends within chunks of 4 .* set max_length to 4"):
+            model(**RadixCollator()(FEATURES))
 
 
 class TestChoice:
@@ -151,6 +221,44 @@ class TestDropout:
         ):
             prepare_model(model)
         assert prepare_model(model, allow_dropout=["lora_dropout"]) is model
+
+    def test_lora_dropout_of_a_model_in_evaluation_mode(self, tiny_qwen3):
+        """It draws nothing: evaluation runs, and the first batch in training mode is refused."""
+        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        adapted = peft.get_peft_model(tiny_qwen3(), peft.LoraConfig(lora_dropout=0.05, target_modules=["q_proj"]))
+        model = prepare_model(adapted.eval())
+        assert model(**RadixCollator()(FEATURES)).loss.isfinite()
+        with pytest.raises(UserError, match=r"dropout p=0\.05"):
+            model.train()(**RadixCollator()(FEATURES))
+
+    def test_a_setting_inside_a_setting(self):
+        """DBRX: `ffn_config.moe_jitter_eps`, which drew in silence."""
+        sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 64}
+        experts = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
+        config = transformers.DbrxConfig(
+            **sizes, attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, ffn_config=experts
+        )
+        with pytest.raises(
+            UserError, match=r"has ffn_config\.moe_jitter_eps=0\.1: .*allow_dropout=\['moe_jitter_eps'\]"
+        ):
+            prepare_model(transformers.DbrxForCausalLM(config))
+
+    def test_dropout_of_a_vision_tower(self):
+        """Rows of text do not come through it."""
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+            "attention_dropout": 0.1,
+        }
+        config = transformers.Gemma3Config(
+            text_config={**TINY, "head_dim": 8}, vision_config=vision, mm_tokens_per_image=4
+        )
+        model = prepare_model(transformers.Gemma3ForConditionalGeneration(config).train())
+        assert model(**RadixCollator()(FEATURES)).loss.isfinite()
 
     def test_dropout_that_is_no_module(self):
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

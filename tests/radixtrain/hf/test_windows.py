@@ -12,7 +12,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.windows import no_mask, told_by_mask, window_of
 
 LONGEST = 9
-FEATURES = [{"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6]}, {"input_ids": [7, 8, 9, 3]}]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,

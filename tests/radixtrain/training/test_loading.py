@@ -1,11 +1,18 @@
-"""What the command line refuses because its fused loss does not compute it, and what it loads."""
+"""What the command line refuses to load, and what it loads."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from radixtrain.errors import UserError
 from radixtrain.training.loading import load_model, load_trainable
@@ -42,4 +49,22 @@ def test_sinks_need_eager_beside_the_tree(tmp_path):
         load_model(str(tmp_path), "float32", "sdpa")
     model = load_trainable(settings(tmp_path, attn_implementation="eager"))
     assert model.config._attn_implementation == "radix_eager"
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_float16_weights_need_a_loss_scale(tmp_path):
+    """With `dtype: auto` the first step made them NaN."""
+    MixtralForCausalLM(MixtralConfig(**SIZES)).half().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.dtype 'auto': the checkpoint is float16, which needs a loss scale"):
+        load_trainable(settings(tmp_path, dtype="auto"))
+    assert load_trainable(settings(tmp_path)).dtype == torch.float32
+
+
+def test_a_multimodal_checkpoint(tmp_path):
+    """Qwen2.5-VL is no entry of `AutoModelForCausalLM`."""
+    text = {**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    model = load_trainable(settings(tmp_path))
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()

@@ -1,0 +1,60 @@
+"""Which part of a Hugging Face model does what: the model inside its wrapper, its backbone, its text decoder.
+
+    PeftModel, PeftMixedModel          a wrapper
+      Gemma3ForConditionalGeneration   the model: backbone and head       `pretrained_model_of`
+        Gemma3Model                    the backbone, hooks sit here       `backbone_of`
+          Gemma3TextModel              the text decoder, layers are here  `text_decoder_of`
+
+In a model of text only the backbone is the text decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["backbone_of", "pretrained_model_of", "text_decoder_of"]
+
+
+def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model itself, out of its PEFT wrapper. TypeError for anything else."""
+    base: Any = model
+    if callable(getattr(model, "get_base_model", None)):
+        base = model.get_base_model()  # type: ignore[operator]
+    elif not isinstance(model, PreTrainedModel):
+        base = getattr(getattr(model, "base_model", None), "model", model)  # PeftMixedModel
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(
+            f"expected a transformers PreTrainedModel or a PEFT model around one, got {type(model).__name__}; "
+            f"prepare the model before the trainer wraps it"
+        )
+    return base
+
+
+def backbone_of(model: nn.Module) -> Any:
+    """The module that returns `last_hidden_state`: the model without its head."""
+    model = pretrained_model_of(model)
+    backbone: Any = model.base_model
+    while backbone.get_output_embeddings() is not None:  # it has a head itself: Llama 4, Kosmos 2.5
+        inner = next((part for part in _parts_of(backbone) if part is not backbone), None)
+        if inner is None:
+            break
+        backbone = inner
+    decoder = getattr(backbone, "decoder", None)  # OPT's head calls the decoder inside its backbone, not the backbone
+    return decoder if isinstance(decoder, PreTrainedModel) and not backbone.config.is_encoder_decoder else backbone
+
+
+def _parts_of(model: Any) -> Iterator[Any]:
+    """Where a model may keep its backbone, by Hugging Face's own rules first."""
+    yield model.base_model
+    yield model.get_decoder()
+    yield getattr(model, "model", model)
+
+
+def text_decoder_of(backbone: Any) -> Any:
+    """The module that holds the decoder layers which text runs through."""
+    is_multimodal = backbone.config.get_text_config() is not backbone.config
+    return backbone.get_decoder() if is_multimodal else backbone

@@ -1,0 +1,81 @@
+"""Positions: a radix batch brings each token's own, and a model that would count differently is refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from radixtrain.errors import UserError
+from radixtrain.layout import TreeLayout
+
+__all__ = ["check_batch_positions", "check_model_positions", "counts_from_padding"]
+
+NOT_TEXT = re.compile("vision|image|visual|audio")
+POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
+
+
+def check_model_positions(backbone: Any, decoder: Any) -> None:
+    """Refuse a model that takes no positions, or counts them otherwise than from 0."""
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        raise UserError(
+            f"{type(backbone).__name__} does not take position_ids, so a token after a shared prefix would get the "
+            f"position of its row; train it with dedup: false"
+        )
+    for path, embedding in _position_embeddings(decoder):
+        padding_idx = getattr(embedding, "padding_idx", None)
+        if padding_idx is not None:
+            raise UserError(
+                f"{type(backbone).__name__} counts positions from padding_idx + 1 = {padding_idx + 1} "
+                f"({path} has a padding_idx), and a radix batch counts from 0; train it with dedup: false"
+            )
+
+
+def check_batch_positions(decoder: Any, layout: TreeLayout) -> None:
+    """Refuse positions at which rotary embeddings change their frequencies: a prefix would have no states of its own.
+
+    Hugging Face looks at the largest position of the batch; so does this.
+    """
+    config = decoder.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]  # one, or a layer type's
+    for rope in kinds:
+        if rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        limit = (
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings
+        )
+        if layout.max_position >= limit:
+            raise UserError(
+                f"{type(decoder).__name__} has {rope['rope_type']} rotary embeddings, whose frequencies change with "
+                f"the largest position of a batch once it passes {limit} tokens, and this batch has position "
+                f"{layout.max_position}; set max_length to {limit} or less"
+            )
+
+
+def counts_from_padding(decoder: Any) -> str | None:
+    """Why a left-padded row is not the row without its padding, or None where it is up to rounding.
+
+    Hugging Face counts positions from the padding. Rotary embeddings look at distances only; nothing else does.
+    """
+    rope = getattr(decoder.config, "rope_parameters", None) or {}
+    for path, _ in _position_embeddings(decoder):
+        return f"learned positions ({path})"
+    if not rope:
+        return "positions that are no rotary embeddings"
+    if getattr(decoder.config, "attn_temperature_tuning", None) or any("scaling_beta" in str(key) for key in rope):
+        return "scores that are scaled by the position"
+    return None
+
+
+def _position_embeddings(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Learned positions, and sinusoidal ones that are looked up: a table for each position, of text."""
+    for path, module in decoder.named_modules():
+        own = path.rpartition(".")[2]
+        if POSITION.search(own) and not NOT_TEXT.search(path) and "Rotary" not in type(module).__name__:
+            yield path, module

@@ -1,0 +1,396 @@
+"""The families of docs/families.md: every causal language model class of transformers, and the multimodal ones.
+
+`make test` runs `CORE` and `CORE_MULTIMODAL`, which have each kind of architecture, and `make test-full` runs all.
+Whether a family is equal or refused is not written here: the test finds it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiny_models import WINDOW, tiny_model
+
+__all__ = ["CORE", "CORE_MULTIMODAL", "FAMILIES", "MULTIMODAL", "NOT_TRIED", "REST", "Family"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class of Hugging Face, tiny.
+
+    name: as people write it. model_class: in transformers. what: its attention and layers. settings: those that a tiny
+    configuration does not have by itself. idle: pattern of the parameters whose true gradient is zero on these rows.
+    """
+
+    name: str
+    model_class: str
+    what: str = "full attention"
+    settings: dict[str, Any] = field(default_factory=dict)
+    idle: str = ""
+
+    def build(self, seed: int = 0, **changes: Any) -> Any:
+        """A tiny model in training mode."""
+        return tiny_model(self.model_class, {**self.settings, **changes}, seed)
+
+
+LATENT = "latent attention"
+LEARNED = "learned positions"
+LINEAR = "linear attention"
+MIXTURE = "mixture of experts"
+SINKS = "sinks, sliding window"
+STATES = "state-space layers"
+WINDOWS = "sliding window"
+# Without rotary positions a bias of the keys adds the same to all scores of a query, which the softmax takes out again.
+KEY_BIAS = r"(key|k_proj|Wk)\.bias"
+DECODER = {"is_decoder": True}
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA_3N = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "intermediate_size": 64, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "laurel_rank": 4,
+}  # fmt: skip
+DBRX = {
+    "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+    "ffn_config": {"moe_top_k": 2, "ffn_hidden_size": 16},
+}
+REFORMER = {
+    **DECODER, "attn_layers": ["local", "lsh"], "attention_head_size": 8, "axial_pos_shape": [8, 16],
+    "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 128, "lsh_attn_chunk_length": 128, "num_buckets": 4,
+}  # fmt: skip
+QWEN_4_EXP = {
+    "indexer_compress_ratio": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    "indexer_budget": 4, "ngram_vocab_size_base": 64, "ple_embed_dim": 32, "hc_lowrank": 4, "split_ngram_parts": 2,
+}  # fmt: skip
+HYBRID_ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"]}
+
+CORE = [
+    Family("AFMoE", "AfmoeForCausalLM", f"{WINDOWS}, {MIXTURE}"),
+    Family("Apertus", "ApertusForCausalLM"),
+    Family("BERT as a decoder", "BertLMHeadModel", LEARNED, DECODER, idle=KEY_BIAS),
+    Family("BioGPT", "BioGptForCausalLM", LEARNED, idle=KEY_BIAS),
+    Family("BitNet", "BitNetForCausalLM"),
+    Family("Cohere", "CohereForCausalLM", "parallel blocks"),
+    Family("Cohere 2", "Cohere2ForCausalLM", f"parallel blocks, {WINDOWS}"),
+    Family("CTRL", "CTRLLMHeadModel", "fixed positions", idle=KEY_BIAS),
+    Family("DBRX", "DbrxForCausalLM", MIXTURE, DBRX),
+    Family("DeepSeek-V2", "DeepseekV2ForCausalLM", f"{LATENT}, {MIXTURE}", {"num_experts_per_tok": 2}),
+    Family("DeepSeek-V3", "DeepseekV3ForCausalLM", f"{LATENT}, {MIXTURE}"),
+    Family("DiffLlama", "DiffLlamaForCausalLM", "differential attention"),
+    Family("ERNIE 4.5", "Ernie4_5ForCausalLM"),
+    Family("ERNIE 4.5 MoE", "Ernie4_5_MoeForCausalLM", MIXTURE),
+    Family("EXAONE 4", "Exaone4ForCausalLM", WINDOWS),
+    Family("FlexOLMo", "FlexOlmoForCausalLM", MIXTURE),
+    Family("Gemma", "GemmaForCausalLM"),
+    Family("Gemma 2", "Gemma2ForCausalLM", f"soft-cap, {WINDOWS}"),
+    Family("Gemma 3", "Gemma3ForCausalLM", WINDOWS),
+    Family("Gemma 3n", "Gemma3nForCausalLM", f"{WINDOWS}, layers with the keys of others", GEMMA_3N),
+    Family("Gemma 4", "Gemma4ForCausalLM", f"{WINDOWS}, two head sizes", {"global_head_dim": 16}),
+    Family("GLM-4", "Glm4ForCausalLM"),
+    Family("GLM-4.5", "Glm4MoeForCausalLM", MIXTURE),
+    Family("GPT-2", "GPT2LMHeadModel", LEARNED),
+    Family("GPT-BigCode", "GPTBigCodeForCausalLM", f"{LEARNED}, one key head"),
+    Family("GPT-NeoX", "GPTNeoXForCausalLM", "parallel blocks"),
+    Family("gpt-oss", "GptOssForCausalLM", f"{SINKS}, {MIXTURE}"),
+    Family("Granite", "GraniteForCausalLM", "scaled logits", {"logits_scaling": 2.0, "attention_multiplier": 0.3}),
+    Family("Granite MoE", "GraniteMoeForCausalLM", MIXTURE),
+    Family("Helium", "HeliumForCausalLM"),
+    Family("HRM-Text", "HrmTextForCausalLM", "layers that run several times"),
+    Family("Hunyuan MoE", "HunYuanMoEV1ForCausalLM", MIXTURE, {"head_dim": 8, "num_experts": 4, "moe_topk": 2}),
+    Family("JetMoE", "JetMoeForCausalLM", "mixture of experts, of attention too"),
+    Family("Llama", "LlamaForCausalLM"),
+    Family("Llama 4", "Llama4ForCausalLM", f"chunks longer than the rows, {MIXTURE}", {"attention_chunk_size": 64}),
+    Family("LongCat-Flash", "LongcatFlashForCausalLM", f"{LATENT}, twice a layer, {MIXTURE}"),
+    Family("MiMo-V2-Flash", "MiMoV2FlashForCausalLM", f"{SINKS}, {MIXTURE}"),
+    Family("MiniCPM3", "MiniCPM3ForCausalLM", LATENT),
+    Family("MiniMax-M2", "MiniMaxM2ForCausalLM", MIXTURE),
+    Family("Mistral", "MistralForCausalLM", WINDOWS),
+    Family("Mistral 4", "Mistral4ForCausalLM", f"{LATENT}, {MIXTURE}"),
+    Family("Mixtral", "MixtralForCausalLM", MIXTURE),
+    Family("ModernBERT decoder", "ModernBertDecoderForCausalLM", WINDOWS),
+    Family("NanoChat", "NanoChatForCausalLM"),
+    Family("Nemotron", "NemotronForCausalLM", settings={"head_dim": 8, "num_key_value_heads": 2}),
+    Family("OLMo 2", "Olmo2ForCausalLM"),
+    Family("OLMo 3", "Olmo3ForCausalLM", WINDOWS),
+    Family("OLMoE", "OlmoeForCausalLM", MIXTURE),
+    Family("OPT", "OPTForCausalLM", LEARNED, idle=KEY_BIAS),
+    Family("Persimmon", "PersimmonForCausalLM"),
+    Family("Phi", "PhiForCausalLM", "parallel blocks"),
+    Family("Phi-3", "Phi3ForCausalLM", WINDOWS, {"sliding_window": WINDOW}),
+    # Without its noise the two experts are chosen by a mask that leaves one: its weight is 1, whatever the router says.
+    Family("Phi-3.5-MoE", "PhimoeForCausalLM", MIXTURE, idle=r"mlp\.router\.weight"),
+    Family("Qwen2.5", "Qwen2ForCausalLM"),
+    Family("Qwen2-MoE", "Qwen2MoeForCausalLM", MIXTURE),
+    Family("Qwen3", "Qwen3ForCausalLM"),
+    Family("Qwen3-MoE", "Qwen3MoeForCausalLM", MIXTURE),
+    Family("Seed-OSS", "SeedOssForCausalLM"),
+    Family("SmolLM3", "SmolLM3ForCausalLM", "layers without positions", {"no_rope_layers": [1, 0]}),
+    Family("StableLM", "StableLmForCausalLM"),
+    Family("Starcoder2", "Starcoder2ForCausalLM", WINDOWS, {"sliding_window": WINDOW}),
+    Family("VaultGemma", "VaultGemmaForCausalLM", f"soft-cap, {WINDOWS}"),
+    Family("BART as a decoder", "BartForCausalLM", LEARNED),
+    Family("BLOOM", "BloomForCausalLM", "ALiBi"),
+    Family("DeepSeek-V3.2", "DeepseekV32ForCausalLM", f"sparse attention, {LATENT}, {MIXTURE}"),
+    Family("Doge", "DogeForCausalLM", "dynamic mask"),
+    Family("Falcon-H1", "FalconH1ForCausalLM", f"{STATES} beside attention", {"ssm_multipliers": [1.0] * 5}),
+    Family("GPT-J", "GPTJForCausalLM", "parallel blocks"),
+    Family("LFM2", "Lfm2ForCausalLM", "convolutions", {"layer_types": ["conv", "full_attention"]}),
+    Family("Llama 4, long rows", "Llama4ForCausalLM", f"chunks, {MIXTURE}"),
+    Family("Mamba", "MambaForCausalLM", STATES),
+    Family("MPT", "MptForCausalLM", "ALiBi"),
+    Family("Qwen3-Next", "Qwen3NextForCausalLM", f"{LINEAR}, {MIXTURE}"),
+    Family("RoBERTa as a decoder", "RobertaForCausalLM", LEARNED, DECODER),
+    Family("RWKV", "RwkvForCausalLM", "recurrent layers"),
+    Family("Whisper decoder", "WhisperForCausalLM", LEARNED),
+    Family("xLSTM", "xLSTMForCausalLM", "recurrent layers"),
+]  # fmt: skip
+REST = [
+    Family("A.X K1", "AXK1ForCausalLM", f"{LATENT}, {MIXTURE}"),
+    Family("A.X K2", "AXK2ForCausalLM", f"sparse attention, {LATENT}, {MIXTURE}"),
+    Family("Arcee", "ArceeForCausalLM"),
+    Family("Aria text", "AriaTextForCausalLM", MIXTURE),
+    Family("Bailing hybrid", "BailingHybridForCausalLM", f"{LINEAR}, {LATENT}, {MIXTURE}"),
+    Family("Bamba", "BambaForCausalLM", STATES, {"attn_layer_indices": [1]}),
+    Family("Beam", "BeamForCausalLM", f"{WINDOWS}, {MIXTURE}"),
+    Family("BERT generation", "BertGenerationDecoder", LEARNED, DECODER, idle=KEY_BIAS),
+    Family("BigBird", "BigBirdForCausalLM", f"sparse attention, {LEARNED}", DECODER),
+    Family("BigBird-Pegasus", "BigBirdPegasusForCausalLM", LEARNED),
+    Family("Blenderbot", "BlenderbotForCausalLM", LEARNED),
+    Family("Blenderbot small", "BlenderbotSmallForCausalLM", LEARNED),
+    Family("BLT", "BltForCausalLM", "patches of bytes", {"encoder_hash_byte_group_vocab": 64}),
+    Family("CamemBERT", "CamembertForCausalLM", LEARNED, DECODER),
+    Family("CodeGen", "CodeGenForCausalLM", "parallel blocks"),
+    Family("Cohere 2 MoE", "Cohere2MoeForCausalLM", f"parallel blocks, {WINDOWS}, {MIXTURE}"),
+    Family("Cohere Compass", "CohereCompassForCausalLM", WINDOWS,
+           {**TWO_KINDS, "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}),
+    Family("CPM-Ant", "CpmAntForCausalLM", "relative positions"),
+    Family("CWM", "CwmForCausalLM", WINDOWS),
+    Family("Data2Vec text", "Data2VecTextForCausalLM", LEARNED, DECODER),
+    Family("DeepSeek-V4", "DeepseekV4ForCausalLM", f"compressed attention, sinks, {MIXTURE}"),
+    Family("dots.llm1", "Dots1ForCausalLM", f"{WINDOWS}, {MIXTURE}",
+           {**TWO_KINDS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "first_k_dense_replace": 1}),
+    Family("dots3 Note", "Dots3NoteForCausalLM", f"sparse attention, {LATENT}, {MIXTURE}",
+           {"per_layer_config": {}, "shared_experts_intermediate_size": 16, "head_dim": 12}),
+    Family("ELECTRA", "ElectraForCausalLM", LEARNED, DECODER, idle=KEY_BIAS),
+    Family("Emu3 text", "Emu3ForCausalLM"),
+    Family("ERNIE", "ErnieForCausalLM", LEARNED, DECODER, idle=KEY_BIAS),
+    Family("EXAONE MoE", "ExaoneMoeForCausalLM", f"{WINDOWS}, {MIXTURE}"),
+    Family("Falcon", "FalconForCausalLM", "one key head"),
+    Family("Falcon Mamba", "FalconMambaForCausalLM", STATES),
+    Family("Flint", "FlintForCausalLM", f"{SINKS}, {MIXTURE}", {"mlp_only_layers": [0]}),
+    Family("Gemma 4 unified", "Gemma4UnifiedForCausalLM", f"{WINDOWS}, two head sizes", {"global_head_dim": 16}),
+    Family("GLM", "GlmForCausalLM"),
+    Family("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", f"{LATENT}, {MIXTURE}"),
+    Family("GLM-5", "GlmMoeDsaForCausalLM", f"sparse attention, {LATENT}, {MIXTURE}"),
+    Family("GPT-Neo", "GPTNeoForCausalLM", f"{LEARNED}, {WINDOWS}",
+           {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}),
+    Family("GPT-NeoX Japanese", "GPTNeoXJapaneseForCausalLM"),
+    Family("Granite SWA", "GraniteSWAForCausalLM", SINKS),
+    Family("Granite MoE SWA", "GraniteMoeSWAForCausalLM", f"{SINKS}, {MIXTURE}"),
+    Family("Granite MoE shared", "GraniteMoeSharedForCausalLM", MIXTURE),
+    Family("Granite 4 hybrid", "GraniteMoeHybridForCausalLM", f"{STATES}, {MIXTURE}"),
+    Family("Hunyuan", "HunYuanDenseV1ForCausalLM", settings={"head_dim": 8}),
+    Family("HY 3", "HYV3ForCausalLM", MIXTURE),
+    Family("HY 4", "HYV4ForCausalLM", f"sparse attention, {LATENT}, {MIXTURE}"),
+    Family("HyperCLOVA X", "HyperCLOVAXForCausalLM", "scaled logits"),
+    Family("Inkling", "InklingForCausalLM", f"{WINDOWS}, {MIXTURE}"),
+    Family("Inkling 2", "Inkling2ForCausalLM", f"{SINKS}, {MIXTURE}"),
+    Family("Jais 2", "Jais2ForCausalLM"),
+    Family("Jamba", "JambaForCausalLM", f"{STATES}, {MIXTURE}"),
+    Family("Kimi Linear", "KimiLinearForCausalLM", f"{LINEAR}, {LATENT}, {MIXTURE}"),
+    Family("Kolibri 1", "Kolibri1ForCausalLM", f"{WINDOWS}, {MIXTURE}"),
+    Family("Laguna", "LagunaForCausalLM", f"{WINDOWS}, {MIXTURE}", TWO_KINDS),
+    Family("LFM2 MoE", "Lfm2MoeForCausalLM", f"convolutions, {MIXTURE}", {"layer_types": ["conv", "full_attention"]}),
+    Family("LFM3", "Lfm3ForCausalLM", f"convolutions, {WINDOWS}"),
+    Family("Mamba 2", "Mamba2ForCausalLM", STATES, {"num_heads": 8}),
+    Family("Marian", "MarianForCausalLM", "fixed positions"),
+    Family("mBART", "MBartForCausalLM", LEARNED),
+    Family("Megatron-BERT", "MegatronBertForCausalLM", LEARNED, DECODER),
+    Family("Mellum", "MellumForCausalLM", f"{WINDOWS}, {MIXTURE}", TWO_KINDS),
+    Family("MiniMax", "MiniMaxForCausalLM", f"{LINEAR}, {MIXTURE}"),
+    Family("MiniMax-M3, dense", "MiniMaxM3VLForCausalLM", MIXTURE),
+    Family("MiniMax-M3, sparse", "MiniMaxM3VLForCausalLM", f"sparse attention, {MIXTURE}",
+           {"layer_types": ["minimax_m3_sparse", "full_attention"]}),
+    Family("Ministral", "MinistralForCausalLM", WINDOWS, {"head_dim": 8}),
+    Family("Ministral 3", "Ministral3ForCausalLM"),
+    Family("Mllama text", "MllamaForCausalLM", "layers that attend to images",
+           {"num_hidden_layers": 3, "cross_attention_layers": [1]}, idle=r"cross_attn|layers\.1\."),
+    Family("Moshi", "MoshiForCausalLM"),
+    Family("MusicGen", "MusicgenForCausalLM", "fixed positions"),
+    Family("MusicGen melody", "MusicgenMelodyForCausalLM", "fixed positions"),
+    Family("MVP", "MvpForCausalLM", LEARNED),
+    Family("Nemotron-H", "NemotronHForCausalLM", f"{STATES}, {MIXTURE}"),
+    Family("OLMo", "OlmoForCausalLM"),
+    Family("OLMo hybrid", "OlmoHybridForCausalLM", LINEAR),
+    Family("OpenAI GPT", "OpenAIGPTLMHeadModel", LEARNED),
+    Family("Pegasus", "PegasusForCausalLM", "fixed positions"),
+    Family("PLBart", "PLBartForCausalLM", LEARNED),
+    Family("ProphetNet", "ProphetNetForCausalLM", LEARNED),
+    Family("Qwen3.5", "Qwen3_5ForCausalLM", LINEAR),
+    Family("Qwen3.5-MoE", "Qwen3_5MoeForCausalLM", f"{LINEAR}, {MIXTURE}"),
+    Family("Qwen4-Exp", "Qwen4ExpForCausalLM", f"{LINEAR}, sparse attention, {MIXTURE}", QWEN_4_EXP),
+    Family("RecurrentGemma", "RecurrentGemmaForCausalLM", f"recurrent layers, {WINDOWS}", {"num_hidden_layers": 3}),
+    Family("Reformer", "ReformerModelWithLMHead", "hashed attention", REFORMER),
+    Family("RemBERT", "RemBertForCausalLM", LEARNED, DECODER),
+    Family("RoBERTa pre-LayerNorm", "RobertaPreLayerNormForCausalLM", LEARNED, DECODER),
+    Family("RoCBert", "RoCBertForCausalLM", LEARNED,
+           {**DECODER, "pronunciation_embed_dim": 8, "pronunciation_vocab_size": 64, "shape_embed_dim": 8,
+            "shape_vocab_size": 64}, idle=rf"{KEY_BIAS}|pronunciation|shape_embed"),
+    Family("RoFormer", "RoFormerForCausalLM", settings=DECODER),
+    Family("Solar Open", "SolarOpenForCausalLM", MIXTURE),
+    Family("TrOCR decoder", "TrOCRForCausalLM", LEARNED),
+    Family("XGLM", "XGLMForCausalLM", "fixed positions"),
+    Family("XLM", "XLMWithLMHeadModel", LEARNED),
+    Family("XLM-RoBERTa", "XLMRobertaForCausalLM", LEARNED, DECODER),
+    Family("XLM-RoBERTa-XL", "XLMRobertaXLForCausalLM", LEARNED, DECODER),
+    Family("XLNet", "XLNetLMHeadModel", "relative positions"),
+    Family("X-MOD", "XmodForCausalLM", LEARNED, {**DECODER, "default_language": "en_XX"}),
+    Family("Youtu", "YoutuForCausalLM", LATENT),
+    Family("Zamba", "ZambaForCausalLM", f"{STATES}, shared attention", {**HYBRID_ZAMBA, "tie_word_embeddings": False}),
+    Family("Zamba 2", "Zamba2ForCausalLM", f"{STATES}, shared attention", {**HYBRID_ZAMBA, "n_mamba_heads": 4}),
+    Family("ZAYA", "ZayaForCausalLM", f"convolutions inside attention, {MIXTURE}",
+           {"num_experts_per_tok": 1, "router_hidden_size": 16}),
+]  # fmt: skip
+
+
+def mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    """Rotary positions of three axes; the sections are half a head together."""
+    return {"rope_parameters": {**ROPE, "mrope_section": list(sections), **more}}
+
+
+LLAMA_4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+SMALL_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "embed_dim": 8}
+THREE_AXES = {"text_config": mrope(2, 1, 1)}
+# What only images or sounds reach gets no gradient from rows of text. `idle` names such parts inside the text model.
+CORE_MULTIMODAL = [
+    Family("Gemma 3", "Gemma3ForConditionalGeneration", WINDOWS),
+    Family("Gemma 4", "Gemma4ForConditionalGeneration", f"{WINDOWS}, two head sizes",
+           {"text_config": {"global_head_dim": 16}}),
+    Family("GLM-4V", "Glm4vForConditionalGeneration", settings=THREE_AXES),
+    Family("InternVL", "InternVLForConditionalGeneration"),
+    Family("Kimi K2.5", "Kimi_K25ForConditionalGeneration", f"{LATENT}, {MIXTURE}"),
+    Family("Llama 4", "Llama4ForConditionalGeneration", f"chunks longer than the rows, {MIXTURE}",
+           {"text_config": {"attention_chunk_size": 64}, "vision_config": LLAMA_4_VISION}),
+    Family("LLaVA", "LlavaForConditionalGeneration"),
+    Family("Mistral 3", "Mistral3ForConditionalGeneration", WINDOWS),
+    Family("Mllama", "MllamaForConditionalGeneration", "layers that attend to images",
+           {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}}, idle=r"cross_attn|layers\.1\."),
+    Family("PaliGemma", "PaliGemmaForConditionalGeneration", "attention in both directions"),
+    Family("Phi-4 multimodal", "Phi4MultimodalForCausalLM", settings={
+        "audio_config": {"nemo_conv_channels": 8, "ext_pw_out_channel": 32, "num_blocks": 1}
+    }, idle="embed_tokens_extend"),
+    Family("Qwen2-VL", "Qwen2VLForConditionalGeneration", settings=THREE_AXES),
+    Family("Qwen2.5-VL", "Qwen2_5_VLForConditionalGeneration", settings=THREE_AXES),
+    Family("Qwen3-VL", "Qwen3VLForConditionalGeneration"),
+    Family("Qwen3-VL-MoE", "Qwen3VLMoeForConditionalGeneration", MIXTURE),
+    Family("Qwen3.5", "Qwen3_5ForConditionalGeneration", LINEAR),
+]  # fmt: skip
+MULTIMODAL = [
+    Family("Aria", "AriaForConditionalGeneration", MIXTURE),
+    Family("Aya Vision", "AyaVisionForConditionalGeneration", WINDOWS),
+    Family("Chameleon", "ChameleonForConditionalGeneration",
+           settings={"vocabulary_map": {"<image>": 40}, "vq_config": {**SMALL_VQ, "num_embeddings": 16}},
+           idle="vqmodel"),
+    Family("Cohere 2 Vision", "Cohere2VisionForConditionalGeneration", WINDOWS, {"alignment_intermediate_size": 64}),
+    Family("Cohere Compass", "CohereCompassForConditionalGeneration", WINDOWS,
+           {"text_config": {**TWO_KINDS, "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE}}}),
+    Family("Cosmos 3 Edge", "Cosmos3EdgeForConditionalGeneration", settings=THREE_AXES),
+    Family("Cosmos 3 Omni", "Cosmos3OmniForConditionalGeneration"),
+    Family("DeepSeek-OCR 2", "DeepseekOcr2ForConditionalGeneration", MIXTURE,
+           {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+            "vision_config": {"sam_config": {"downsample_channels": [16, 16]}}}),
+    Family("DeepSeek-VL", "DeepseekVLForConditionalGeneration"),
+    Family("DeepSeek-VL hybrid", "DeepseekVLHybridForConditionalGeneration",
+           settings={"high_res_vision_config": {"output_channels": 16, "downsample_channels": [16, 16]}}),
+    Family("dots3 Note", "Dots3NoteForConditionalGeneration", f"sparse attention, {LATENT}, {MIXTURE}",
+           {"text_config": {"per_layer_config": {}, "shared_experts_intermediate_size": 16, "head_dim": 12},
+            "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+            "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32}}),
+    Family("Emu3", "Emu3ForConditionalGeneration",
+           settings={"vocabulary_map": {"<image>": 40},
+                     "vq_config": {**SMALL_VQ, "codebook_size": 16, "attn_resolutions": []}}),
+    Family("ERNIE 4.5 VL MoE", "Ernie4_5_VLMoeForConditionalGeneration", MIXTURE,
+           {"text_config": {"moe_intermediate_size": [16, 16], **mrope(1, 1, 2)}}, idle="vision_moe"),
+    Family("Evolla", "EvollaForProteinText2Text", "layers that attend to proteins", idle="protein_encoder|adapter"),
+    Family("EXAONE 4.5", "Exaone4_5_ForConditionalGeneration", WINDOWS),
+    Family("FastVLM", "FastVlmForConditionalGeneration",
+           settings={"vision_config": {"model_type": "siglip_vision_model"}}),
+    Family("Fuyu", "FuyuForCausalLM"),
+    Family("Gemma 4 unified", "Gemma4UnifiedForConditionalGeneration", f"{WINDOWS}, two head sizes",
+           {"text_config": {"global_head_dim": 16}, "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 8}}),
+    Family("GIT", "GitForCausalLM", LEARNED),
+    Family("GLM-4.5V", "Glm4vMoeForConditionalGeneration", MIXTURE,
+           {"text_config": {"head_dim": 16, **mrope(2, 1, 1, partial_rotary_factor=0.5)}}),
+    Family("GLM-4.6V", "Glm46VForConditionalGeneration", settings=THREE_AXES),
+    Family("GLM-5 next", "Glm5NextForConditionalGeneration", f"{LINEAR}, sparse attention, {MIXTURE}",
+           {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 8, "linear_num_heads": 2,
+                            "linear_head_dim": 8}}),
+    Family("GLM-OCR", "GlmOcrForConditionalGeneration", settings=THREE_AXES),
+    Family("GOT-OCR 2", "GotOcr2ForConditionalGeneration"),
+    Family("Granite 4 Vision", "Granite4VisionForConditionalGeneration", "scaled logits",
+           {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "text_config": {"model_type": "granite"},
+            "vision_config": {"hidden_size": 128}}),
+    Family("Granite Docling", "GraniteDoclingForConditionalGeneration"),
+    Family("Hunyuan-VL", "HunYuanVLForConditionalGeneration",
+           settings={"text_config": {"head_dim": 8, **mrope(1, 1, 1, 1)}}),
+    Family("HyperCLOVA X Vision 2", "HyperCLOVAXVisionV2ForConditionalGeneration", "scaled logits"),
+    Family("Idefics2", "Idefics2ForConditionalGeneration", WINDOWS),
+    Family("Idefics3", "Idefics3ForConditionalGeneration"),
+    Family("Inkling 2", "Inkling2ForConditionalGeneration", f"{SINKS}, {MIXTURE}",
+           {"vision_config": {"text_hidden_size": 32}}),
+    Family("Janus", "JanusForConditionalGeneration", settings={"vq_config": {**SMALL_VQ, "num_embeddings": 16}}),
+    Family("Kosmos-2.5", "Kosmos2_5ForConditionalGeneration", "fixed positions"),
+    Family("LFM2-VL", "Lfm2VlForConditionalGeneration", "convolutions",
+           {"text_config": {"layer_types": ["conv", "full_attention"]}}),
+    Family("LFM3-VL", "Lfm3VlForConditionalGeneration", f"convolutions, {WINDOWS}"),
+    Family("LightOnOCR", "LightOnOcrForConditionalGeneration"),
+    Family("LLaVA around Mixtral", "LlavaForConditionalGeneration", MIXTURE,
+           {"text_config": {"model_type": "mixtral"}}),
+    Family("LLaVA-NeXT", "LlavaNextForConditionalGeneration"),
+    Family("LLaVA-NeXT video", "LlavaNextVideoForConditionalGeneration"),
+    Family("LLaVA-OneVision", "LlavaOnevisionForConditionalGeneration"),
+    Family("MiniCPM-OCR", "MiniCPMOcrForConditionalGeneration", LINEAR),
+    Family("MiniCPM-V 4.6", "MiniCPMV4_6ForConditionalGeneration", LINEAR),
+    Family("MiniCPM-V 4.7", "MiniCPMV4_7ForConditionalGeneration", LINEAR),
+    Family("MiniMax-M3, dense", "MiniMaxM3SparseForConditionalGeneration", MIXTURE),
+    Family("MiniMax-M3, sparse", "MiniMaxM3SparseForConditionalGeneration", f"sparse attention, {MIXTURE}",
+           {"text_config": {"layer_types": ["minimax_m3_sparse", "full_attention"]}}),
+    Family("Mistral Large 4", "MistralLarge4ForConditionalGeneration", f"sparse attention, {LATENT}, {MIXTURE}"),
+    Family("Moss transcribe", "MossTranscribeDiarizeForConditionalGeneration"),
+    Family("Muse Glimmer", "MuseGlimmerForConditionalGeneration", WINDOWS,
+           {"projector_hidden_size": 32, "out_hidden_size": 32}),
+    Family("Muse Spark", "MuseSparkForConditionalGeneration", f"{WINDOWS}, {MIXTURE}",
+           {"projector_hidden_size": 32, "text_config": {"moe_hidden_size": 32},
+            "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "depths": [1] * 4}}),
+    Family("Nemotron-H Omni", "NemotronH_Omni_Reasoning_V3", f"{STATES}, {MIXTURE}",
+           {"vision_config": {"video_temporal_patch_size": 2, "max_img_size": 56}, "projector_hidden_size": 32}),
+    Family("Ovis 2", "Ovis2ForConditionalGeneration"),
+    Family("PaddleOCR-VL", "PaddleOCRVLForConditionalGeneration", settings=THREE_AXES),
+    Family("Qianfan-OCR", "QianfanOCRForConditionalGeneration"),
+    Family("Qwen2.5-Omni", "Qwen2_5OmniThinkerForConditionalGeneration", settings=THREE_AXES),
+    Family("Qwen3-Omni-MoE", "Qwen3OmniMoeThinkerForConditionalGeneration", MIXTURE,
+           {"audio_config": {"downsample_hidden_size": 8}}),
+    Family("Qwen3.5-MoE", "Qwen3_5MoeForConditionalGeneration", f"{LINEAR}, {MIXTURE}"),
+    Family("Qwen4-Exp", "Qwen4ExpForConditionalGeneration", f"{LINEAR}, sparse attention, {MIXTURE}",
+           {"text_config": QWEN_4_EXP}),
+    Family("SmolVLM", "SmolVLMForConditionalGeneration"),
+    Family("Step 3.7", "Step3p7ForConditionalGeneration", f"{WINDOWS}, {MIXTURE}",
+           {"text_config": {**TWO_KINDS, "sliding_window": WINDOW}}),
+    Family("T5Gemma 2", "T5Gemma2ForConditionalGeneration", WINDOWS),
+    Family("Unlimited-OCR", "UnlimitedOcrForConditionalGeneration", f"sparse attention, {MIXTURE}",
+           {"vision_config": {"sam_config": {"downsample_channels": [16, 16]}}}),
+    Family("Video-LLaMA 3", "VideoLlama3ForConditionalGeneration"),
+    Family("Video-LLaVA", "VideoLlavaForConditionalGeneration"),
+    Family("VipLLaVA", "VipLlavaForConditionalGeneration"),
+]  # fmt: skip
+FAMILIES = [*CORE, *REST, *CORE_MULTIMODAL, *MULTIMODAL]
+NOT_TRIED = {
+    "needs an image or another second input in every batch": """BlipForConditionalGeneration
+        Blip2ForConditionalGeneration Florence2ForConditionalGeneration IdeficsForVisionText2Text
+        InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration Kosmos2ForConditionalGeneration
+        Molmo2ForConditionalGeneration PI0ForConditionalGeneration Pix2StructForConditionalGeneration
+        PPFormulaNetForConditionalGeneration UdopForConditionalGeneration VisionEncoderDecoderModel""",
+    "is no next-token model": "DiffusionGemmaForBlockDiffusion",
+    "cannot be built by transformers 5.23 without another model": """Gemma4AssistantForCausalLM
+        Gemma4UnifiedAssistantForCausalLM""",
+    "needs timm or scipy": """Gemma3nForConditionalGeneration InklingForConditionalGeneration
+        PerceptionLMForConditionalGeneration""",
+}

@@ -1,0 +1,446 @@
+"""Every kind of adapter of the installed PEFT has the gradient of each sequence by itself, or is refused by its name.
+
+A PEFT with a kind or a setting that is not known here fails `test_every_kind_has_a_case` or
+`test_every_setting_was_judged`: read the source of the new one, add its case, and add it to the table that fits.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain.errors import UserError
+from radixtrain.hf import adapters
+from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_adapters
+from radixtrain.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of layers that it has not seen
+
+ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 4, 4, 5]]
+FEATURES = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ROWS]
+BAR = 1e-12  # relative L2 of the worst tensor; the worst found is 1.5e-14
+WRONG = 1e-3
+
+PROJECTIONS = {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+EMBEDDING = {"target_modules": ["embed_tokens"]}
+BLOCKS = {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["v_proj", "up_proj", "down_proj"], "nblocks": 2}
+VIRTUAL = {"num_virtual_tokens": 3}
+PROMPT_OF_TOKENS = {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 2]}
+
+# The settings that each exact kind is tried with. Target modules are PROJECTIONS unless they are given.
+EXACT_CASES: dict[str, list[dict[str, Any]]] = {
+    "ADALORA": [{"total_step": 10, "orth_reg_weight": 0.0}],  # `ordinary_alone` knows no regularizer
+    "ADAMSS": [{"r": 4, "num_subspaces": 2, "use_asa": True}, {"r": 4, "num_subspaces": 2, "use_dynamic_rank": True}],
+    "ADAPTION_PROMPT": [{"adapter_len": 3, "adapter_layers": 2}],
+    "BEFT": [{}],
+    "BOFT": [{"boft_block_size": 4}],
+    "C3A": [{"block_size": 16}],
+    "DEFT": [{"r": 4}, {"r": 4, "para": True}, {"r": 4, "decomposition_method": "qr"}],
+    "DELORA": [{"r": 4}],
+    "FOURIERFT": [{"n_frequency": 20}],
+    "FROD": [{"progressbar": False}],
+    "GLORA": [{"r": 4}, {"config_A_B": "vector", "config_C": "none", "config_D_E": "vector"}],
+    "GRALORA": [{"r": 4, "alpha": 4}, {"r": 4, "alpha": 4, "hybrid_r": 2}],
+    "HIRA": [{"r": 4}],
+    "HRA": [{"r": 4}, {"r": 4, "apply_GS": True}],
+    "IA3": [{"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}],
+    "LN_TUNING": [{"target_modules": ["input_layernorm", "q_norm", "norm"]}],
+    "LOHA": [{"r": 4}],
+    "LOKR": [{"r": 4}, {"r": 4, "decompose_both": True, "decompose_factor": 4}],
+    "LORA": [
+        {"r": 4, "use_rslora": True, "lora_bias": True},
+        {"r": 4, "use_dora": True},
+        {"r": 4, "use_bdlora": BLOCKS},
+        {"r": 4, "kasa_config": {}},
+        {"r": 4, "velora_config": {"num_groups": 4, "init_type": "random"}},
+        {"r": 4, "init_lora_weights": "pissa"},
+        {"r": 4, "init_lora_weights": "mica"},
+        {"r": 4, "modules_to_save": ["lm_head"]},
+        {"r": 4, "trainable_token_indices": [7, 8]},
+        {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
+        {"r": 4, "target_modules": ["embed_tokens", "lm_head"]},
+        {"r": 4, "use_dora": True, **EMBEDDING},
+    ],
+    "MISS": [{"r": 4}, {"r": 4, "init_weights": "bat"}, {"r": 4, "init_weights": "mini", "mini_r": 4}],
+    "OFT": [
+        {"oft_block_size": 4},
+        {"oft_block_size": 4, "coft": True, "eps": 1e-2},
+        {"oft_block_size": 4, "block_share": True, "use_cayley_neumann": False},
+    ],
+    "OSF": [{"effective_rank": 4}],
+    "PEANUT": [{"r": 4, "depth": 2}],
+    "PSOFT": [{"r": 4}],
+    "RANDLORA": [{"r": 4}],
+    "ROAD": [{"group_size": 8, "variant": variant} for variant in ("road_1", "road_2", "road_4")],
+    "SHIRA": [{"r": 4}],
+    "SUPERTUNING": [{"sparsity": 0.9}, {"sparsity": 0.9, "r": 4, "lora_alpha": 4}],
+    "TINYLORA": [{"r": 2, "u": 4}, {"r": 2, "u": 4, **EMBEDDING}],
+    "TRAINABLE_TOKENS": [{"token_indices": [7, 8], **EMBEDDING}],
+    "UNILORA": [{"r": 4, "theta_d_length": 16}],
+    "VBLORA": [{"r": 4, "num_vectors": 8, "vector_length": 16, "topk": 2}],
+    "VERA": [{"r": 4}],
+    "WAVEFT": [{"n_frequency": 20}, {"n_frequency": 20, "use_idwt": False}],
+}
+REFUSED_CASES: dict[str, dict[str, Any]] = {
+    "CARTRIDGE": VIRTUAL,
+    "CPT": {**VIRTUAL, **PROMPT_OF_TOKENS},
+    "LILY": {"r": 4},
+    "MULTITASK_PROMPT_TUNING": VIRTUAL,
+    "POLY": {"r": 4, "n_skills": 2},
+    "PREFIX_TUNING": VIRTUAL,
+    "PROMPT_TUNING": VIRTUAL,
+    "PVERA": {"r": 4},
+    "P_TUNING": {**VIRTUAL, "encoder_hidden_size": 8},
+    "SHADOW": {"r": 4, "target_modules": None, "shadow_dropout": 0.0},
+    "XLORA": {"hidden_size": 32, "xlora_dropout_p": 0.0},
+}
+PROMPT_LEARNING = ("CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")
+# Settings of an exact kind that make it inexact: kind, settings, what the error says of them.
+MONTE_CARLO = {"num_samples": 2, "buffer_size": 3, "sample_scaler": 0.1}
+BREAKING_CASES = [
+    ("LORA", {"alora_invocation_tokens": [8, 9]}, r"alora_invocation_tokens=\[8, 9\]"),
+    ("LORA", {"layer_replication": [(0, 2), (1, 2)]}, r"layer_replication=\[\(0, 2\), \(1, 2\)\]"),
+    ("LORA", {"velora_config": {"num_groups": 4}}, "velora_config of init_type='batch_average'"),
+    (
+        "LORA",
+        {"velora_config": {"num_groups": 4, "init_type": "batch_average_once"}},
+        "velora_config of init_type='batch_average_once'",
+    ),
+]
+DRAWING_CASES = [
+    ("BOFT", {"boft_block_size": 4}, {"boft_dropout": 0.5}),
+    ("LOHA", {"r": 4}, {"rank_dropout": 0.5}),
+    ("LOHA", {"r": 4}, {"module_dropout": 0.5}),
+    ("LOKR", {"r": 4}, {"rank_dropout": 0.5}),
+    ("LOKR", {"r": 4}, {"module_dropout": 0.5}),
+    ("LORA", {"r": 4}, {"monteclora_config": MONTE_CARLO}),
+    ("OFT", {"oft_block_size": 4}, {"module_dropout": 0.5}),
+]
+# Every setting of an exact kind that was read in PEFT's source and found to work token by token, or is refused.
+JUDGED = """
+ab_svd_init act_fn adapter_layers adapter_len alora_invocation_tokens alpha alpha_pattern apply_GS arrow_config
+asa_importance_beta asa_schedule_exponent asa_target_subspaces asa_uncertainty_beta beta1 beta2 bias block_share
+block_size block_size_pattern boft_block_num boft_block_size boft_dropout boft_n_butterfly_factor
+cayley_neumann_eps coft config_A_B config_C config_D_E corda_config d_initial decompose_both decompose_factor
+decomposition_method deft_dropout delora_lambda deltaT depth effective_rank ensure_weight_tying eps eva_config
+exclude_modules fan_in_fan_out feedforward_modules final_warmup frod_dropout gralora_dropout gralora_k group_size
+hira_dropout hybrid_r init_ia3_weights init_logits_std init_lora_weights init_r init_scale init_theta_d_bound
+init_v_bound init_vector_bank_bound init_warmup init_weights kasa_config lambda_pattern layer_replication
+layers_pattern layers_to_transform loftq_config lora_alpha lora_bias lora_dropout lora_ga_config mask_interval
+mask_type megatron_config megatron_core mini_r miss_dropout module_dropout modules_to_save monteclora_config
+n_frequency n_frequency_pattern num_cayley_neumann_terms num_subspaces num_vectors oft_block_size orth_reg_weight
+para progressbar proj_seed projection_prng_key projection_seed proportional_parameters psoft_alpha psoft_dropout
+psoft_mag_a psoft_mag_b psoft_orth psoft_svd psoft_svd_lowrank_niter qalora_group_size r randlora_alpha
+randlora_dropout random_loc_seed random_seed rank_dropout rank_dropout_scale rank_pattern regularization_alpha
+runtime_config runtime_offload_base_weight save_indices save_only_topk_weights save_precomputed_indices
+save_projection scaling select_top sparse sparse_rate sparsity subspace_rank svd_threshold target_modules
+target_parameters target_r target_svd_config tfinal theta_d_length tinit tinylora_dropout token_indices topk
+total_step trainable_token_indices u unilora_dropout use_asa use_bdlora use_cayley_neumann use_dora
+use_dynamic_rank use_effective_conv2d use_idwt use_qalora use_rslora variant vblora_dropout vector_length
+velora_config vera_dropout very_sparse wavelet_family weight_tying
+"""
+
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    return pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is off, wherever it is called."""
+    for name in ("_check_kind", "_check_settings", "_check_draws"):
+        monkeypatch.setattr(adapters, name, lambda *arguments: None)
+
+
+def configuration(peft: Any, kind: str, **settings: Any) -> Any:
+    """A configuration of a kind, by default with PROJECTIONS. Skips a kind that this PEFT is too old for."""
+    if kind not in peft.PeftType.__members__:
+        pytest.skip(f"PEFT {peft.__version__} has no {kind}")
+    config_class = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    names = {field.name for field in dataclasses.fields(config_class)}
+    nested = {"kasa_config": "KasaConfig", "monteclora_config": "MontecloraConfig", "use_bdlora": "BdLoraConfig"}
+    for name in settings.keys() & nested.keys():
+        settings[name] = getattr(peft.tuners.lora.config, nested[name])(**settings[name])
+    targets = PROJECTIONS if "target_modules" in names and kind != "ADAPTION_PROMPT" else {}
+    return config_class(**{"task_type": "CAUSAL_LM", **targets, **settings})
+
+
+def adapted(peft: Any, base: nn.Module, config: Any) -> Any:
+    """A PEFT model in training mode, whose trained parameters are random, so that no gradient is dead."""
+    torch.manual_seed(0)
+    return randomized(peft.get_peft_model(base, config))
+
+
+def randomized(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.add_(0.3 * noise.to(parameter.dtype))
+    return model.train()
+
+
+def refused_model(peft: Any, tiny_qwen3: Any, kind: str, folder: Path) -> Any:
+    settings = dict(REFUSED_CASES[kind])
+    if kind == "XLORA":
+        expert = peft.get_peft_model(tiny_qwen3(), configuration(peft, "LORA", r=4, init_lora_weights=False))
+        expert.save_pretrained(folder)
+        settings["adapters"] = {"0": str(folder), "1": str(folder)}
+    return adapted(peft, tiny_qwen3(use_cache=False), configuration(peft, kind, **settings))
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def base_of(model: Any) -> tuple[nn.Module, nn.Module]:
+    """What the hooks of a prepared model know of it: the Hugging Face model, and its backbone."""
+    base = model.get_base_model()
+    return base, base.base_model
+
+
+@pytest.fixture
+def kmeans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdaMSS clusters its subspaces once, when it is made, with scikit-learn: any clusters do."""
+
+    class KMeans:
+        def __init__(self, n_clusters: int, **settings: Any):
+            self.n_clusters = n_clusters
+
+        def fit_predict(self, rows: Any) -> Any:
+            return torch.arange(len(rows)).remainder(self.n_clusters).numpy()
+
+    package, cluster = ModuleType("sklearn"), ModuleType("sklearn.cluster")
+    cluster.KMeans = KMeans  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sklearn", package)
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", cluster)
+
+
+class TestKinds:
+    def test_every_kind_has_a_case(self, peft):
+        known = EXACT_CASES.keys() | REFUSED_CASES.keys()
+        assert {kind.value for kind in peft.PeftType} - known == set(), "kinds of this PEFT that no one has tried"
+        assert EXACT_CASES.keys() == EXACT.keys()
+        assert REFUSED_CASES.keys() == NOT_EXACT.keys()
+
+    def test_every_setting_was_judged(self, peft):
+        classes = [
+            config for kind, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.value in EXACT_CASES
+        ]
+        common = {field.name for field in dataclasses.fields(peft.PeftConfig)}
+        settings = {field.name for config in classes for field in dataclasses.fields(config)} - common
+        assert settings - set(JUDGED.split()) == set(), "settings of this PEFT that no one has judged"
+
+    @pytest.mark.parametrize(
+        ("kind", "settings"),
+        [(kind, settings) for kind, cases in EXACT_CASES.items() for settings in cases],
+        ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "default",
+    )
+    @pytest.mark.usefixtures("kmeans")
+    def test_exact(self, peft, tiny_qwen3, kind, settings):
+        base = tiny_llama() if kind == "ADAPTION_PROMPT" else tiny_qwen3()  # made for few families
+        model = adapted(peft, base, configuration(peft, kind, **settings))
+        check_adapters(model.modules(), ())
+        (rung,) = verify_equivalence(model, FEATURES, precisions=["float64"]).rungs
+        assert not rung.dead, "a gradient of zero proves nothing"
+        assert rung.worst.radix <= BAR, rung.worst
+
+    @pytest.mark.parametrize("kind", REFUSED_CASES)
+    def test_refused(self, peft, tiny_qwen3, kind, tmp_path):
+        model = refused_model(peft, tiny_qwen3, kind, tmp_path)
+        message = f"adapter 'default' is of PEFT's kind {kind}, which {NOT_EXACT[kind]}: .* train it with dedup: false"
+        with pytest.raises(UserError, match=message):
+            check_adapters(model.modules(), ())
+        if kind not in PROMPT_LEARNING:
+            with pytest.raises(UserError, match=message):
+                check_adapters(base_of(model), ())
+
+    @pytest.mark.parametrize("kind", REFUSED_CASES)
+    @pytest.mark.usefixtures("unchecked")
+    def test_refusals_of_kinds_are_deserved(self, peft, tiny_qwen3, kind, tmp_path):
+        model = refused_model(peft, tiny_qwen3, kind, tmp_path)
+        if kind in ("LILY", "PVERA"):
+            assert gradient_error(model) > WRONG
+        else:
+            prepare_model(model)
+            with pytest.raises((IndexError, RuntimeError, ValueError)):
+                model(**RadixCollator()(FEATURES))
+
+    def test_a_kind_of_a_later_peft(self):
+        model = nn.Linear(1, 1)
+        model.peft_config = {"mine": SimpleNamespace(peft_type="NEXTLORA")}
+        with pytest.raises(UserError, match="'mine' is of PEFT's kind NEXTLORA, which is not known to compute each"):
+            check_adapters([model], ())
+
+
+class TestSettings:
+    @pytest.mark.parametrize(("kind", "settings", "message"), BREAKING_CASES)
+    def test_refused(self, peft, tiny_qwen3, kind, settings, message):
+        model = adapted(peft, tiny_qwen3(), configuration(peft, kind, r=4, **settings))
+        for holders in (model.modules(), base_of(model)):
+            with pytest.raises(UserError, match=rf"adapter 'default' \({kind}\) has an? {message}|has {message}"):
+                check_adapters(holders, ())
+
+    @pytest.mark.parametrize(("kind", "settings", "message"), BREAKING_CASES)
+    @pytest.mark.usefixtures("unchecked")
+    def test_refusals_are_deserved(self, peft, tiny_qwen3, kind, settings, message):
+        model = adapted(peft, tiny_qwen3(), configuration(peft, kind, r=4, **settings))
+        if "layer_replication" in settings:
+            model.config.layer_types = ["full_attention"] * 3  # which PEFT forgets, so that no batch runs at all
+            with pytest.raises(RuntimeError):
+                prepare_model(model)(**RadixCollator()(FEATURES))
+        else:
+            assert gradient_error(model) > WRONG
+
+    def test_arrow_routes_each_token_by_itself(self, peft, tiny_qwen3):
+        expert = {"r": 4, "init_lora_weights": False}
+        model = peft.get_peft_model(tiny_qwen3(), configuration(peft, "LORA", **expert), adapter_name="first")
+        model.add_adapter("second", configuration(peft, "LORA", **expert))
+        router = peft.ArrowConfig(top_k=1, rng_seed=0)
+        router.task_adapter_names, router.gks_adapter_names = ["first", "second"], []
+        model.add_adapter("router", configuration(peft, "LORA", r=4, arrow_config=router))
+        model.set_adapter("router")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".first." in name or ".second." in name)
+        check_adapters(model.modules(), ())
+        (rung,) = verify_equivalence(randomized(model), FEATURES, precisions=["float64"]).rungs
+        assert rung.worst.radix <= BAR, rung.worst
+
+    def test_the_regularizer_of_adalora_is_added_once(self, peft, tiny_qwen3):
+        """To the loss of a radix batch as to that of an ordinary one."""
+        losses = []
+        for weight in (0.0, 0.5):
+            config = configuration(peft, "ADALORA", total_step=10, orth_reg_weight=weight)
+            model = prepare_model(adapted(peft, tiny_qwen3(), config))
+            ids = torch.tensor(ROWS[:1])
+            losses.append((model(**RadixCollator()(FEATURES[:1])).loss, model(input_ids=ids, labels=ids).loss))
+        (plain_radix, plain), (radix, ordinary) = losses
+        assert radix - plain_radix > 0.1
+        torch.testing.assert_close(radix - plain_radix, ordinary - plain)
+
+    def test_verify_compares_without_the_regularizer(self, peft, tiny_qwen3):
+        model = adapted(peft, tiny_qwen3(), configuration(peft, "ADALORA", total_step=10, orth_reg_weight=0.5))
+        report = verify_equivalence(model, FEATURES)
+        assert report.passed and model.peft_config["default"].orth_reg_weight == 0.5, str(report)
+
+
+class TestDraws:
+    @pytest.mark.parametrize(("kind", "settings", "drawing"), DRAWING_CASES)
+    def test_refused_while_it_draws_unless_allowed_by_name(self, peft, tiny_qwen3, kind, settings, drawing):
+        model = adapted(peft, tiny_qwen3(), configuration(peft, kind, **settings, **drawing))
+        (name,) = drawing
+        message = rf"adapter 'default' \({kind}\) has {name}=.* random .* allow_dropout=\['{name}'\]"
+        for holders in (list(model.modules()), base_of(model)):
+            with pytest.raises(UserError, match=message):
+                check_adapters(holders, ())
+            check_adapters(holders, (name,))
+        model.eval()
+        check_adapters(model.modules(), ())
+
+    @pytest.mark.parametrize(("kind", "settings", "drawing"), DRAWING_CASES[:-1])
+    @pytest.mark.usefixtures("unchecked")
+    def test_refusals_are_deserved(self, peft, tiny_qwen3, kind, settings, drawing):
+        """Two passes have different gradients. OFT, the last case, does not use its setting in PEFT 0.21."""
+        model = prepare_model(adapted(peft, tiny_qwen3(), configuration(peft, kind, **settings, **drawing)))
+        batch = RadixCollator()(FEATURES)
+        first, second = (gradients_of(model, lambda: radix_batch(model, batch)).tensors for _ in range(2))
+        assert max((first[name] - second[name]).norm() / first[name].norm() for name in first) > WRONG
+
+    def test_verify_compares_without_a_draw_that_was_allowed(self, peft, tiny_qwen3):
+        model = adapted(peft, tiny_qwen3(), configuration(peft, "LOHA", r=4, rank_dropout=0.5))
+        report = verify_equivalence(prepare_model(model, allow_dropout=["rank_dropout"]), FEATURES)
+        assert report.passed and model.training, str(report)
+
+    def test_settings_of_dropout_modules_are_left_to_the_dropout_check(self, peft, tiny_qwen3):
+        """Each setting that the table says creates an `nn.Dropout` is refused as a module."""
+        for kind, shown in EXACT.items():
+            for name in shown:
+                if kind in peft.PeftType.__members__:
+                    settings = {**EXACT_CASES[kind][-1], name: 0.5}
+                    model = adapted(peft, tiny_qwen3(), configuration(peft, kind, **settings))
+                    check_adapters(model.modules(), ())
+                    with pytest.raises(UserError, match=r"dropout p=0\.5 at '.*_dropout\.default'"):
+                        prepare_model(model)
+
+    def test_layers_start_in_training_mode(self, peft, tiny_qwen3):
+        model = peft.get_peft_model(tiny_qwen3().eval(), configuration(peft, "LOHA", r=4, rank_dropout=0.5))
+        with pytest.raises(UserError, match=r"rank_dropout=0\.5"):
+            check_adapters(base_of(model), ())
+
+
+class TestHolders:
+    def test_a_model_without_adapters(self, tiny_qwen3):
+        check_adapters(tiny_qwen3().modules(), ())
+
+    def test_prepare_model_refuses(self, peft, tiny_qwen3):
+        model = adapted(peft, tiny_qwen3(), configuration(peft, "LILY", r=4))
+        with pytest.raises(UserError, match="kind LILY"):
+            prepare_model(model)
+
+    def test_a_batch_refuses_what_a_trainer_added(self, peft, tiny_qwen3):
+        model = adapted(peft, prepare_model(tiny_qwen3()), configuration(peft, "LILY", r=4))
+        with pytest.raises(UserError, match="kind LILY"):
+            model(**RadixCollator()(FEATURES))
+        assert model(input_ids=torch.tensor(ROWS[:1])).logits.isfinite().all(), "an ordinary batch is left alone"
+
+    def test_adapters_that_come_later(self, peft, tiny_qwen3):
+        base = tiny_qwen3()
+        holders = (base, base.base_model)
+        check_adapters(holders, ())
+        model = peft.get_peft_model(base, configuration(peft, "LORA", r=4))
+        check_adapters(holders, ())
+        model.add_adapter("second", configuration(peft, "LORA", r=4, alora_invocation_tokens=[8]))
+        with pytest.raises(UserError, match=r"adapter 'second' \(LORA\) has alora_invocation_tokens=\[8\]"):
+            check_adapters(holders, ())
+        model.delete_adapter("second")
+        check_adapters(holders, ())
+
+    def test_adapters_that_are_gone(self, peft, tiny_qwen3):
+        model = adapted(peft, tiny_qwen3(), configuration(peft, "PVERA", r=4))
+        check_adapters(model.merge_and_unload().modules(), ())
+
+    def test_adapters_injected_into_a_plain_model(self, peft, tiny_qwen3):
+        base = tiny_qwen3()
+        base.add_adapter(configuration(peft, "LILY", r=4))
+        with pytest.raises(UserError, match="kind LILY"):
+            check_adapters((base, base.base_model), ())
+
+    def test_adapters_injected_into_the_backbone(self, peft, tiny_qwen3):
+        base = tiny_qwen3()
+        peft.inject_adapter_in_model(configuration(peft, "LILY", r=4), base.model)
+        with pytest.raises(UserError, match="kind LILY"):
+            check_adapters((base, base.base_model), ())
+
+    def test_several_kinds_in_one_model(self, peft, tiny_qwen3):
+        base = tiny_qwen3()
+        model = peft.get_peft_model(base, configuration(peft, "LOHA", r=4), adapter_name="first", mixed=True)
+        model.add_adapter("second", configuration(peft, "LORA", r=4))
+        check_adapters((base, base.base_model), ())
+        (rung,) = verify_equivalence(randomized(model), FEATURES, precisions=["float64"]).rungs
+        assert rung.worst.radix <= BAR, rung.worst
+        model.add_adapter("third", configuration(peft, "LOKR", r=4, module_dropout=0.5))
+        for holders in (model.modules(), (base, base.base_model)):
+            with pytest.raises(UserError, match=r"adapter 'third' \(LOKR\) has module_dropout=0\.5"):
+                check_adapters(holders, ())
+
+
+def gradient_error(model: Any) -> float:
+    """The largest relative L2 error of a gradient tensor of the radix batch, in float64."""
+    truth = float64_truth(model, FEATURES).tensors
+    with float64_throughout(model):
+        prepare_model(model)
+        radix = gradients_of(model, lambda: radix_batch(model, RadixCollator()(FEATURES))).tensors
+    alive = [name for name in truth if truth[name].norm() > 0]
+    return max(float((radix[name] - truth[name]).norm() / truth[name].norm()) for name in alive)

@@ -1,0 +1,91 @@
+"""What a prepared model does with a radix batch that something on the way has changed, and what it cannot return."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.errors import UserError
+
+N = -100
+FEATURES = [
+    {"input_ids": [7, 8, 9, 1, 2], "labels": [N, N, N, 1, 2]},
+    {"input_ids": [7, 8, 9, 3], "labels": [N] * 3 + [3]},
+]
+
+
+@pytest.fixture
+def model(tiny_qwen3):
+    return prepare_model(tiny_qwen3())
+
+
+def changed(**changes):
+    """A batch of 6 unique tokens; an entry that is None is left out."""
+    batch = {**RadixCollator()(FEATURES), **changes}
+    return {name: value for name, value in batch.items() if value is not None}
+
+
+class TestInputs:
+    def test_a_batch_that_lost_its_positions(self, model):
+        """Hugging Face counts them by row then: a gradient 0.87 off, without a word."""
+        with pytest.raises(UserError, match=r"needs its position_ids \[1, 6\], got None: without them a token after"):
+            model(**changed(position_ids=None))
+
+    def test_positions_of_another_batch(self, model):
+        with pytest.raises(UserError, match=r"needs its position_ids \[1, 6\], got \(1, 4\)"):
+            model(**changed(position_ids=torch.arange(4)[None]))
+
+    def test_rows_of_another_batch(self, model):
+        with pytest.raises(UserError, match=r"needs input_ids \[1, 6\], got \(1, 3\)"):
+            model(**changed(input_ids=torch.tensor([[1, 2, 3]])))
+
+    @pytest.mark.parametrize("name", ["attention_mask", "past_key_values"])
+    def test_what_a_radix_batch_has_no_room_for(self, model, name):
+        with pytest.raises(UserError, match=f"a radix batch came with {name}; "):
+            model(**changed(**{name: torch.ones(1, 6, dtype=torch.int64)}))
+
+    def test_inputs_by_position(self, model):
+        """A backbone that is called with ids and mask as positional arguments."""
+        batch = changed()
+        ids, positions = batch.pop("input_ids"), batch.pop("position_ids")
+        named = model.model(ids, position_ids=positions, **batch).last_hidden_state
+        assert torch.equal(model.model(ids, None, positions, **batch).last_hidden_state, named)
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+    def test_what_would_come_back_by_unique_token(self, model, name):
+        with pytest.raises(UserError, match=f"{name} would come back by unique token, not by row"):
+            model(**changed(), **{name: True})
+
+    def test_the_same_by_configuration(self, tiny_qwen3):
+        model = prepare_model(tiny_qwen3(output_hidden_states=True))
+        with pytest.raises(UserError, match="output_hidden_states would come back by unique token"):
+            model(**changed())
+
+    def test_an_ordinary_batch_still_returns_them(self, model):
+        assert len(model(input_ids=torch.tensor([[7, 8]]), output_hidden_states=True).hidden_states) == 3
+
+    @pytest.mark.parametrize("logits_to_keep", [1, torch.tensor([0, 1])], ids=["last", "indices"])
+    def test_logits_to_keep(self, model, logits_to_keep):
+        with pytest.raises(UserError, match=r"the head gets [12] of the 4 rows that predict: logits_to_keep"):
+            model(**changed(), logits_to_keep=logits_to_keep)
+
+    def test_logits_to_keep_of_an_ordinary_batch(self, model):
+        """After a radix batch whose head never ran, as a trainer with a fused head leaves it."""
+        batch = changed()
+        model.model(**{name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
+        assert model(input_ids=torch.tensor([[7, 8, 9]]), logits_to_keep=1).logits.shape == (1, 1, 50)
+
+
+def test_a_pickled_model_trains_in_a_fresh_process(model, tmp_path):
+    """`KeyError: radix`, where nothing had registered the attention function."""
+    path = tmp_path / "model.pickle"
+    path.write_bytes(pickle.dumps((model, changed())))
+    code = f"import pickle; m, b = pickle.load(open({str(path)!r}, 'rb')); print(m(**b).loss.item())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(model(**changed()).loss.item(), rel=1e-6)

@@ -1,0 +1,225 @@
+"""Loss, gradients and predictions of `RadixModule` are Hugging Face's own, whatever the head of the model does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixtrain.__main__ import main
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.module import SFTData
+from radixtrain.errors import UserError
+from radixtrain.training.module import RadixModule
+from radixtrain.training.verification import verify_step
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ModernBertDecoderForCausalLM": ("ModernBertDecoderConfig", {}),
+    "BertLMHeadModel": ("BertConfig", DECODER),
+    "RobertaForCausalLM": ("RobertaConfig", DECODER),
+    "Gemma2ForCausalLM": ("Gemma2Config", {**HEADS, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}),
+    "GraniteForCausalLM": ("GraniteConfig", {**HEADS, "logits_scaling": 3.0}),
+    "Cohere2ForCausalLM": ("Cohere2Config", {**HEADS, "logit_scale": 0.25}),
+    "Qwen3ForCausalLM": ("Qwen3Config", {**HEADS, "tie_word_embeddings": False}),
+}
+SHARES = [name for name in FAMILIES if name != "RobertaForCausalLM"]  # its positions start after its padding index
+LAYERS_OF_HEAD = {
+    "ModernBertDecoderForCausalLM": {"lm_head.dense.weight", "lm_head.norm.weight", "decoder.bias"},
+    "BertLMHeadModel": {
+        f"cls.predictions.transform.{x}.{y}" for x in ("dense", "LayerNorm") for y in ("weight", "bias")
+    },
+}
+LORA = {"use_peft": True, "lora_r": 2, "lora_target_modules": ["q_proj", "lm_head"]}
+FEATURES = [
+    {"input_ids": [7, 8, 9, 10, 11, 12, 5, 2, 3], "labels": [-100, -100, -100, -100, 11, 12, 5, 2, 3]},
+    {"input_ids": [7, 8, 9, 10, 11, 12, 5, 4], "labels": [-100, -100, -100, -100, 11, 12, 5, 4]},
+    {"input_ids": [7, 8, 9, 6, 6], "labels": [-100, 8, 9, 6, 6]},
+    {"input_ids": [30, 31, 32, 33, 34, 35, 36], "labels": [30, 31, 32, 33, 34, 35, 36]},
+]
+NUM_LABELS = 19
+
+
+def build(name: str, **changes: Any) -> Any:
+    """A tiny model whose weights are of order one, so that its head matters."""
+    config, settings = FAMILIES[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**{**SIZES, **settings, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * noise)
+    return model
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Path:
+    build(name, **changes).save_pretrained(folder)
+    return folder
+
+
+def loaded(folder: Path, **settings: Any) -> RadixModule:
+    """A module as the command line configures it; `eager`, since Gemma 2's other soft-cap is beyond `sdpa`."""
+    module = RadixModule(str(folder), attn_implementation="eager", **settings)
+    module.configure_model()
+    return module
+
+
+def logprobs_of_hugging_face(folder: Path) -> list[list[float]]:
+    """Of the labelled tokens of each sequence, by `log_softmax` of the logits that the model returns."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    rows = []
+    for feature in FEATURES:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([feature["input_ids"]])).logits[0].log_softmax(-1)
+        targets = list(enumerate(feature["labels"]))[1:]
+        rows.append([logprobs[place - 1, label].item() for place, label in targets if label != -100])
+    return rows
+
+
+@pytest.mark.parametrize(("name", "dedup"), [*((name, False) for name in FAMILIES), *((name, True) for name in SHARES)])
+def test_loss_and_predictions(name: str, dedup: bool, tmp_path: Path) -> None:
+    """In micro-batches of a few sequences; the loss also as Hugging Face's own loss function has it."""
+    module = loaded(saved(name, tmp_path), dedup=dedup)
+    expected = logprobs_of_hugging_face(tmp_path)
+    step = StepCollator(dedup=dedup, max_tokens=18)(FEATURES)
+    assert len(step["micro_batches"]) > 1 and step["num_labels"] == NUM_LABELS
+    with torch.no_grad():
+        loss = sum(module.loss_sum(batch).item() for batch in step["micro_batches"]) / NUM_LABELS
+    assert loss == pytest.approx(-sum(map(sum, expected)) / NUM_LABELS, rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    own = [model(**{key: torch.tensor([ids]) for key, ids in feature.items()}).loss.item() for feature in FEATURES]
+    assert loss == pytest.approx(sum(x * len(y) for x, y in zip(own, expected, strict=True)) / NUM_LABELS, rel=1e-6)
+    step = StepCollator(dedup=dedup, max_tokens=18, merge_labels=False)(FEATURES)
+    with torch.no_grad():
+        records = module.predict_step({**step, "rows": list("abcd")}, 0)
+    for record, feature, logprobs in zip(records, FEATURES, expected, strict=True):
+        assert record["tokens"] == [label for label in feature["labels"][1:] if label != -100]
+        assert record["logprobs"] == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in SHARES if name != "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_gradients(name: str, activation_checkpointing: bool, tmp_path: Path) -> None:
+    """Every parameter, the head's own layers among them, against Hugging Face on each sequence in float64."""
+    module = loaded(saved(name, tmp_path), activation_checkpointing=activation_checkpointing)
+    report = verify_step(module, FEATURES, StepCollator(max_tokens=18))
+    assert report.passed, str(report)
+    assert max(tensor.radix for tensor in report["float64"].alive) <= 1e-12
+    assert LAYERS_OF_HEAD.get(name, set()) <= {tensor.name for tensor in report["float64"].alive}
+
+
+def test_gradients_of_an_adapter_on_the_head(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    module = loaded(saved("Qwen3ForCausalLM", tmp_path), **LORA)
+    report = verify_step(module, FEATURES, StepCollator(max_tokens=18))
+    assert report.passed and report.conclusive, str(report)
+    assert max(tensor.radix for tensor in report["float64"].tensors) <= 1e-12
+    assert sum("lm_head.lora" in tensor.name for tensor in report["float64"].tensors) == 2
+
+
+def test_an_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
+    """It would be merged into the embedding too."""
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    saved("Qwen3ForCausalLM", tmp_path, tie_word_embeddings=True)
+    message = r"model\.lora_target_modules: lm_head shares its weight with model\.embed_tokens \(tie_word_embeddings\)"
+    with pytest.raises(UserError, match=message):
+        loaded(tmp_path, **LORA)
+
+
+def test_a_plain_head_stays_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither arm of a Qwen3 calls its head, in training, validation and `predict`."""
+    for dedup in (True, False):
+        module = loaded(saved("Qwen3ForCausalLM", tmp_path), dedup=dedup)
+        monkeypatch.setattr(module.model.lm_head, "forward", lambda hidden: pytest.fail("the head was called"))
+        assert module.plain_head is True
+        for batch in StepCollator(dedup=dedup)(FEATURES)["micro_batches"]:
+            module.loss_sum(batch).backward()
+        step = StepCollator(dedup=dedup, merge_labels=False)(FEATURES)
+        module.predict_step({**step, "rows": list("abcd")}, 0)
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_a_micro_batch_without_labels(dedup: bool, tmp_path: Path) -> None:
+    """A sequence in which nothing is labelled has a micro-batch of its own if it is long."""
+    module = loaded(saved("BertLMHeadModel", tmp_path), dedup=dedup)
+    features = [{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}]
+    loss = module.loss_sum(StepCollator(dedup=dedup)(features)["micro_batches"][0])
+    loss.backward()
+    assert loss.item() == 0 and not any(p.grad.any() for p in module.parameters() if p.grad is not None)
+    step = StepCollator(dedup=dedup, merge_labels=False)(features)
+    assert module.predict_step({**step, "rows": ["a"]}, 0) == [{"row": "a", "tokens": [], "logprobs": []}]
+
+
+def test_a_model_that_was_not_loaded_here_is_measured_when_it_is_used(tmp_path: Path) -> None:
+    module = RadixModule("unused")
+    module.model = build("GraniteForCausalLM")
+    module.loss_sum(StepCollator(dedup=False)(FEATURES)["micro_batches"][0])
+    assert module.plain_head is False
+
+
+@pytest.fixture
+def modern_bert(shop: Path, tmp_path: Path) -> Path:
+    """A ModernBERT-decoder for the tokenizer of the shop."""
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    ids = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "pad_token_id": tokenizer.pad_token_id}
+    return saved("ModernBertDecoderForCausalLM", tmp_path / "model", **sizes, **ids)
+
+
+@pytest.mark.parametrize("dedup", ["true", "false"])
+def test_validate_prints_the_loss_of_hugging_face(
+    arguments: Any, shop: Path, modern_bert: Path, capsys: pytest.CaptureFixture[str], dedup: str
+) -> None:
+    flags = {"model__model_name_or_path": modern_bert, "data__train_file": None, "dedup": dedup}
+    file = str(shop / "validation.jsonl")
+    assert main(arguments("validate", **flags, data__validation_file=file)) == 0
+    printed = next(word for word in capsys.readouterr().out.split() if word.replace(".", "").isdigit() and "." in word)
+    data = SFTData(validation_file=file, model_name_or_path=str(modern_bert))
+    data.setup("validate")
+    model = AutoModelForCausalLM.from_pretrained(modern_bert).eval()
+    total = count = 0.0
+    for sample in (sample for conversation in data.conversations["validation"] for sample in conversation):
+        ids, labels = (torch.tensor([list(values)]) for values in (sample.input_ids, sample.labels))
+        num_labels = int((labels[:, 1:] != -100).sum())
+        total, count = total + model(ids, labels=labels).loss.item() * num_labels, count + num_labels
+    assert float(printed) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_verify_passes(
+    arguments: Any, modern_bert: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(arguments("verify", model__model_name_or_path=modern_bert)) == 0
+    assert capsys.readouterr().out.count(" equal\n") == 2
+    assert "its own head is used, which holds [P, vocab] logits" in caplog.text
+
+
+def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any, shop: Path, tmp_path: Path) -> None:
+    """The merged model predicts as the checkpoint with its adapters does."""
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    saved("Qwen3ForCausalLM", tmp_path / "model", vocab_size=len(tokenizer), max_position_embeddings=512)
+    lora = {f"model__{name}": json.dumps(value) for name, value in LORA.items()}
+    flags = {"model__model_name_or_path": tmp_path / "model", "data__predict_file": shop / "validation.jsonl"}
+    assert main(arguments(**flags, **lora, trainer__max_steps=3)) == 0
+    checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    predicted = []
+    for name, given in (
+        ("adapted", {**flags, **lora, "ckpt_path": checkpoint}),
+        ("merged", {**flags, "model__model_name_or_path": tmp_path / "out" / "model"}),
+    ):
+        assert main(arguments("predict", **given, output_dir=tmp_path / name)) == 0
+        lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
+        predicted.append([logprob for line in lines for logprob in json.loads(line)["logprobs"]])
+    assert predicted[0] == pytest.approx(predicted[1], abs=1e-4)
