@@ -30,6 +30,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 """Bookkeeping numbers: accepted and not read, since no causal model of transformers takes them as input."""
 _KNOWN = READ | HARMLESS
+_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})  # paths and undecoded bytes too
 _METADATA = (str, bytes, type(None), dict, date, time, timedelta)
 _UNREAD = {
     r"^token_type_ids$": "is not read by radixtrain, and a model that reads it, such as GPT-2, would get another "
@@ -69,8 +70,8 @@ def all_feature_arrays(features: Sequence[Mapping[str, Any]], loss_on_all: bool 
     Raises ValueError for an empty list of features. Raises ValueError that names the feature and its entry for: no
     labels and no loss mask; an entry that is not a flat list of integers, or not as long as `input_ids`; a negative
     value; a mask value other than 0 and 1; an empty sequence; several packed ones; an attention mask with a hole;
-    labels on padding; and an entry that is neither in `READ` nor in `HARMLESS`, nor text, None, a dict, a date or a
-    list of those.
+    labels on padding; an image, video or audio, as a path too; and an entry that is neither in `READ` nor in
+    `HARMLESS`, nor text, None, a dict, a date or a list of those.
     """
     if not features:
         raise ValueError("a collator needs at least one feature, got an empty list")
@@ -114,7 +115,9 @@ def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -
 
 def _check_names(feature: Mapping[str, Any], index: int) -> None:
     for name, value in feature.items():
-        if not (name in _KNOWN or isinstance(value, _METADATA) or _is_metadata(value)):
+        if name in _MEDIA and _is_metadata(value) and not value:
+            continue  # a row without any, beside rows that have some
+        if name in _MEDIA or not (name in _KNOWN or isinstance(value, _METADATA) or _is_metadata(value)):
             reason = next(reason for pattern, reason in _UNREAD.items() if re.search(pattern, str(name)))
             raise ValueError(f"feature {index}: {name} ({_kind_of(value)}) {reason}")
 

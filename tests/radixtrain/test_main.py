@@ -104,7 +104,10 @@ class TestBadInput:
             ({"ckpt_path": "nope.ckpt"}, "ckpt_path: no such file: nope.ckpt"),
             ({"model__use_peft": "true", "model__lora_r": 0}, "model.lora_r must be at least 1, got 0"),
             ({"model__use_peft": "true", "model__lora_target_modules": "[nope]"}, "model.lora_...: "),
-            ({"model__use_peft": "true", "model__lora_target_modules": "[lm_head]"}, "Qwen3ForCausalLM has the head"),
+            (
+                {"model__use_peft": "true", "model__lora_target_modules": "[lm_head]"},
+                "model.lora_target_modules: lm_head shares its weight with model.embed_tokens",
+            ),
         ],
     )
     def test_settings_that_cannot_be_met(self, fails, flags, message):
