@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.step_cost import Rates
+from radixtrain.training.interrupt import SaveOnSigterm
 
 
 def losses(folder: Path, version: int = 0, column: str = "loss") -> dict[int, float]:
@@ -190,6 +191,26 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(arguments, tmp_path):
     whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
     assert sorted(resumed) == list(range(step, step + 7))
     assert {later: whole[later] for later in resumed} == resumed
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_signal_after_a_step_was_counted(arguments, tmp_path, monkeypatch, step):
+    """Inside an epoch of 5 steps and at its end, where Lightning counts the epoch before it raises."""
+    flags = {"model__lr_scheduler_type": "constant", "model__learning_rate": 1e-3, "trainer__max_epochs": -1}
+    whole = {**flags, "trainer__max_steps": step + 3}
+    assert main(arguments(output_dir=tmp_path / "whole", **whole)) == 0
+
+    def signal_arrives(self, trainer, module, *_):
+        trainer._signal_connector.received_sigterm = trainer.global_step == step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveOnSigterm, "on_train_batch_end", signal_arrives)
+        assert main(arguments(output_dir=tmp_path / "out", trainer__max_steps=99, **flags)) == 143
+    saved = tmp_path / "out" / "checkpoints" / "interrupted.ckpt"
+    assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved, **whole)) == 0
+    resumed = losses(tmp_path / "resumed")
+    assert sorted(resumed) == list(range(step, step + 3))
+    assert {later: losses(tmp_path / "whole")[later] for later in resumed} == resumed
 
 
 def test_weights_and_biases_offline(arguments, tmp_path, monkeypatch):
