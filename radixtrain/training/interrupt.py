@@ -47,7 +47,8 @@ def _progress_at_last_step(trainer: L.Trainer) -> Iterator[None]:
     than a step takes. Resumed from these counts, a run that is limited by steps trains on other batches than one that
     was not interrupted.
     """
-    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress
+    loop = trainer.fit_loop.epoch_loop
+    epochs: Any = trainer.fit_loop.epoch_progress
     is_over = 0 < epochs.current.started == epochs.current.completed
     counts: list[tuple[Any, str]] = [
         *((progress, name) for progress in (epochs.current, epochs.total) for name in ("processed", "completed")),
