@@ -1,8 +1,8 @@
 """Features, read and checked once, as NumPy arrays: what every collator and the oracle start from.
 
-A feature is a mapping as Hugging Face's data sets yield it: `input_ids` and what says where the loss is. A collator
-drops what it does not read, and a model that reads it would get another gradient. So an entry that could be an input is
-refused by name.
+A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss. A collator
+drops the entries that it does not read; if a model reads one of them, the gradient would change. So an entry that could
+be an input of a model is refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HARMLESS = frozenset({
     "special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping",  # a tokenizer's notes on its tokens
     "id", "idx", "index", "row_id", "__index_level_0__",  # which example it is; the last name is from pandas
 })  # fmt: skip
-"""Bookkeeping numbers: accepted and not read, since no causal model of transformers takes them as input."""
+"""Bookkeeping numbers: accepted but not read, since no causal model of transformers takes them as input."""
 _KNOWN = READ | HARMLESS
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})  # paths and undecoded bytes too
 _METADATA = (str, bytes, type(None), dict, date, time, timedelta)
@@ -46,8 +46,8 @@ class FeatureArrays(NamedTuple):
     """One sequence, without its padding.
 
     input_ids: (L,), int64.
-    labels: (L,), int64. unshifted; -100 bears no loss.
-    position_ids: (L,), int64, or None: they count from 0.
+    labels: (L,), int64. unshifted; a token with -100 bears no loss.
+    position_ids: (L,), int64, or None if they count from 0.
     num_left_padding: tokens that the attention mask hid before the first of these.
     """
 
@@ -70,8 +70,8 @@ def all_feature_arrays(features: Sequence[Mapping[str, Any]], loss_on_all: bool 
     Raises ValueError for an empty list of features. Raises ValueError that names the feature and its entry for: no
     labels and no loss mask; an entry that is not a flat list of integers, or not as long as `input_ids`; a negative
     value; a mask value other than 0 and 1; an empty sequence; several packed ones; an attention mask with a hole;
-    labels on padding; an image, video or audio, as a path too; and an entry that is neither in `READ` nor in
-    `HARMLESS`, nor text, None, a dict, a date or a list of those.
+    labels on padding; an image, video or audio, also as a path; and any other entry that is neither in `READ` nor in
+    `HARMLESS`, unless it is text, None, a dict, a date or a list of those.
     """
     if not features:
         raise ValueError("a collator needs at least one feature, got an empty list")
@@ -82,7 +82,7 @@ def all_feature_arrays(features: Sequence[Mapping[str, Any]], loss_on_all: bool 
 
 
 def packed_positions(arrays: Sequence[FeatureArrays]) -> IntArray | None:
-    """Packed positions, counted from 0 in features that bring none; None where no feature brings any."""
+    """Positions of all features back to back, from 0 in features that have none; None if no feature has any."""
     if all(feature.position_ids is None for feature in arrays):
         return None
     return np.concatenate([
@@ -92,7 +92,7 @@ def packed_positions(arrays: Sequence[FeatureArrays]) -> IntArray | None:
 
 
 def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -> FeatureArrays:
-    """One feature's arrays, of which only the negative values are not checked yet."""
+    """One feature's arrays, checked except for negative values."""
     try:
         is_known = feature.keys() <= _KNOWN
     except AttributeError:
@@ -116,7 +116,7 @@ def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -
 def _check_names(feature: Mapping[str, Any], index: int) -> None:
     for name, value in feature.items():
         if name in _MEDIA and _is_metadata(value) and not value:
-            continue  # a row without any, beside rows that have some
+            continue  # a row without media, in a data set whose other rows have some
         if name in _MEDIA or not (name in _KNOWN or isinstance(value, _METADATA) or _is_metadata(value)):
             reason = next(reason for pattern, reason in _UNREAD.items() if re.search(pattern, str(name)))
             raise ValueError(f"feature {index}: {name} ({_kind_of(value)}) {reason}")
@@ -189,7 +189,7 @@ def _check_no_loss_on_padding(labels: IntArray, mask: npt.NDArray[np.bool_], sta
     """An ordinary model takes its loss from the labels, whatever the mask says."""
     bears_loss = labels != IGNORE_INDEX
     bears_loss[0] = False  # it is never predicted
-    bears_loss[start + 1 : end] = False  # theirs is predicted from a token that is seen
+    bears_loss[start + 1 : end] = False  # predicted from a token that is not hidden
     if np.count_nonzero(bears_loss):
         place = int(bears_loss.argmax())
         raise ValueError(
@@ -199,7 +199,7 @@ def _check_no_loss_on_padding(labels: IntArray, mask: npt.NDArray[np.bool_], sta
 
 
 def _check_one_sequence(feature: Mapping[str, Any], positions: IntArray | None, index: int) -> None:
-    """A row that another packer filled with several sequences would attend across them."""
+    """Refuse a row into which another packer put several sequences: each would attend to those before it."""
     lengths = None if feature.get("seq_lengths") is None else _integers(feature, "seq_lengths", index)
     is_packed = lengths is not None and len(lengths) > 1
     if is_packed or (positions is not None and (positions[1:] == 0).any()):
@@ -231,7 +231,7 @@ def _mask(feature: Mapping[str, Any], name: str, ids: IntArray, index: int) -> n
 
 
 def _integers(feature: Mapping[str, Any], name: str, index: int, kinds: str = "iu") -> IntArray:
-    """kinds: NumPy's letters of the dtypes that may come."""
+    """kinds: NumPy's letters of the dtypes that are accepted."""
     try:
         values = np.asarray(feature[name])
     except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors on a device, or of a dtype of torch's own
@@ -249,7 +249,7 @@ def _no_integers(name: str, kinds: str, came: str, index: int) -> ValueError:
 
 
 def _check_not_negative(name: str, arrays: Sequence[FeatureArrays]) -> None:
-    """All features at once: a look at each of them took longer than the prefix plan, 4 us a feature."""
+    """All features at once: checking each by itself took 4 us a feature, longer than the prefix plan."""
     columns = [getattr(feature, name) for feature in arrays]
     given = {index: values for index, values in enumerate(columns) if values is not None}
     packed = np.concatenate([*given.values(), np.zeros(0, dtype=np.int64)])

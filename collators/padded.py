@@ -1,4 +1,4 @@
-"""`PaddedCollator`: the ordinary baseline of `dedup: false`. Right-padded rows, the head only where labels are."""
+"""`PaddedCollator`: the ordinary baseline of `dedup: false`. Right-padded rows, the head only on rows that predict."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ IntArray = npt.NDArray[np.int64]
 class RadixCollator:
     """Collate token sequences into a batch of their unique tokens.
 
-    min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch; see `build_prefix_plan`.
+    min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; see `build_prefix_plan`.
     step_cost: chooses `min_shared_tokens` and the attention strategy of each batch, whichever are the fastest by the
         calibration that `radixtrain.calibrate(model)` returns; `min_shared_tokens` is then left at 1.
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
     return_tensors: `"pt"`, for Hugging Face's sake.
-    loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; without it such a
+    loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
 
     Called with `[{"input_ids": [...], "labels": [...]}, ...]`. Of each feature it reads these lists, arrays or tensors,
@@ -58,12 +58,12 @@ class RadixCollator:
     input_ids: [1, U], int64. the unique tokens, in depth-first order.
     position_ids: [1, U], int64.
     shift_labels: [1, P], int64. the token that each predictor row predicts, and -100 for the last one. P never equals
-        U: another ignored prediction is added where it would, so that a model that was not prepared raises on the
+        U: if it would, another ignored prediction is added, so that a model that was not prepared raises on the
         shapes instead of training on nonsense.
     labels: [1, P], int64. the same before the shift: `labels[1:] == shift_labels[:-1]`, so that a loss that shifts its
         labels, such as label smoothing's, sees the same pairs.
-    radix_predictor_indices: [P], int64. the unique row behind each entry of `shift_labels`.
-    radix_label_indices: [P], int64. the token behind each entry, counted over all features back to back.
+    radix_predictor_indices: [P], int64. the unique row that predicts each entry of `shift_labels`.
+    radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
         `radix_strategy`, a place in `radixtrain.step_cost.CHOICES`, and `radix_min_shared_tokens`.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
@@ -110,7 +110,7 @@ class RadixCollator:
     def collate(self, arrays: Sequence[FeatureArrays], max_tokens: int | None = None) -> dict[str, Any]:
         """The batch of features that have been read already.
 
-        max_tokens: unique tokens that `step_cost` does not go beyond where that can be.
+        max_tokens: most unique tokens that `step_cost` may choose, if that is possible.
         """
         ids, labels = (np.concatenate([getattr(each, name) for each in arrays]) for name in ("input_ids", "labels"))
         cu_seqlens = np.concatenate([[0], np.cumsum([len(feature.input_ids) for feature in arrays])])
@@ -145,9 +145,9 @@ class RadixCollator:
 
 
 def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]:
-    """One prediction per original labelled token, for whatever head and loss the model has.
+    """One prediction per original labelled token, for any head and loss of the model.
 
-    An ignored one closes the list, so that `labels` can be what losses that shift them for themselves expect.
+    The list ends with an ignored one, so that a loss that shifts `labels` itself sees the same pairs.
     """
     rows, labels, tokens = predictions.predictor_indices, predictions.labels, predictions.label_indices
     num_ignored = 2 if len(rows) + 1 == plan.num_rows else 1

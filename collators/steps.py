@@ -1,6 +1,6 @@
 """`StepCollator`: the sequences of one optimizer step -> its micro-batches and the number that its loss is divided by.
 
-One item of the DataLoader is one optimizer step. The optimizer batch is drawn as ever; what this decides is only how
+One item of the DataLoader is one optimizer step. The optimizer batch is drawn as usual; the collator decides only how
 it is cut, and the step's gradient does not depend on the cut.
 """
 
@@ -70,7 +70,7 @@ class StepCollator:
     def _within_budget(
         self, group: list[int], arrays: Sequence[FeatureArrays]
     ) -> list[tuple[list[int], dict[str, Any]]]:
-        """Collate a group, in halves where `min_shared_tokens` or the padding took it over the budget of the cut."""
+        """Collate a group, in halves if `min_shared_tokens` or the padding took it over the budget of the cut."""
         chosen = [arrays[index] for index in group]
         batch = self._radix_collator().collate(chosen, self.max_tokens) if self.dedup else self._padded(chosen)
         over = self.max_tokens is not None and batch["input_ids"].numel() > self.max_tokens

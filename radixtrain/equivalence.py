@@ -1,7 +1,7 @@
 """Radix against ordinary Hugging Face on the same model and data: loss and every parameter's gradient.
 
 Both arms are measured against the float64 truth of `radixtrain.oracle`, in every precision that matters to the user.
-Loss closeness alone proves little (a wrong mask moved it by 0.07 % where it was measured), so gradients are compared,
+A close loss proves little (a wrong mask moved it by 0.07 % when it was measured), so gradients are compared,
 per tensor.
 """
 
@@ -55,13 +55,13 @@ def verify_equivalence(
     model: a `PreTrainedModel` or PEFT model, prepared or not. Comes back as it was, without gradients. It computes in
         float64 for a while, which takes 24 bytes for each trained parameter and 8 for each frozen one.
     features: as a `RadixCollator` takes them; together they must bear loss.
-    attention, kernel: as for `prepare_model`. A kernel that takes 16-bit tensors alone is asked of 16-bit rungs alone.
+    attention, kernel: as for `prepare_model`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
     collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
     Dropout that `prepare_model` was allowed is off meanwhile, and so are a router loss and AdaLoRA's regularizer.
-    Raises ValueError where nothing bears loss, UserError as `prepare_model` does and where the ordinary gradient is not
-    finite.
+    Raises ValueError if nothing bears loss. Raises UserError as `prepare_model` does, and if the ordinary gradient is
+    not finite.
     """
     batch = (collator or RadixCollator())(features)
     return verify_arms(
@@ -179,7 +179,7 @@ def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[N
 
 @contextmanager
 def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]:
-    """Two arms that draw differently cannot be compared. What draws and is no module is off in evaluation mode only."""
+    """Two arms that draw differently cannot be compared. What draws and is no module is off only in evaluation mode."""
     modules = list(model.modules())
     drawing = [(module, module.p) for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)]
     training = [module.training for module in modules]
@@ -199,7 +199,7 @@ def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]
 
 @contextmanager
 def _without_added_losses(model: nn.Module) -> Iterator[None]:
-    """A router loss, and what AdaLoRA adds for its adapters: no sums over tokens, so the truth knows none."""
+    """Without a router loss and AdaLoRA's regularizer, which are no sums over tokens, so the truth has none."""
     config = pretrained_model_of(model).config.get_text_config()
     adapters = (getattr(model, "peft_config", None) or {}).values()
     places = [(config, "output_router_logits", False), *((adapter, "orth_reg_weight", 0.0) for adapter in adapters)]

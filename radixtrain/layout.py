@@ -50,7 +50,7 @@ class TreeLayout:
     gather_indices (U), inverse_indices (T), path_keys (T'): int64, as in the plan.
     cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S), path_cu_seqlens_q/k (E+1): int32, as kernels want them.
     max_seqlen, max_segment, max_new_tokens, max_path: longest sequence, segment, run of new rows, path; in tokens.
-    max_position: largest position id, that of padding rows left out; 0 for no row.
+    max_position: largest position id, without padding rows; 0 if there is no row.
     levels: one `Level` a level of the tree that has descendants.
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.

@@ -193,7 +193,7 @@ def _may_be_asked_again(grad: Tensor) -> bool:
 
 
 def _logprobs(logits_of: Callable[[slice], Tensor], size: int, over: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-    """(P,). logits_of: those of some of the R rows, wide and the caller's to overwrite. over: (R, ...)."""
+    """(P,). logits_of: the logits of some of the R rows, in a new tensor, float32 or wider. over: (R, ...)."""
     inside = torch.ones(len(labels), dtype=torch.promote_types(over.dtype, torch.float32), device=over.device)
     logprobs = torch.zeros_like(inside)
     for chunk in _chunks(size, len(over), labels, rows, inside):
@@ -241,7 +241,7 @@ def _rows_per_chunk(num_rows: int, vocab_size: int, hidden_size: int, device: to
 
 
 def _rows_of_logits(logits: Tensor) -> int:
-    """Rows of a chunk if there is no product with a head."""
+    """Rows of a chunk if the logits exist already."""
     return _rows_per_chunk(len(logits), logits.shape[1], 0, logits.device)
 
 
@@ -285,7 +285,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _widened(logits: Tensor) -> Tensor:
-    """A copy of a chunk in float32 or wider, also of one that is wide: what follows overwrites it."""
+    """A copy of a chunk in float32 or wider, even if it is wide already, because the copy is overwritten."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
 
 

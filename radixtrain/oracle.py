@@ -4,7 +4,7 @@
     ordinary   the unmodified model in the precision that one trains in, on the padded batch that a trainer would make
     radix      the prepared model in that precision, on a batch of unique tokens
 
-What separates ordinary from truth is rounding alone, so it says how far radix may be from it. Hugging Face computes
+What separates ordinary from truth is only rounding, so it says how far radix may be from it. Hugging Face computes
 norms, rotary embeddings, router weights and losses in float32 whatever the dtype of the model is; `float64_throughout`
 lifts that, without which a float64 model agrees with itself to 1e-7 only.
 """
@@ -54,7 +54,7 @@ class Gradients:
 
 
 def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
-    """Run an arm forward and backward. Gradients that the model held before are lost; none stay behind."""
+    """Run an arm forward and backward. Gradients that the model held before are lost; none remain."""
     model.zero_grad(set_to_none=True)
     loss = 0.0
     try:
@@ -80,7 +80,7 @@ def ordinary_alone(model: nn.Module, features: Features) -> Iterator[Tensor]:
     Written with nothing of radixtrain but the reading of the features, from the definition of the loss.
     """
     device = next(model.parameters()).device
-    sequences = all_feature_arrays(features, loss_on_all=True)  # the collator under test has refused what is unclear
+    sequences = all_feature_arrays(features, loss_on_all=True)  # the collator under test has refused unclear ones
     count = sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in sequences)
     if not count:
         raise ValueError("no token of these features bears loss, so there is no gradient to compare")
@@ -119,7 +119,7 @@ def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
 
 @contextmanager
 def same_buffers(model: nn.Module) -> Iterator[None]:
-    """A forward pass may put another buffer in the place of one, as some rotary embeddings do; the old ones return."""
+    """A forward pass may replace a buffer, as some rotary embeddings do; afterwards the old ones are back."""
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     try:
         yield
@@ -133,7 +133,7 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Parameters and floating-point buffers in another dtype for a while, in place; then what they were, bit for bit.
 
     To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
-    notice. Flash attention, which takes 16 bits alone, is `sdpa` meanwhile.
+    notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile.
     """
     base = pretrained_model_of(model)
     attention = base.config._attn_implementation or ""
@@ -197,7 +197,7 @@ def _plain_experts(model: nn.Module) -> Iterator[None]:
 
 
 class _LiftCasts(TorchFunctionMode):
-    """Every torch function that is told float32 is told float64."""
+    """Every torch function that is given float32 gets float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.backward:

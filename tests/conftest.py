@@ -1,4 +1,4 @@
-"""What all tests share: generated cases, a tiny Qwen3, and the figures that are printed behind the run.
+"""What all tests share: generated cases, a tiny Qwen3, and the figures that are printed after the run.
 
 Generated cases are the same in every run, so that red is a change's doing; RADIXTRAIN_FUZZ=1 draws new ones.
 """
@@ -29,7 +29,7 @@ settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Calibrations of this run alone, shared by its workers and the commands that it starts."""
+    """Calibrations of only this run, shared by its workers and the commands that it starts."""
     if "RADIXTRAIN_CACHE" not in os.environ:
         folder = os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-calibration-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -57,7 +57,7 @@ def tiny_qwen3() -> Callable[..., "Qwen3ForCausalLM"]:
 
 @pytest.fixture
 def print_behind(record_property: Callable[[str, Any], None]) -> Callable[[str, str], None]:
-    """`print_behind(section, line)`: a line of the summary behind the run, with every number of workers."""
+    """`print_behind(section, line)`: a line of the summary after the run, with every number of workers."""
     return lambda section, line: record_property("print_behind", json.dumps([section, line]))
 
 

@@ -1,9 +1,9 @@
-"""Refuses PEFT adapters that do not compute each token from that token only.
+"""Refuses PEFT adapters that do not compute each token by itself.
 
 A radix batch is the unique tokens of all rows in one row, each computed once. An adapter that looks along this row,
 averages over the batch or draws at random computes something else there than in an ordinary batch. `EXACT` lists the
-kinds whose gradient was measured and is that of each sequence by itself. Every other kind is refused by its name, those
-of later versions of PEFT included.
+kinds that were measured: their gradient is that of each sequence by itself. Every other kind is refused by its name,
+also one that a later version of PEFT adds.
 
 PEFT is not imported. The configurations that it leaves on the model say enough.
 """
@@ -86,7 +86,7 @@ def check_adapters(holders: Iterable[nn.Module], allowed: tuple[str, ...]) -> No
 
     holders: modules that may hold PEFT configurations: `model.modules()` when a model is prepared. In a forward pass
         the Hugging Face model and its backbone, where PEFT leaves the configuration of every kind but prompt learning
-        and adaption prompts. It takes 10 us, so it is done in every pass and sees what a trainer adds.
+        and adaption prompts. The check takes 10 us, so it runs in every pass and finds what a trainer added.
     allowed: as `allow_dropout` of `prepare_model`; names settings that may draw at random.
 
     Raises UserError, naming the adapter, its kind or setting, the reason and the fix.

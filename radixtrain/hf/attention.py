@@ -8,8 +8,8 @@ The plan reaches a layer as the keyword argument `radix_call` of the model call;
 (Nemotron, StableLM) find it on their mask, which every layer gets, in a recomputed forward pass too.
 
 A layer's window comes from its mask (`radixtrain/hf/windows.py`), everything else from the keyword arguments that
-Hugging Face's layers hand over: scale, soft-cap, sinks. What the tree does not compute of it is refused. Queries and
-values of two head dims, as latent attention (MLA) expands to, get zeros up to the wider one (`_of_one_head_dim`).
+Hugging Face's layers pass: scale, soft-cap, sinks. An argument that tree attention does not compute is refused. If
+queries and values have different head dims, as in latent attention (MLA), the narrower get zeros (`_of_one_head_dim`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EAGER_NAME = "radix_eager"
 
 @dataclass
 class RadixCall:
-    """One forward pass on a radix batch: what every layer needs, and how many came by."""
+    """One forward pass on a radix batch: what every layer needs, and which layers ran."""
 
     layout: TreeLayout
     predictor_indices: Tensor | None
@@ -53,7 +53,7 @@ class RadixCall:
     kernel: str
     window_may_bind: bool
     chosen: str | None = None  # by the collator, for `auto`
-    calls: list[int] = field(default_factory=list)  # the id of every attention module that came by
+    calls: list[int] = field(default_factory=list)  # the id of every attention module that ran
 
 
 def register_attention() -> None:
@@ -93,7 +93,7 @@ def radix_eager_attention(
 def _call_of(module: nn.Module, attention_mask: Tensor | None) -> RadixCall | None:
     """The call of a layer that received no keyword arguments; None in an ordinary batch.
 
-    Raises UserError for a radix batch whose plan did not come through, by the mask that only our hook hands over.
+    Raises UserError for a radix batch whose plan did not reach the layer. Only our hook makes such a mask.
     """
     if told_by_mask(attention_mask) is None:
         return None
@@ -107,7 +107,7 @@ def _call_of(module: nn.Module, attention_mask: Tensor | None) -> RadixCall | No
 
 
 def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What a layer falls back to for "eager": each modeling file of Hugging Face has one function of this name."""
+    """The model's own eager attention: each modeling file of Hugging Face has one function of this name."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise UserError(
@@ -149,7 +149,7 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros behind the narrower of queries and values: they add nothing to a score, and columns of zeros to the output.
+    """Zeros after the narrower of queries and values: they add nothing to a score, and columns of zeros to the output.
 
     Queries and keys grow alike, so that two that do not fit each other still do not.
     """
@@ -162,7 +162,7 @@ def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _check_call(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
-    """Refuse what a layer asks for and the tree does not compute."""
+    """Refuse what a layer asks for and tree attention does not compute."""
     layer = _name_of(module)
     if dropout:
         raise UserError(f"{layer} asks for attention dropout {dropout}; set attention_dropout to 0")

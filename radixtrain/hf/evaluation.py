@@ -24,10 +24,10 @@ MAX_FRAMES = 64  # TRL with adapters has 17 between the hook and the trainer
 def check_evaluation(model: nn.Module) -> None:
     """Refuse a radix batch whose logits a Hugging Face `Trainer` will use: `compute_metrics`, `predict`.
 
-    model: the backbone that received the batch. In training mode nothing is read; in evaluation mode it takes 3 us
-        under a `Trainer`, 7 us at most.
+    model: the backbone that received the batch. In training mode the stack is not read; in evaluation mode the check
+        takes 3 us under a `Trainer`, 7 us at most.
 
-    Raises UserError inside `Trainer.prediction_step`, that of any subclass, unless it wants the loss only.
+    Raises UserError inside `Trainer.prediction_step`, also in a subclass, unless it wants only the loss.
     """
     trainer = None if model.training else _trainer_that_uses_the_logits(sys._getframe(1))
     if trainer is not None:

@@ -1,15 +1,15 @@
-"""The head of a language model: what it computes beyond one matrix product, and what the loss of a batch starts from.
+"""The head of a language model: whether it is one matrix product, and the rows from which the loss is computed.
 
 The fused loss (`linear_cross_entropy`) multiplies hidden rows by the matrix of the output embeddings. Many heads do
 more: a dense layer and a norm before it (BERT, ModernBERT), a scale or a soft-cap after it (Granite, Cohere, Gemma 2),
 an adapter on it. Configurations name this in too many ways to list them, so `has_plain_head` measures it, once, when a
-model is loaded. Then the loss starts from
+model is loaded. Then the loss is computed from
 
     hidden_rows    (R, D)  the rows that predict, for the fused loss, if the head is plain
     logits_rows    (R, V)  the logits of these rows, by the model's own head, if it is not
 
-A radix batch comes back from the backbone as the rows that predict already. Of an ordinary padded batch they are
-selected before the head, so that both arms compute the same rows of logits.
+Of a radix batch the backbone returns only the rows that predict. Of an ordinary padded batch they are selected before
+the head, so that both arms compute the same rows of logits.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ HEAD_SETTINGS = (
 def has_plain_head(model: nn.Module) -> bool:
     """Whether the logits are `linear(last_hidden_state, weight, bias)` of the output embeddings and nothing else.
 
-    model: a `PreTrainedModel` for causal language modelling, or one wrapped by PEFT. Comes back as it was.
+    model: a `PreTrainedModel` for causal language modelling, or one wrapped by PEFT. It is not changed.
 
     The model computes logits from three random rows in place of what its backbone returns, in evaluation mode and
     without gradients. Its layers do not run, so this takes as long as three rows of the head, on any device. A head is
     plain if its logits are the product bit for bit, and if no parameter lies outside of it and the backbone: a bias
-    that is zero now would not stay zero. On the meta device the configuration decides. A line in the log says which it
-    is and why.
+    that is zero now would not stay zero. On the meta device the configuration decides. The log says which head it is,
+    and why.
 
     Raises UserError if the model computes no logits from `input_ids` only, or if its logits are not computed row by row
     from its backbone's `last_hidden_state`.
@@ -71,8 +71,8 @@ def has_plain_head(model: nn.Module) -> bool:
 def hidden_rows(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """(R, D). The hidden rows that predict.
 
-    batch: of a prepared model, what a `RadixCollator` returns but for its labels; of another, `input_ids`,
-        `attention_mask`, `position_ids` and `predictor_indices` of a `PaddedCollator`.
+    batch: for a prepared model, what a `RadixCollator` returns, without labels and shift_labels; for any other model,
+        `input_ids`, `attention_mask`, `position_ids` and `predictor_indices` of a `PaddedCollator`.
     """
     backbone = backbone_of(model)
     if "predictor_indices" not in batch:
@@ -94,8 +94,8 @@ def logits_rows(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 def _ordinary_inputs(backbone: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """An ordinary batch for a model.
 
-    RoBERTa and its relatives count positions from `padding_idx + 1` unless they are given, so positions that count from
-    0, as the collator makes them, are not given to these.
+    RoBERTa and its relatives count positions from `padding_idx + 1` if none are given. The collator counts from 0, so
+    these models do not get its positions.
     """
     given = {name: batch[name] for name in ORDINARY_KEYS}
     embedding = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
@@ -113,7 +113,7 @@ def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
 
 @contextmanager
 def _only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
-    """Inside, the backbone returns some rows of the flattened batch, `[1, P, D]`."""
+    """Inside, the backbone returns only these rows of the flattened batch, `[1, P, D]`."""
 
     def select(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         rows = _selected(output[0], indices)[None]
@@ -130,7 +130,7 @@ def _only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
 
 
 def _why_not_plain(base: PreTrainedModel) -> str | None:
-    """What the head does beyond one matrix product, None if nothing."""
+    """What the head does besides one matrix product, None if nothing."""
     head: Any = base.get_output_embeddings()
     rows, logits = _logits_of_random_rows(base, head)
     if type(head) is not nn.Linear:
@@ -144,7 +144,7 @@ def _why_not_plain(base: PreTrainedModel) -> str | None:
 
 
 def _is_product(logits: Tensor, rows: Tensor, head: nn.Linear) -> bool:
-    """False for a head that is all zero, of which nothing can be known."""
+    """False for a head that is all zero, since its logits say nothing."""
     if rows.shape[1] != head.in_features:
         return False
     product = linear(rows, head.weight, head.bias)
@@ -166,7 +166,7 @@ def _parameters_beyond(base: PreTrainedModel, head: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def _logits_of_random_rows(base: PreTrainedModel, head: Any) -> tuple[Tensor, Tensor]:
-    """Three rows a, b, a, (3, D), and the logits that the model makes of them, (3, V)."""
+    """Three rows a, b, a, (3, D), and the logits that the model computes from them, (3, V)."""
     weight = getattr(head, "weight", None)
     like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else next(base.parameters())
     # The second is for backbones that end with a projection (OPT).
@@ -176,7 +176,7 @@ def _logits_of_random_rows(base: PreTrainedModel, head: Any) -> tuple[Tensor, Te
         rows = _random_rows(width, like)
         try:
             logits = _logits_of(base, rows)
-        except Exception as error:  # whatever a model raises that expects something else
+        except Exception as error:  # a model that expects other inputs may raise anything
             errors.append(f"{type(error).__name__}: {first_line(error)}")
             continue
         _check_rows(base, logits)
@@ -188,7 +188,7 @@ def _logits_of_random_rows(base: PreTrainedModel, head: Any) -> tuple[Tensor, Te
 
 
 def _random_rows(width: int, like: Tensor) -> Tensor:
-    """(3, D). The global random state is left alone."""
+    """(3, D). The global random state is not touched."""
     if like.is_meta:
         return like.new_empty(3, width)
     generator = torch.Generator(like.device).manual_seed(0)
@@ -197,14 +197,14 @@ def _random_rows(width: int, like: Tensor) -> Tensor:
 
 
 def _logits_of(base: Any, rows: Tensor) -> Tensor:
-    """(1, R, V). What the model makes of these rows, (R, D), in place of what its backbone returns."""
+    """(1, R, V). The logits of the model if its backbone returned these rows, (R, D)."""
     ids = torch.arange(1, NUM_TOKENS + 1, device=rows.device)[None]
     with _evaluating(base), _returning(backbone_of(base), rows):
         return base(input_ids=ids).logits
 
 
 def _check_rows(base: PreTrainedModel, logits: Tensor) -> None:
-    """Each row of logits has to be that of one hidden row, whatever the others are."""
+    """Each row of logits has to depend on one hidden row, not on the others."""
     if logits.shape[:2] != (1, 3):
         raise UserError(
             f"{type(base).__name__} makes logits {list(logits.shape)} of 3 hidden rows, not those of its backbone's "
@@ -222,7 +222,7 @@ def _check_rows(base: PreTrainedModel, logits: Tensor) -> None:
 
 @dataclass
 class _Returned(ModelOutput):
-    """What a backbone returns: hidden rows. Everything else that a model may look for is None."""
+    """What a backbone returns: hidden rows. Every other attribute that a model may read is None."""
 
     last_hidden_state: Tensor | None = None
 

@@ -1,10 +1,10 @@
 """The hooks of a prepared model: a radix batch goes in as flat entries and comes out as the rows that predict.
 
-- `before`, on the backbone, turns the `radix_` entries of a batch into one object that reaches every layer, hands mask
-  creation an empty tensor, so that no U x U mask is ever built, and refuses what would not be exact;
-- `after`, on the backbone, checks that every layer attended by the tree, hands the head the rows that predict,
-  `[1, P, D]`, and the router loss the logits of every original token;
-- `at_head`, on the head, checks that the head gets these rows and no selection of them.
+- `before`, on the backbone, turns the `radix_` entries of a batch into one object that reaches every layer, gives mask
+  creation an empty tensor, so that no U x U mask is ever built, and refuses what would change the gradient;
+- `after`, on the backbone, checks that every layer ran tree attention, gives the head the rows that predict,
+  `[1, P, D]`, and gives the router loss the logits of every original token;
+- `at_head`, on the head, checks that the head gets all of these rows.
 
 An ordinary batch passes through untouched. `radixtrain/hf/prepare.py` installs the hooks.
 """
@@ -37,7 +37,7 @@ __all__ = ["BackboneHooks"]
 
 logger = logging.getLogger(__name__)
 
-# What a radix batch has no room for, by the argument that would carry it, and how to do without.
+# Arguments of a forward pass that do not fit a radix batch, and what to do instead.
 NO_ROOM_FOR = {
     "attention_mask": "a radix batch has no padding: take the mask out, and train prompt or prefix tuning without it",
     "past_key_values": "a cache, or prefix tuning, puts keys in front of every row: use an ordinary batch",
@@ -46,7 +46,7 @@ NO_ROOM_FOR = {
     "pixel_values_videos": "radix batches are text: use an ordinary batch for rows with videos",
     "input_features": "radix batches are text: use an ordinary batch for rows with audio",
 }
-# What would come back in unique tokens, not in rows.
+# Outputs that would come back by unique token, not by row.
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
 
 
@@ -54,9 +54,9 @@ RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
 class BackboneHooks:
     """What a prepared model does around its own forward pass.
 
-    model: the Hugging Face model, which trainers may add adapters to.
+    model: the Hugging Face model, to which trainers may add adapters.
     attention, kernel, allow_dropout: as given to `prepare_model`.
-    num_layers: decoder layers, each of which must attend by the tree.
+    num_layers: decoder layers, each of which must run tree attention.
     """
 
     model: PreTrainedModel
@@ -74,7 +74,7 @@ class BackboneHooks:
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Turn the flat entries into one object for the layers. Leaves ordinary batches alone."""
+        """Turn the flat entries into one object for the layers. An ordinary batch is not changed."""
         self.num_predicting = None
         entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
         if not entries:
@@ -97,7 +97,7 @@ class BackboneHooks:
         return (), {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _chosen(self, entries: Mapping[str, Any]) -> str | None:
-        """The strategy that the collator's `step_cost` chose, said the first time; None where there is none."""
+        """The strategy that the collator's `step_cost` chose, logged the first time; None if it chose none."""
         place = entries.get(f"{PREFIX}strategy")
         if place is None or self.attention != "auto":
             return None
@@ -108,7 +108,7 @@ class BackboneHooks:
         return choice[0]
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Check that every layer attended by the tree, keep the rows that predict, and count every original token."""
+        """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         call = kwargs.get("radix_call")
         if call is None:
             return None
@@ -131,7 +131,7 @@ class BackboneHooks:
 
     @torch.compiler.disable
     def at_head(self, head: nn.Module, args: tuple[Any, ...]) -> None:
-        """Refuse a head that gets some of the rows only."""
+        """Refuse a head that gets only some of the rows."""
         wanted, self.num_predicting = self.num_predicting, None
         if wanted is not None and args and isinstance(args[0], Tensor) and args[0].shape[-2] != wanted:
             raise UserError(
@@ -164,7 +164,7 @@ def _check_in_force(decoder: Any) -> None:
 
 
 def _check_inputs(given: Mapping[str, Any], layout: TreeLayout) -> Tensor:
-    """The rows of the batch, as ids or as embeddings, which are its unique tokens, each with its position."""
+    """The unique tokens of the batch, as ids or as embeddings. Refuses a batch that lost some, or their positions."""
     rows = given.get("input_ids")
     rows = given.get("inputs_embeds") if rows is None else rows
     if rows is None or tuple(rows.shape[:2]) != (1, layout.num_rows):
@@ -185,7 +185,7 @@ def _check_inputs(given: Mapping[str, Any], layout: TreeLayout) -> Tensor:
 
 
 def _check_no_more(decoder: Any, given: Mapping[str, Any]) -> None:
-    """Refuse inputs and outputs that are by original token or by row."""
+    """Refuse inputs and outputs that do not fit a batch of unique tokens."""
     for name, reason in NO_ROOM_FOR.items():
         if given.get(name) is not None:
             raise UserError(f"a radix batch came with {name}; {reason}")

@@ -1,4 +1,4 @@
-"""Positions: a radix batch brings each token's own, and a model that would count differently is refused."""
+"""Positions: a radix batch contains the position of every token. A model that counts them differently is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
 
 def check_model_positions(backbone: Any, decoder: Any) -> None:
-    """Refuse a model that takes no positions, or counts them otherwise than from 0."""
+    """Refuse a model that takes no positions, or does not count them from 0."""
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         raise UserError(
             f"{type(backbone).__name__} does not take position_ids, so a token after a shared prefix would get the "
@@ -35,7 +35,7 @@ def check_model_positions(backbone: Any, decoder: Any) -> None:
 
 
 def check_batch_positions(decoder: Any, layout: TreeLayout) -> None:
-    """Refuse positions at which rotary embeddings change their frequencies: a prefix would have no states of its own.
+    """Refuse positions at which rotary embeddings change their frequencies: a prefix would depend on the longest row.
 
     Hugging Face looks at the largest position of the batch; so does this.
     """
@@ -59,9 +59,10 @@ def check_batch_positions(decoder: Any, layout: TreeLayout) -> None:
 
 
 def counts_from_padding(decoder: Any) -> str | None:
-    """Why a left-padded row is not the row without its padding, or None where it is up to rounding.
+    """Why left padding changes the result of a row; None if it changes only the rounding.
 
-    Hugging Face counts positions from the padding. Rotary embeddings look at distances only; nothing else does.
+    Hugging Face counts positions from the first padding token. That changes nothing in rotary embeddings, which look
+    only at distances, but it does in every other kind of positions.
     """
     rope = getattr(decoder.config, "rope_parameters", None) or {}
     for path, _ in _position_embeddings(decoder):
@@ -74,7 +75,7 @@ def counts_from_padding(decoder: Any) -> str | None:
 
 
 def _position_embeddings(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Learned positions, and sinusoidal ones that are looked up: a table for each position, of text."""
+    """The modules of the text that look positions up in a table: learned ones, and sinusoidal ones."""
     for path, module in decoder.named_modules():
         own = path.rpartition(".")[2]
         if POSITION.search(own) and not NOT_TEXT.search(path) and "Rotary" not in type(module).__name__:

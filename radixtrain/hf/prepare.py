@@ -1,4 +1,4 @@
-"""Hugging Face models on unique tokens: `prepare_model` installs it, `restore_model` removes it. No model is rewritten.
+"""Hugging Face models on unique tokens: `prepare_model` installs the hooks, `restore_model` removes them.
 
 transformers >= 5 gives every hook that is needed:
 
@@ -6,9 +6,10 @@ transformers >= 5 gives every hook that is needed:
   window a layer has is read from its mask (`radixtrain/hf/windows.py`);
 - hooks on the backbone and on the head turn a radix batch into what the layers need (`radixtrain/hf/hooks.py`).
 
-What cannot be exact is refused, before and at every batch (`radixtrain/hf/refusals.py`). A radix batch on any other
-attention would train silently with a wrong mask: Hugging Face reads a jump in the positions as the start of a new
-packed document. So the hooks check that ours is in force, and count that every layer ran it.
+No code of a model is changed. Whatever would change the gradient is refused, here and at every batch
+(`radixtrain/hf/refusals.py`). A radix batch on any other attention would train silently with a wrong mask: Hugging Face
+reads a jump in the positions as the start of a new packed document. So the hooks check that our attention is set, and
+that every layer ran it.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def prepare_model(
     model: ModelT, *, attention: str = "auto", kernel: str = "auto", allow_dropout: Iterable[str] = ()
 ) -> ModelT:
-    """Make a model accept the batches of a `RadixCollator`, beside the ordinary ones. Returns the same model.
+    """Make a model accept the batches of a `RadixCollator`, and still the ordinary ones. Returns the same model.
 
-    model: a `PreTrainedModel` for causal language modelling, its bare backbone, or one wrapped by PEFT. Of a multimodal
-        one the text decoder is prepared: rows of text share, rows with images run as ordinary batches. Preparing again
-        replaces the earlier choice.
+    model: a `PreTrainedModel` for causal language modelling, its bare backbone, or one wrapped by PEFT. In a multimodal
+        model the text decoder is prepared: rows of text share, rows with images run as ordinary batches. Preparing
+        again replaces the earlier choice.
     attention: `auto`, `cascade`, `path`, `expand` or `reference`; see `radixtrain.attention`. With `auto`, batches of a
         collator that has a `step_cost` bring their own choice.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`.
-    allow_dropout: names of dropout modules (or the end of their names), or of random settings of the model or of an
-        adapter, to accept although a shared token then draws one mask where an ordinary batch draws one per copy: still
-        a dropout, no longer the same gradient.
+    allow_dropout: names to accept: of a dropout module or a module around it, one part of its path without dots (such
+        as `lora_dropout`), or of a random setting of the model or of an adapter. A shared token then draws once, while
+        an ordinary batch draws once per copy: still dropout, but no longer the same gradient.
 
     Soft-capping, sinks, sliding windows, latent attention and router losses (`output_router_logits`) are computed
     exactly.
 
     Raises UserError, naming the layer and the reason, for a class whose head or loss does not predict next tokens, for
-    attention that is not understood (linear or sparse attention, attention dropout), for positions that are not counted
+    attention that is not exact (linear or sparse attention, attention dropout), for positions that are not counted
     from 0, for adapters that do not compute each token by itself, for a dropout > 0 that draws and is not allowed, and
-    for a choice that cannot be met. What depends on the batch, or comes later with adapters, is refused by the first
-    batch that it would change.
+    for a choice that cannot be met. What depends on the batch, or is added later, is refused at the first batch that it
+    would change.
     """
     restore_model(model)
     allowed = tuple(allow_dropout)
@@ -92,7 +93,7 @@ def prepared_options(model: nn.Module) -> dict[str, Any] | None:
 
 
 def restore_model(model: ModelT) -> ModelT:
-    """Undo `prepare_model`: the hooks go, the attention is what it was. A model never prepared is left alone."""
+    """Undo `prepare_model`: removes the hooks and sets the attention back. Any other model is not changed."""
     base = pretrained_model_of(model)
     if hasattr(base, STATE):
         previous, handles, _ = getattr(base, STATE)
@@ -113,7 +114,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _set_back(previous: list[tuple[Any, str]]) -> None:
-    """The attention of every part, but for one that the user has chosen since."""
+    """Set back the attention of every part, except a part whose attention the user has changed since."""
     for config, implementation in previous:
         if config._attn_implementation in (ATTENTION_NAME, EAGER_NAME):
             config._attn_implementation_internal = implementation

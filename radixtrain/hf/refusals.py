@@ -1,10 +1,10 @@
 """Refuses whatever would change the gradient. Errors name the model or the layer, the reason and the fix.
 
 Once, when a model is prepared, by its class, its configuration and its modules (`check_model`, `check_choice`); and on
-every radix batch, by what depends on the batch or was added since (`check_pass`): a trainer adds adapters with dropout,
-or noise on the embeddings, to a model that was prepared without. What a layer asks its attention function for is known
-only there, in `radixtrain/hf/attention.py`. Random draws are in `radixtrain/hf/dropout.py`, positions in
-`radixtrain/hf/positions.py`, adapters in `radixtrain/hf/adapters.py`.
+every radix batch, by what depends on the batch or was added since (`check_pass`): a trainer may add adapters with
+dropout, or noise on the embeddings, after `prepare_model`. What a layer asks its attention function for is checked in
+`radixtrain/hf/attention.py`. Random draws are in `radixtrain/hf/dropout.py`, positions in `radixtrain/hf/positions.py`,
+adapters in `radixtrain/hf/adapters.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_
 
 
 def check_model(base: PreTrainedModel, backbone: Any, decoder: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse a model that cannot compute a radix batch exactly, as far as it shows before the first batch.
+    """Refuse a model that cannot compute a radix batch exactly, as far as this is known before the first batch.
 
     base, backbone, decoder: see `radixtrain/hf/backbone.py`. allowed: as `allow_dropout` of `prepare_model`.
     """
@@ -57,7 +57,7 @@ def check_model(base: PreTrainedModel, backbone: Any, decoder: Any, allowed: tup
 
 
 def check_choice(decoder: Any, attention: str, kernel: str) -> None:
-    """Unknown names at once. Whether a kernel runs is known where the model is when the first batch comes."""
+    """Refuse an unknown name, and a kernel that does not run on the device where the model is now."""
     if attention not in ("auto", *STRATEGIES) or kernel != "auto":
         parameter = next(decoder.parameters())
         softcap = getattr(decoder.config, "attn_logit_softcapping", None) is not None
@@ -69,9 +69,9 @@ def check_choice(decoder: Any, attention: str, kernel: str) -> None:
 
 
 def check_pass(decoder: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]) -> None:
-    """Refuse what makes this forward pass inexact, though the model could be prepared.
+    """Refuse what makes this forward pass inexact, although the model could be prepared.
 
-    left_padded: whether a feature of the batch was padded on the left and brought no positions.
+    left_padded: whether a feature of the batch was padded on the left and had no positions.
     """
     _check_chunks(decoder, layout.max_seqlen)
     check_batch_positions(decoder, layout)
@@ -94,9 +94,9 @@ def not_reached(base: PreTrainedModel) -> UserError:
 
 
 def _asks_the_interface(decoder: Any) -> bool:
-    """Whether some attention layer of the text takes its function from AttentionInterface, by its source.
+    """Whether some attention layer of the text takes its function from AttentionInterface, judged by its source.
 
-    transformers looks at the whole file, in which a vision tower that asks may stand beside text layers that do not.
+    transformers looks at the whole file, which may also have a vision tower that does, and text layers that do not.
     """
     classes = {
         type(module)
@@ -110,7 +110,7 @@ def _asks_the_interface(decoder: Any) -> bool:
 
 
 def _check_class(base: PreTrainedModel, backbone: Any) -> None:
-    """The batches of a collator are for next-token prediction, or for a bare backbone and a head of the user's own."""
+    """Refuse a class whose head does not predict next tokens. A bare backbone may have any head of the user's own."""
     name = type(base).__name__
     if getattr(base.config, "is_encoder_decoder", False):
         raise UserError(f"{name} is not a plain decoder, but an encoder and a decoder; train it with dedup: false")
@@ -128,7 +128,7 @@ def _check_class(base: PreTrainedModel, backbone: Any) -> None:
 
 
 def _check_layers(base: PreTrainedModel, decoder: Any) -> None:
-    """Attention layers that are not understood, by what the configuration says."""
+    """Refuse attention that is not computed exactly, judged by the configuration."""
     config = decoder.config
     name = type(base).__name__
     if not hasattr(config, "num_hidden_layers"):
@@ -158,7 +158,7 @@ def _check_layers(base: PreTrainedModel, decoder: Any) -> None:
 
 
 def _check_chunks(decoder: Any, max_seqlen: int) -> None:
-    """Chunks change nothing in a sequence that fits into one."""
+    """Refuse chunks that are shorter than a sequence; longer ones change nothing."""
     chunk = getattr(decoder.config, "attention_chunk_size", None)
     if chunk and chunk < max_seqlen and not only_full_attention(decoder.config):
         raise UserError(
@@ -168,7 +168,7 @@ def _check_chunks(decoder: Any, max_seqlen: int) -> None:
 
 
 def _head_dim(config: Any) -> int:
-    """The one that tree attention runs with: of queries or of values, whichever is wider."""
+    """The head dim that tree attention runs with: of queries or of values, whichever is wider."""
     latent = (getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
     scored = sum(latent) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return max(scored, getattr(config, "v_head_dim", None) or 0)

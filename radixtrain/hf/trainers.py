@@ -1,4 +1,4 @@
-"""What other people's trainers do to a batch on its way to the model, as far as it destroys a radix batch.
+"""What other trainers do to a batch on its way to the model, and which of it destroys a radix batch.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis. A
 radix batch has no such axis: its `radix_` tensors have the lengths of the tree.
@@ -8,6 +8,8 @@ radix batch has no such axis: its `radix_` tensors have the lengths of the tree.
 | `Trainer` with an `IterableDataset`, `dispatch_batches=True` | every tensor cut to its first element |
 | `split_batches=True`, a data set with a length | the whole batch: the rows are split before the collator |
 | several GPUs in one process (`nn.DataParallel`) | one share of every tensor, on the first GPU |
+
+The first and the last are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ __all__ = ["check_not_cut"]
 
 
 def check_not_cut(backbone: nn.Module, layout: TreeLayout) -> None:
-    """Refuse a radix batch that a trainer cut or spread over devices. Reads shapes only.
+    """Refuse a radix batch that a trainer cut or spread over devices. Reads only shapes.
 
     backbone: the module that received the batch. layout: as `TreeLayout.from_batch` read it.
 

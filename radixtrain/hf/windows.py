@@ -1,10 +1,10 @@
 """How the sliding window of a layer is found: by the mask that the layer would have had, whatever the model calls it.
 
-No U x U mask is ever built. The backbone's hook (`radixtrain/hf/prepare.py`) hands mask creation
+No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) gives mask creation
 
-- an empty 4-D tensor, which every model returns as it is, where no window may bind;
-- a 2-D mask of no columns where one may. Our mask function answers each question of Hugging Face's with an empty mask
-  as wide as the window (`told_by_mask`), so that every layer gets the one that it would have obeyed.
+- an empty 4-D tensor, which every model returns as it is, if no window may bind;
+- a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask as
+  wide as the window (`told_by_mask`), so that every layer gets the window that it would have obeyed.
 
 Both carry the call of the batch as an attribute (`call_on_mask`), for layers that get nothing else.
 """
@@ -42,18 +42,18 @@ def window_may_bind(config: Any, layout: TreeLayout) -> bool:
 
 
 def only_full_attention(config: Any) -> bool:
-    """Whether a configuration says so of every layer."""
+    """Whether a configuration says of every layer that its attention is full."""
     layer_types = getattr(config, "layer_types", None) or ()
     return bool(layer_types) and all(layer_type == "full_attention" for layer_type in layer_types)
 
 
 def no_mask(may_bind: bool, device: torch.device, call: Any = None) -> Tensor:
-    """What a backbone gets as `attention_mask`: empty, of the shape that asks for every layer's window or for none."""
+    """What a backbone gets as `attention_mask`: empty; its shape asks for every layer's window or for none."""
     return _with_call(torch.empty((1, 0) if may_bind else (1, 1, 0, 0), dtype=torch.bool, device=device), call)
 
 
 def call_on_mask(mask: Tensor | None) -> Any:
-    """The call that `no_mask` was given, from its mask or from one that `mask_function` made of it; else None."""
+    """The call that `no_mask` put on its mask, from this mask or one that `mask_function` made from it; else None."""
     return getattr(mask, CALL, None)
 
 
@@ -63,7 +63,7 @@ def _with_call(mask: Tensor, call: Any) -> Tensor:
 
 
 def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask function as Hugging Face calls it, keywords alone: `ordinary`, but for the question of a radix batch."""
+    """A mask function as Hugging Face calls it, by keyword only: `ordinary`, except for a radix batch."""
 
     def mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if attention_mask is None or attention_mask.shape[-1] != 0:
@@ -87,12 +87,12 @@ def told_by_mask(attention_mask: Tensor | None) -> int | None:
 
 
 def window_of(layer: str, attention_mask: Tensor | None, told: int | None, longest: int, may_bind: bool) -> int | None:
-    """The sliding window of a layer where it binds, else None.
+    """The sliding window of a layer if it binds, else None.
 
     layer: its name in errors. told: its argument `sliding_window`. longest: the batch's longest sequence, in tokens.
 
-    `sdpa` and eager attention obey the mask alone, and flash attention the argument `sliding_window` alone. Layers that
-    leave the argument out obey their mask; two that contradict each other are refused.
+    `sdpa` and eager attention obey only the mask, flash attention only the argument `sliding_window`. Layers that leave
+    the argument out obey their mask; a mask and an argument that contradict each other are refused.
     """
     if attention_mask is not None and attention_mask.numel():
         raise UserError(

@@ -16,9 +16,9 @@ __all__ = ["SaveOnSigterm"]
 class SaveOnSigterm(L.Callback):
     """Writes `interrupted.ckpt` after the step during which SIGTERM arrived; Lightning stops after it.
 
-    Saved where `ModelCheckpoint` saves, since the progress that Lightning stores is meant for that moment. A signal
-    that arrives at the end of an epoch is saved as if it had come in its last step. A signal during validation finds no
-    step to wait for, and is saved as it is.
+    It is saved when `ModelCheckpoint` saves, since the progress that Lightning stores is meant for that moment. After a
+    signal at the end of an epoch, the checkpoint is what it would be after a signal in the last step. A signal during
+    validation has no step to wait for, and the state is saved as it is.
     """
 
     def __init__(self, folder: Path):
@@ -41,11 +41,11 @@ class SaveOnSigterm(L.Callback):
 
 @contextmanager
 def _progress_at_last_step(trainer: L.Trainer) -> Iterator[None]:
-    """Of an epoch that is over: Lightning's progress as `on_train_batch_end` saw it in the last step.
+    """Inside, if an epoch is over, Lightning's progress is what `on_train_batch_end` saw in its last step.
 
-    Lightning (2.6.6) raises after it has counted the epoch as completed, while `ModelCheckpoint` may write for longer
-    than a step takes. Resumed from these counts, a run that is limited by steps trains on other batches than one that
-    was not interrupted.
+    A signal can arrive while `ModelCheckpoint` writes at the end of an epoch. Lightning (2.6.6) then raises after it
+    has counted the epoch as completed. A run with `max_steps` that is resumed from these counts trains on other batches
+    than one that was not interrupted.
     """
     loop = trainer.fit_loop.epoch_loop
     epochs: Any = trainer.fit_loop.epoch_progress

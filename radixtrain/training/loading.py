@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_trainable(settings: Any) -> Any:
-    """The model that the settings of a `RadixModule` describe, in training mode. UserError where it cannot be had."""
+    """The model that the settings of a `RadixModule` describe, in training mode. UserError if it cannot be made."""
     model = load_model(settings.model_name_or_path, settings.dtype, settings.attn_implementation)
     if settings.activation_checkpointing:
         _enable_activation_checkpointing(model)
@@ -60,7 +60,7 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
 
 
 def _auto_class(model_name_or_path: str) -> Any:
-    """transformers' loader of this checkpoint: the one for images and text where no other knows it (Qwen2.5-VL)."""
+    """transformers' loader of this checkpoint: the one for images and text if no other knows it (Qwen2.5-VL)."""
     config = type(AutoConfig.from_pretrained(model_name_or_path))
     images_only = config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
@@ -72,7 +72,7 @@ def _enable_activation_checkpointing(model: Any) -> None:
 
 
 def _check_router_loss(model: nn.Module) -> None:
-    """The loss of `fit` is the cross-entropy of the predictions; a router loss is computed beside it, by the model."""
+    """Refuse a router loss: the loss of `fit` is only the cross-entropy of the predictions."""
     base = pretrained_model_of(model)
     if getattr(base.config.get_text_config(), "output_router_logits", False):
         raise UserError(
@@ -101,7 +101,7 @@ def _with_lora(model: nn.Module, settings: Any) -> Any:
 
 
 def _check_not_shared(model: nn.Module) -> None:
-    """An adapter on a matrix that two modules share trains right and merges wrong: into both of them."""
+    """Refuse an adapter on a matrix that two modules share: it would be merged into both of them."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     modules = dict(pretrained_model_of(model).named_modules())

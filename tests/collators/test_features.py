@@ -331,7 +331,7 @@ def test_the_danger_of_dropping_token_types_is_real():
 
 
 def test_all_that_a_tokenizer_returns_but_token_types():
-    """And the index that a table of pandas brings along."""
+    """And the index column of a pandas table."""
     asked = ("attention_mask", "length", "offsets_mapping", "overflowing_tokens", "special_tokens_mask")
     options = {f"return_{name}": True for name in asked}
     encoded = chat_tokenizer()(["20 21 22 23", "20 21"], truncation=True, max_length=3, **options)

@@ -121,7 +121,7 @@ def test_docstrings():
     ],
 )
 def test_what_bears_loss(extra, expected):
-    """Three rows, and so a second ignored prediction behind two labels."""
+    """Three rows, and so a second ignored prediction after two labels."""
     batch = RadixCollator(loss_on_all=True)([{"input_ids": [7, 8, 9], **extra}])
     ignored = [N] * (2 if len(expected) == 2 else 1)
     assert batch["shift_labels"].tolist() == [[*expected, *ignored]]

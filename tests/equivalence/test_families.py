@@ -85,7 +85,7 @@ def test_equal_or_refused(group: str, family: Family, record_property: Callable[
 
 
 def refusal_of(model: Any) -> str:
-    """Why the model, or a radix batch on it, is refused; empty where neither is."""
+    """Why the model, or a radix batch on it, is refused; empty if neither is."""
     try:
         prepare_model(model)(**RadixCollator()(FEATURES))
     except UserError as error:

@@ -1,6 +1,6 @@
 """The tests are tested: every mistake below has been made by some system of the field, and each makes the suite fail.
 
-Each is seen by the float64 rung, whose bar is a number, and where it is no rounding-sized one by the float32 rung too.
+The float64 rung, whose bar is a number, sees each; the float32 rung sees each that is larger than rounding.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_a_shared_label_once(batch: dict[str, Any]) -> dict[str, Any]:
-    """A mean over unique tokens: a label that two sequences share weighs as much as one that stands alone."""
+    """A mean over unique tokens: a label that two sequences share weighs as much as one that is not shared."""
     pairs = torch.stack([batch["radix_predictor_indices"], batch["shift_labels"][0]])
     distinct = pairs.unique(dim=1)
     assert distinct.shape[1] < pairs.shape[1]
@@ -108,7 +108,7 @@ def sibling_leak(layout: Any) -> Tensor:
 
 
 def forgotten_prompt(layout: Any) -> Tensor:
-    """Each segment sees itself alone."""
+    """Each segment sees only itself."""
     return layout.segment_starts[1:].clone()
 
 
@@ -148,7 +148,7 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
 
 
 def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see its beginning alone."""
+    """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see only its beginning."""
     from radixtrain.kernels.blockwise import TorchCPUKernel
 
     monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, block, scoring: {"is_causal": True})
@@ -158,7 +158,7 @@ def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.Mon
 def test_the_log_sum_exp_of_a_piece_in_the_backward(
     tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward pass that is right, and a backward pass of each piece as if it were alone."""
+    """A forward pass that is right, and a backward pass of each piece as if it were the only one."""
 
     def in_pieces_alone(q: Tensor, k: Tensor, v: Tensor, pieces: Any, *args: Any) -> Tensor:
         exact = attention_in_pieces(q, k, v, pieces, *args)

@@ -1,7 +1,7 @@
 """In float64 the gradient by radix is the ordinary one, over generated tries and every way to run a step.
 
-The oracle is Hugging Face's own model on each sequence alone. Each try runs all four strategies; the bar is a relative
-L2 error of 1e-12 for every parameter tensor and for the loss. RADIXTRAIN_TRIES sets how many tries are drawn.
+The oracle is Hugging Face's own model on one sequence at a time. Each try runs all four strategies; the bar is a
+relative L2 error of 1e-12 for every parameter tensor and for the loss. RADIXTRAIN_TRIES sets how many tries are drawn.
 """
 
 import os

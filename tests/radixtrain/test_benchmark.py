@@ -307,7 +307,7 @@ class TestMeasure:
 
 @pytest.fixture
 def scaled_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
-    """`scaled_attention(by, backward)`: keys, or the gradients of the keys alone, off by this factor."""
+    """`scaled_attention(by, backward)`: keys, or only the gradients of the keys, off by this factor."""
     attend = radixtrain.hf.attention.tree_attention
 
     def install(by: float, backward: bool) -> None:

@@ -2,7 +2,7 @@
 
 The hook in front of the backbone and tree attention itself run outside the graphs (`torch.compiler.disable`): what they
 do is made of host integers and kernels of their own, and traced they would be compiled anew for every tree. So a graph
-breaks at every attention and goes on behind it; layers share their graphs, whatever their number and whatever U is.
+breaks at every attention and goes on after it; layers share their graphs, whatever their number and whatever U is.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""What the attention kernels are told, against the pairs of (query, key) that the tree mask allows."""
+"""What the attention kernels are given, against the pairs of (query, key) that the tree mask allows."""
 
 import pickle
 from collections import Counter

@@ -71,7 +71,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def _indices(args: Any) -> list[Tensor]:
-    """The index tensors of `index` and `index_put`: a list behind the tensor."""
+    """The index tensors of `index` and `index_put`: a list after the tensor."""
     listed = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     return [x for x in listed if isinstance(x, Tensor)]
 

@@ -82,7 +82,7 @@ class TestOutputs:
 
 
 def test_a_pickled_model_trains_in_a_fresh_process(model, tmp_path):
-    """`KeyError: radix`, where nothing had registered the attention function."""
+    """It was `KeyError: radix`: nothing had registered the attention function."""
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps((model, changed())))
     code = f"import pickle; m, b = pickle.load(open({str(path)!r}, 'rb')); print(m(**b).loss.item())"

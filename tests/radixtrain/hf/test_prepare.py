@@ -76,7 +76,7 @@ def windowed(family: str, window: int = 4) -> Any:
 
 
 def ordinary_results(model: Any, features: list[dict]) -> dict[str, Tensor]:
-    """Loss and gradients of the unmodified model, each sequence alone."""
+    """Loss and gradients of the unmodified model, one sequence at a time."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     model.zero_grad()
     for feature in features:

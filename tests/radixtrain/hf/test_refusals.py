@@ -1,4 +1,4 @@
-"""What is refused, when a model is prepared and at a batch: each with the layer, the reason and the mend."""
+"""What is refused, when a model is prepared and at a batch: each with the layer, the reason and the fix."""
 
 from typing import Any
 
