@@ -115,11 +115,16 @@ def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -
 
 def _check_names(feature: Mapping[str, Any], index: int) -> None:
     for name, value in feature.items():
-        if name in _MEDIA and _is_metadata(value) and not value:
+        if name in _MEDIA and _holds_nothing(value):
             continue  # a row without media, in a data set whose other rows have some
         if name in _MEDIA or not (name in _KNOWN or isinstance(value, _METADATA) or _is_metadata(value)):
             reason = next(reason for pattern, reason in _UNREAD.items() if re.search(pattern, str(name)))
             raise ValueError(f"feature {index}: {name} ({_kind_of(value)}) {reason}")
+
+
+def _holds_nothing(value: Any) -> bool:
+    leaf = _first_leaf(value)
+    return leaf is None or (hasattr(leaf, "__len__") and len(leaf) == 0)
 
 
 def _is_metadata(value: Any) -> bool:

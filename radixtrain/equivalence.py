@@ -20,6 +20,7 @@ from radixtrain.collators.radix import RadixCollator
 from radixtrain.equivalence_report import EquivalenceReport, Rung, TensorError
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import draws_in_adapters
+from radixtrain.hf.dropout import draws_in_settings
 from radixtrain.hf.prepare import prepare_model, prepared_options, pretrained_model_of, restore_model
 from radixtrain.oracle import (
     Arm,
@@ -183,10 +184,10 @@ def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]
     modules = list(model.modules())
     drawing = [(module, module.p) for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)]
     training = [module.training for module in modules]
-    settings = pretrained_model_of(model).config.get_text_config().to_dict()
+    base = pretrained_model_of(model)
     for module, _ in drawing:
         module.p = 0.0
-    if any(settings.get(name) or name == "neftune" or draws_in_adapters(model, name) for name in allowed):
+    if any(name == "neftune" or draws_in_settings(base, name) or draws_in_adapters(model, name) for name in allowed):
         model.eval()
     try:
         yield

@@ -10,13 +10,16 @@ In a model of text only the backbone is the text decoder.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["backbone_of", "pretrained_model_of", "text_decoder_of"]
+__all__ = ["backbone_of", "is_text", "pretrained_model_of", "text_decoder_of", "with_rows"]
+
+NOT_TEXT = re.compile("vision|image|visual|audio")
 
 
 def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
@@ -58,3 +61,16 @@ def text_decoder_of(backbone: Any) -> Any:
     """The module that holds the decoder layers which text runs through."""
     is_multimodal = backbone.config.get_text_config() is not backbone.config
     return backbone.get_decoder() if is_multimodal else backbone
+
+
+def is_text(path: str) -> bool:
+    """Whether a module, by its dotted path, belongs to the text and not to a tower for images or audio."""
+    return not NOT_TEXT.search(path)
+
+
+def with_rows(output: Any, rows: Tensor) -> Any:
+    """The output of a backbone, a tuple or a `ModelOutput`, with these hidden rows, (1, P, D), as its first entry."""
+    if isinstance(output, tuple):
+        return rows, *output[1:]
+    output.last_hidden_state = rows
+    return output

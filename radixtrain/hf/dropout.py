@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 
-__all__ = ["check_drawing_modules", "check_dropout", "check_noise"]
+__all__ = ["check_drawing_modules", "check_dropout", "check_noise", "draws_in_settings"]
 
 Dropout = nn.modules.dropout._DropoutNd
 DRAWS = re.compile(r"drop(out|$)|pdrop|layerdrop|jitter")
@@ -56,6 +56,12 @@ def check_noise(decoder: Any, allowed: tuple[str, ...]) -> None:
             f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token where an ordinary batch "
             f"draws one per copy; remove it, or prepare_model(..., allow_dropout=['neftune'])"
         )
+
+
+def draws_in_settings(base: PreTrainedModel, name: str) -> bool:
+    """Whether a model has this setting, anywhere in its configuration, above 0."""
+    settings = _settings(base.config.get_text_config().to_dict())
+    return any(value for setting, value in settings if setting.rpartition(".")[2] == name)
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

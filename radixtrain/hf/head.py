@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.prepare import backbone_of, pretrained_model_of
+from radixtrain.hf.backbone import backbone_of, pretrained_model_of, text_decoder_of, with_rows
+from radixtrain.hf.positions import padding_idx_of_positions
 
 __all__ = ["has_plain_head", "hidden_rows", "logits_rows"]
 
@@ -98,8 +99,7 @@ def _ordinary_inputs(backbone: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     these models do not get its positions.
     """
     given = {name: batch[name] for name in ORDINARY_KEYS}
-    embedding = getattr(getattr(backbone, "embeddings", None), "position_embeddings", None)
-    if getattr(embedding, "padding_idx", None) is not None:
+    if padding_idx_of_positions(text_decoder_of(backbone)) is not None:
         positions = given["position_ids"]
         counted = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         if torch.equal(positions, counted):  # waits for the device, in the ordinary arm of these models
@@ -116,11 +116,7 @@ def _only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
     """Inside, the backbone returns only these rows of the flattened batch, `[1, P, D]`."""
 
     def select(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        rows = _selected(output[0], indices)[None]
-        if isinstance(output, tuple):
-            return rows, *output[1:]
-        output.last_hidden_state = rows
-        return output
+        return with_rows(output, _selected(output[0], indices)[None])
 
     handle = backbone.register_forward_hook(select)
     try:

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
-from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.evaluation import check_evaluation
 from radixtrain.hf.refusals import check_pass
 from radixtrain.hf.trainers import check_not_cut
@@ -37,14 +38,12 @@ __all__ = ["BackboneHooks"]
 
 logger = logging.getLogger(__name__)
 
-# Arguments of a forward pass that do not fit a radix batch, and what to do instead.
+# Arguments of a forward pass that do not fit a radix batch, and what to do instead; others by pattern.
 NO_ROOM_FOR = {
-    "attention_mask": "a radix batch has no padding: take the mask out, and train prompt or prefix tuning without it",
-    "past_key_values": "a cache, or prefix tuning, puts keys in front of every row: use an ordinary batch",
-    "token_type_ids": "they are not part of a radix batch: use an ordinary batch",
-    "pixel_values": "radix batches are text: use an ordinary batch for rows with images",
-    "pixel_values_videos": "radix batches are text: use an ordinary batch for rows with videos",
-    "input_features": "radix batches are text: use an ordinary batch for rows with audio",
+    "^attention_mask$": "a radix batch has no padding: take the mask out, and train prompt or prefix tuning without it",
+    "^past_key_values$": "a cache, or prefix tuning, puts keys in front of every row: use an ordinary batch",
+    "token_type_ids$": "they are not part of a radix batch: use an ordinary batch",
+    "pixel|image|video|audio|^input_features": "radix batches are text: use an ordinary batch for such rows",
 }
 # Outputs that would come back by unique token, not by row.
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
@@ -65,6 +64,7 @@ class BackboneHooks:
     num_layers: int
     allow_dropout: tuple[str, ...]
     choices: set[tuple[str, int | None]] = field(default_factory=set)
+    in_model: bool = False  # the backbone runs inside the model's forward pass, so that the head comes next
     num_predicting: int | None = None  # rows that the head is about to get
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -123,11 +123,18 @@ class BackboneHooks:
             return output
         hidden = output[0]
         predicting = gather_rows(hidden[0], call.predictor_indices)[None]
-        self.num_predicting = predicting.shape[1]
-        if isinstance(output, tuple):
-            return predicting, *output[1:]
-        output.last_hidden_state = predicting
-        return output
+        self.num_predicting = predicting.shape[1] if self.in_model else None
+        return with_rows(output, predicting)
+
+    @torch.compiler.disable
+    def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """The model's own forward pass begins. PEFT skips this hook; then a cut of the rows is a shape error."""
+        self.in_model = True
+
+    @torch.compiler.disable
+    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It ends: whoever calls the head directly may give it any rows."""
+        self.in_model, self.num_predicting = False, None
 
     @torch.compiler.disable
     def at_head(self, head: nn.Module, args: tuple[Any, ...]) -> None:
@@ -186,8 +193,9 @@ def _check_inputs(given: Mapping[str, Any], layout: TreeLayout) -> Tensor:
 
 def _check_no_more(decoder: Any, given: Mapping[str, Any]) -> None:
     """Refuse inputs and outputs that do not fit a batch of unique tokens."""
-    for name, reason in NO_ROOM_FOR.items():
-        if given.get(name) is not None:
+    for name, value in given.items():
+        reason = next((reason for pattern, reason in NO_ROOM_FOR.items() if re.search(pattern, name)), None)
+        if reason and isinstance(value, Tensor | Cache):
             raise UserError(f"a radix batch came with {name}; {reason}")
     for name in RETURNED_PER_TOKEN:
         wanted = given.get(name)

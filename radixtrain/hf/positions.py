@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from radixtrain.errors import UserError
+from radixtrain.hf.backbone import is_text
 from radixtrain.layout import TreeLayout
 
-__all__ = ["check_batch_positions", "check_model_positions", "counts_from_padding"]
+__all__ = ["check_batch_positions", "check_model_positions", "padding_idx_of_positions", "why_padding_matters"]
 
-NOT_TEXT = re.compile("vision|image|visual|audio")
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
 
@@ -25,13 +25,18 @@ def check_model_positions(backbone: Any, decoder: Any) -> None:
             f"{type(backbone).__name__} does not take position_ids, so a token after a shared prefix would get the "
             f"position of its row; train it with dedup: false"
         )
-    for path, embedding in _position_embeddings(decoder):
-        padding_idx = getattr(embedding, "padding_idx", None)
-        if padding_idx is not None:
-            raise UserError(
-                f"{type(backbone).__name__} counts positions from padding_idx + 1 = {padding_idx + 1} "
-                f"({path} has a padding_idx), and a radix batch counts from 0; train it with dedup: false"
-            )
+    padding_idx = padding_idx_of_positions(decoder)
+    if padding_idx is not None:
+        raise UserError(
+            f"{type(backbone).__name__} counts positions from padding_idx + 1 = {padding_idx + 1} (its table of "
+            f"positions has a padding_idx), and a radix batch counts from 0; train it with dedup: false"
+        )
+
+
+def padding_idx_of_positions(decoder: nn.Module) -> int | None:
+    """The padding index after which a model such as RoBERTa counts positions, None if it counts from 0."""
+    indices = (getattr(embedding, "padding_idx", None) for _, embedding in _position_embeddings(decoder))
+    return next((index for index in indices if index is not None), None)
 
 
 def check_batch_positions(decoder: Any, layout: TreeLayout) -> None:
@@ -58,7 +63,7 @@ def check_batch_positions(decoder: Any, layout: TreeLayout) -> None:
             )
 
 
-def counts_from_padding(decoder: Any) -> str | None:
+def why_padding_matters(decoder: Any) -> str | None:
     """Why left padding changes the result of a row; None if it changes only the rounding.
 
     Hugging Face counts positions from the first padding token. That changes nothing in rotary embeddings, which look
@@ -78,5 +83,5 @@ def _position_embeddings(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of the text that look positions up in a table: learned ones, and sinusoidal ones."""
     for path, module in decoder.named_modules():
         own = path.rpartition(".")[2]
-        if POSITION.search(own) and not NOT_TEXT.search(path) and "Rotary" not in type(module).__name__:
+        if POSITION.search(own) and is_text(path) and "Rotary" not in type(module).__name__:
             yield path, module

@@ -55,7 +55,6 @@ def prepare_model(
     for a choice that cannot be met. What depends on the batch, or is added later, is refused at the first batch that it
     would change.
     """
-    restore_model(model)
     allowed = tuple(allow_dropout)
     base = pretrained_model_of(model)
     backbone = backbone_of(model)
@@ -63,6 +62,7 @@ def prepare_model(
     check_adapters(model.modules(), allowed)
     check_model(base, backbone, decoder, allowed)
     check_choice(decoder, attention, kernel)
+    restore_model(model)
     previous = [(config, config._attn_implementation) for config in _configs(base.config)]
     register_attention()
     eager = decoder.config._attn_implementation == "eager" or not base._supports_sdpa
@@ -80,7 +80,11 @@ def prepare_model(
     ]
     head = base.get_output_embeddings()
     if head is not None:
-        handles.append(head.register_forward_pre_hook(hooks.at_head))
+        handles += [
+            base.register_forward_pre_hook(hooks.enter),
+            base.register_forward_hook(hooks.leave),
+            head.register_forward_pre_hook(hooks.at_head),
+        ]
     options = {"attention": attention, "kernel": kernel, "allow_dropout": allowed}
     setattr(base, STATE, (previous, handles, options))
     return model

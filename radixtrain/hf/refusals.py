@@ -17,8 +17,9 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import UserError
+from radixtrain.hf.backbone import is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
-from radixtrain.hf.positions import NOT_TEXT, check_batch_positions, check_model_positions, counts_from_padding
+from radixtrain.hf.positions import check_batch_positions, check_model_positions, why_padding_matters
 from radixtrain.hf.windows import only_full_attention
 from radixtrain.layout import TreeLayout
 
@@ -75,7 +76,7 @@ def check_pass(decoder: Any, layout: TreeLayout, left_padded: bool, allowed: tup
     """
     _check_chunks(decoder, layout.max_seqlen)
     check_batch_positions(decoder, layout)
-    reason = counts_from_padding(decoder) if left_padded else None
+    reason = why_padding_matters(decoder) if left_padded else None
     if reason:
         raise UserError(
             f"a feature is padded on the left, where Hugging Face counts positions from the padding, and "
@@ -101,7 +102,7 @@ def _asks_the_interface(decoder: Any) -> bool:
     classes = {
         type(module)
         for path, module in decoder.named_modules()
-        if "Attention" in type(module).__name__ and not NOT_TEXT.search(path)
+        if "Attention" in type(module).__name__ and is_text(path)
     }
     try:
         return not classes or any("attention_interface" in inspect.getsource(each) for each in classes)

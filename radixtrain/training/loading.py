@@ -10,9 +10,11 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
 )
 
 from radixtrain.errors import UserError, first_line
@@ -62,8 +64,11 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
 def _auto_class(model_name_or_path: str) -> Any:
     """transformers' loader of this checkpoint: the one for images and text if no other knows it (Qwen2.5-VL)."""
     config = type(AutoConfig.from_pretrained(model_name_or_path))
-    images_only = config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForMultimodalLM if config in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
 
 
 def _enable_activation_checkpointing(model: Any) -> None:
@@ -107,8 +112,8 @@ def _check_not_shared(model: nn.Module) -> None:
     modules = dict(pretrained_model_of(model).named_modules())
     holders = [(path, p) for path, module in modules.items() for p in module._parameters.values()]
     for path, layer in modules.items():
-        if isinstance(layer, BaseTunerLayer):
-            weight = layer.get_base_layer().weight
+        weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, BaseTunerLayer) else None
+        if weight is not None:
             others = [holder for holder, p in holders if p is weight and not f"{holder}.".startswith(f"{path}.")]
             if others:
                 raise UserError(

@@ -287,6 +287,7 @@ def test_an_unread_input_is_refused_by_name(collator, name, value, came, reason)
         ("messages", [{"role": "user", "content": "hello"}]),
         ("metadata", {"id": 3, "score": 0.5}), ("tools", []), ("tools", None), ("tags", ["a", None]),
         ("tags", (None, "b")), ("tags", [[], ["a", "b"]]), ("images", []), ("image", None),
+        ("images", [None]), ("images", np.array([], dtype=object)),
         ("words", np.array(["a", "b"])),
         ("words", np.array(["a", None], dtype=object)), ("nothing", [None, None]),
         ("made", date(2026, 1, 1)), ("made", datetime(2026, 1, 1)), ("made", np.datetime64("2026-01-01")),

@@ -74,6 +74,12 @@ class TestOutputs:
         with pytest.raises(UserError, match=r"the head gets [12] of the 4 rows that predict: logits_to_keep"):
             model(**changed(), logits_to_keep=logits_to_keep)
 
+    def test_a_head_that_is_called_directly(self, model):
+        """In pieces, as a loss that saves memory does."""
+        batch = {name: value for name, value in changed().items() if name not in ("labels", "shift_labels")}
+        hidden = model.model(**batch).last_hidden_state
+        assert model.lm_head(hidden[:, :3]).shape[1] == 3
+
     def test_logits_to_keep_of_an_ordinary_batch(self, model):
         """After a radix batch whose head never ran, as a trainer with a fused head leaves it."""
         batch = changed()

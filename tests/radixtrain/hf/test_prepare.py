@@ -15,7 +15,7 @@ from transformers import (
 import radixtrain.hf.hooks
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import tree_attention
-from radixtrain.hf.prepare import backbone_of
+from radixtrain.hf.prepare import backbone_of, prepared_options
 from radixtrain.testing import relative_error
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
@@ -325,6 +325,14 @@ class TestNeverOnAnotherAttention:
         )
         model(**RadixCollator()(FEATURES))
         assert seen[0].numel() == 0
+
+
+def test_a_refused_choice_leaves_the_model_as_it_was(tiny_qwen3):
+    model = prepare_model(tiny_qwen3(), attention="path")
+    with pytest.raises(ValueError, match="attention must be auto"):
+        prepare_model(model, attention="ring")
+    assert prepared_options(model)["attention"] == "path"
+    assert model(**RadixCollator(loss_on_all=True)(FEATURES)).loss.isfinite()
 
 
 def test_something_that_is_no_model():

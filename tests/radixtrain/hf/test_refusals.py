@@ -243,6 +243,17 @@ class TestDropout:
         ):
             prepare_model(transformers.DbrxForCausalLM(config))
 
+    def test_verify_compares_without_a_setting_that_was_allowed(self):
+        """Inside a setting too: the draw counted as another gradient."""
+        sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 64}
+        experts = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
+        config = transformers.DbrxConfig(
+            **sizes, attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, ffn_config=experts
+        )
+        model = prepare_model(transformers.DbrxForCausalLM(config).train(), allow_dropout=["moe_jitter_eps"])
+        report = verify_equivalence(model, FEATURES, precisions=["float64"])
+        assert report["float64"].worst.radix <= 1e-12, str(report)
+
     def test_dropout_of_a_vision_tower(self):
         """Rows of text do not come through it."""
         vision = {
