@@ -28,7 +28,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import call_on_mask, mask_function, told_by_mask, window_of
-from radixtrain.layout import TreeLayout
+from radixtrain.layout import PREFIX, TreeLayout
 
 __all__ = [
     "ATTENTION_NAME",
@@ -73,7 +73,7 @@ def radix_attention(
     query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
     With a plan, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function does.
     """
-    call = radix_call or _call_of(module, attention_mask)
+    call = radix_call or _call_of(module, attention_mask, kwargs)
     if call is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return _attend(module, query, key, value, attention_mask, call, **kwargs)
@@ -84,17 +84,23 @@ def radix_eager_attention(
     radix_call: RadixCall | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The attention function "radix_eager": as `radix_attention`, but without a plan the model's own eager function."""
-    call = radix_call or _call_of(module, attention_mask)
+    call = radix_call or _call_of(module, attention_mask, kwargs)
     if call is None:
         return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
     return _attend(module, query, key, value, attention_mask, call, **kwargs)
 
 
-def _call_of(module: nn.Module, attention_mask: Tensor | None) -> RadixCall | None:
+def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> RadixCall | None:
     """The call of a layer that received no keyword arguments; None in an ordinary batch.
 
-    Raises UserError for a radix batch whose plan did not reach the layer. Only our hook makes such a mask.
+    Raises UserError for a radix batch whose plan did not reach the layer: only our hook makes such a mask, and only a
+    batch that did not pass the hook still has its flat entries.
     """
+    if any(name.startswith(PREFIX) for name in kwargs):
+        raise UserError(
+            f"{_name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
+            f"call the prepared model or its backbone, not a part of it, its forward method or another model"
+        )
     if told_by_mask(attention_mask) is None:
         return None
     call = call_on_mask(attention_mask)

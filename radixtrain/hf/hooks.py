@@ -15,7 +15,8 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.layout import PREFIX, TreeLayout
 from radixtrain.step_cost import CHOICES
 
-__all__ = ["BackboneHooks"]
+__all__ = ["BackboneHooks", "HeadCheck"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,38 @@ NO_ROOM_FOR = {
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
 
 
-@dataclass
+@dataclass(eq=False)
+class HeadCheck:
+    """Whether the head of a prepared model gets all rows that predict.
+
+    An object of its own, since a copy of the head, as PEFT makes one, copies what the head's hooks hold.
+    """
+
+    in_model: bool = False  # the backbone runs inside the model's forward pass, so that the head comes next
+    num_predicting: int | None = None  # rows that the head is about to get
+
+    @torch.compiler.disable
+    def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """The model's own forward pass begins. PEFT skips this hook; then a cut of the rows is a shape error."""
+        self.in_model = True
+
+    @torch.compiler.disable
+    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It ends: whoever calls the head directly may give it any rows."""
+        self.in_model, self.num_predicting = False, None
+
+    @torch.compiler.disable
+    def at_head(self, head: nn.Module, args: tuple[Any, ...]) -> None:
+        """Refuse a head that gets only some of the rows."""
+        wanted, self.num_predicting = self.num_predicting, None
+        if wanted is not None and args and isinstance(args[0], Tensor) and args[0].shape[-2] != wanted:
+            raise UserError(
+                f"the head gets {args[0].shape[-2]} of the {wanted} rows that predict: logits_to_keep cannot be used "
+                f"with a radix batch, whose rows are predictions already; leave it out"
+            )
+
+
+@dataclass(eq=False)
 class BackboneHooks:
     """What a prepared model does around its own forward pass.
 
@@ -64,8 +96,14 @@ class BackboneHooks:
     num_layers: int
     allow_dropout: tuple[str, ...]
     choices: set[tuple[str, int | None]] = field(default_factory=set)
-    in_model: bool = False  # the backbone runs inside the model's forward pass, so that the head comes next
-    num_predicting: int | None = None  # rows that the head is about to get
+    head: HeadCheck = field(default_factory=HeadCheck)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
+        """A copy of the backbone by itself does not copy the model around it."""
+        model = memo.get(id(self.model), self.model)
+        copied = replace(self, model=model, choices=set(self.choices), head=deepcopy(self.head, memo))
+        memo[id(self)] = copied
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A prepared model that is unpickled in a fresh process needs the attention functions there."""
@@ -75,7 +113,7 @@ class BackboneHooks:
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. An ordinary batch is not changed."""
-        self.num_predicting = None
+        self.head.num_predicting = None
         entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
         if not entries:
             return None
@@ -89,7 +127,8 @@ class BackboneHooks:
         _check_in_force(decoder)
         rows = _check_inputs(given, layout)
         _check_no_more(decoder, given)
-        check_pass(decoder, layout, f"{PREFIX}left_padded" in entries, self.allow_dropout)
+        head = self.model.get_output_embeddings()
+        check_pass(decoder, head, layout, f"{PREFIX}left_padded" in entries, self.allow_dropout)
         may_bind = window_may_bind(decoder.config, layout)
         predictor_indices = entries.get(f"{PREFIX}predictor_indices")
         call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind, self._chosen(entries))
@@ -116,35 +155,16 @@ class BackboneHooks:
         if self.num_layers not in (len(call.calls), len(set(call.calls))):
             raise RuntimeError(
                 f"radix attention ran in {len(set(call.calls))} of {self.num_layers} layers of "
-                f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong"
+                f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong; "
+                f"if they are not there, set num_hidden_layers of its configuration and call prepare_model again"
             )
         _expand_router_logits(type(backbone).__name__, output, kwargs, call.layout)
         if call.predictor_indices is None:
             return output
         hidden = output[0]
         predicting = gather_rows(hidden[0], call.predictor_indices)[None]
-        self.num_predicting = predicting.shape[1] if self.in_model else None
+        self.head.num_predicting = predicting.shape[1] if self.head.in_model else None
         return with_rows(output, predicting)
-
-    @torch.compiler.disable
-    def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """The model's own forward pass begins. PEFT skips this hook; then a cut of the rows is a shape error."""
-        self.in_model = True
-
-    @torch.compiler.disable
-    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """It ends: whoever calls the head directly may give it any rows."""
-        self.in_model, self.num_predicting = False, None
-
-    @torch.compiler.disable
-    def at_head(self, head: nn.Module, args: tuple[Any, ...]) -> None:
-        """Refuse a head that gets only some of the rows."""
-        wanted, self.num_predicting = self.num_predicting, None
-        if wanted is not None and args and isinstance(args[0], Tensor) and args[0].shape[-2] != wanted:
-            raise UserError(
-                f"the head gets {args[0].shape[-2]} of the {wanted} rows that predict: logits_to_keep cannot be used "
-                f"with a radix batch, whose rows are predictions already; leave it out"
-            )
 
 
 def _parameters_of(backbone: nn.Module) -> list[str]:

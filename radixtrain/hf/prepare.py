@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, register_attention
 from radixtrain.hf.backbone import backbone_of, pretrained_model_of, text_decoder_of
@@ -63,9 +64,10 @@ def prepare_model(
     check_model(base, backbone, decoder, allowed)
     check_choice(decoder, attention, kernel)
     restore_model(model)
+    _check_owner(backbone)
     previous = [(config, config._attn_implementation) for config in _configs(base.config)]
     register_attention()
-    eager = decoder.config._attn_implementation == "eager" or not base._supports_sdpa
+    eager = decoder.config._attn_implementation == "eager" or not decoder._supports_sdpa
     name = EAGER_NAME if eager else ATTENTION_NAME
     base.set_attn_implementation(name)
     if decoder.config._attn_implementation != name:
@@ -81,9 +83,9 @@ def prepare_model(
     head = base.get_output_embeddings()
     if head is not None:
         handles += [
-            base.register_forward_pre_hook(hooks.enter),
-            base.register_forward_hook(hooks.leave),
-            head.register_forward_pre_hook(hooks.at_head),
+            base.register_forward_pre_hook(hooks.head.enter),
+            base.register_forward_hook(hooks.head.leave),
+            head.register_forward_pre_hook(hooks.head.at_head),
         ]
     options = {"attention": attention, "kernel": kernel, "allow_dropout": allowed}
     setattr(base, STATE, (previous, handles, options))
@@ -106,6 +108,16 @@ def restore_model(model: ModelT) -> ModelT:
         delattr(base, STATE)
         _set_back(previous)
     return model
+
+
+def _check_owner(backbone: nn.Module) -> None:
+    """Refuse a backbone that was prepared by itself, or with another model around it: two sets of hooks would run."""
+    owners = [getattr(hook, "__self__", None) for hook in backbone._forward_pre_hooks.values()]
+    if any(isinstance(owner, BackboneHooks) for owner in owners):
+        raise UserError(
+            f"{type(backbone).__name__} is prepared already, by itself or with another model around it; call "
+            f"restore_model with what was prepared first"
+        )
 
 
 def _configs(config: Any) -> Iterator[Any]:

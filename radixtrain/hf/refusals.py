@@ -69,7 +69,7 @@ def check_choice(decoder: Any, attention: str, kernel: str) -> None:
             raise UserError(str(error)) from None
 
 
-def check_pass(decoder: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]) -> None:
+def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]) -> None:
     """Refuse what makes this forward pass inexact, although the model could be prepared.
 
     left_padded: whether a feature of the batch was padded on the left and had no positions.
@@ -83,7 +83,9 @@ def check_pass(decoder: Any, layout: TreeLayout, left_padded: bool, allowed: tup
             f"{type(decoder).__name__} has {reason}; leave the padding to the collator, or give position_ids"
         )
     check_noise(decoder, allowed)
-    check_drawing_modules(decoder, allowed)
+    for part in (decoder, head):
+        if part is not None:
+            check_drawing_modules(part, allowed)
 
 
 def not_reached(base: PreTrainedModel) -> UserError:

@@ -1,5 +1,7 @@
 """What a prepared model does with a radix batch that something on the way has changed, and what it cannot return."""
 
+import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -85,6 +87,44 @@ class TestOutputs:
         batch = changed()
         model.model(**{name: value for name, value in batch.items() if name not in ("labels", "shift_labels")})
         assert model(input_ids=torch.tensor([[7, 8, 9]]), logits_to_keep=1).logits.shape == (1, 1, 50)
+
+
+class TestAroundTheHooks:
+    """A radix batch that does not pass the hooked module ran on plain causal attention: gradients 1.2 to 2.1 off."""
+
+    MESSAGE = "receives a radix batch that did not pass the backbone which prepare_model prepared"
+
+    def inputs(self):
+        return {name: value for name, value in changed().items() if name not in ("labels", "shift_labels")}
+
+    def test_the_forward_method(self, model):
+        with pytest.raises(UserError, match=self.MESSAGE):
+            model.model.forward(**self.inputs())
+
+    def test_another_model_of_the_same_configuration(self, model):
+        other = type(model)(model.config)
+        with pytest.raises(UserError, match=self.MESSAGE):
+            other.model(**self.inputs())
+
+    def test_a_backbone_that_is_prepared_twice(self, model):
+        with pytest.raises(UserError, match="Qwen3Model is prepared already, by itself or with another model around"):
+            prepare_model(model.model)
+
+
+class TestCopies:
+    def test_a_copy_of_a_part_does_not_copy_the_model(self, model):
+        """PEFT copies the head for `modules_to_save`, which held a second model in memory."""
+        gc.collect()
+        before = sum(isinstance(each, type(model)) for each in gc.get_objects())
+        copies = [copy.deepcopy(model.lm_head), copy.deepcopy(model.model)]
+        assert sum(isinstance(each, type(model)) for each in gc.get_objects()) == before
+        assert len(pickle.dumps(copies[0])) < 2 * sum(p.nbytes for p in copies[0].parameters()) + 10_000
+
+    def test_a_copy_of_the_model_has_its_own_hooks(self, model):
+        copied = copy.deepcopy(model)
+        (hook,) = copied.model._forward_pre_hooks.values()
+        assert hook.__self__.model is copied
+        assert torch.equal(copied(**changed()).loss, model(**changed()).loss)
 
 
 def test_a_pickled_model_trains_in_a_fresh_process(model, tmp_path):

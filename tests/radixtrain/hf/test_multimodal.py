@@ -90,12 +90,28 @@ def test_ordinary_batches_with_images_are_bit_equal():
     assert restore_model(model).config.text_config._attn_implementation == "sdpa" == vision._attn_implementation
 
 
+def test_ordinary_batches_stay_on_the_attention_of_the_text():
+    """GOT-OCR's whole class says that it has no sdpa, and its text decoder runs on it."""
+    model = gemma3()
+    model._supports_sdpa = False
+    assert prepare_model(model).config.text_config._attn_implementation == "radix"
+
+
 def test_a_part_that_the_user_chose_comes_back():
     model = gemma3()
     model.set_attn_implementation({"text_config": "eager"})
     restored = restore_model(prepare_model(model)).config
     assert restored.text_config._attn_implementation == "eager"
     assert restored.vision_config._attn_implementation == "sdpa"
+
+
+def test_the_text_decoder_called_directly():
+    """The hooks are on the backbone around it."""
+    model = prepare_model(gemma3())
+    batch = RadixCollator()(FEATURES)
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+    with pytest.raises(UserError, match="receives a radix batch that did not pass the backbone"):
+        model.get_decoder()(**inputs)
 
 
 def test_an_image_in_a_radix_batch():

@@ -300,6 +300,13 @@ class TestDropoutThatCameLater:
         with pytest.raises(UserError, match=self.REFUSED):
             model(**RadixCollator()(FEATURES))
 
+    def test_an_adapter_on_the_head(self, tiny_qwen3):
+        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        config = peft.LoraConfig(lora_dropout=0.5, target_modules=["lm_head"], init_lora_weights=False)
+        model = peft.get_peft_model(prepare_model(tiny_qwen3(tie_word_embeddings=False)), config).train()
+        with pytest.raises(UserError, match=r"dropout p=0\.5 at 'lora_dropout\.default'"):
+            model(**RadixCollator()(FEATURES))
+
     def test_adapters_are_born_in_training_mode(self, tiny_qwen3):
         """As `from_pretrained` gives it, the model is in eval mode, and a loop without `train()` draws all the same."""
         model = with_lora(prepare_model(tiny_qwen3().eval()), 0.5)
