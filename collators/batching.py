@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.plan import sort_sequences
+from radixtrain.tree.sorting import sort_sequences
 
 __all__ = ["cut_by_padded_tokens", "cut_by_unique_tokens"]
 

@@ -16,9 +16,9 @@ import torch
 
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predictions, merge_predictions
-from radixtrain.layout import PREFIX, TreeLayout
-from radixtrain.plan import PrefixPlan, build_prefix_plan
-from radixtrain.step_cost import CHOICES, StepCost
+from radixtrain.tree.cost_model import CHOICES, StepCost
+from radixtrain.tree.layout import PREFIX, TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 __all__ = ["RadixCollator"]
 
@@ -65,7 +65,7 @@ class RadixCollator:
     radix_predictor_indices: [P], int64. the unique row that predicts each entry of `shift_labels`.
     radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
-        `radix_strategy`, a place in `radixtrain.step_cost.CHOICES`, and `radix_min_shared_tokens`.
+        `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
         and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 

@@ -15,7 +15,7 @@ from radixtrain.collators.features import FeatureArrays, all_feature_arrays, pac
 from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.targets import IGNORE_INDEX
-from radixtrain.step_cost import StepCost
+from radixtrain.tree.cost_model import StepCost
 
 __all__ = ["StepCollator"]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.plan import PrefixPlan
+from radixtrain.tree.plan import PrefixPlan
 
 __all__ = ["IGNORE_INDEX", "Predictions", "list_predictions", "merge_predictions"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.blocks import Block, Blocks
 from radixtrain.kernels.ragged import Ragged
+from radixtrain.kernels.rectangles import Block, Blocks
 from radixtrain.kernels.scoring import Scoring
 
 __all__ = ["EagerKernel", "TorchCPUKernel"]

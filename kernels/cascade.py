@@ -1,8 +1,15 @@
 """Cascade: segments attend to themselves, and what descends from them attends to them without a mask.
 
-U rows in depth-first pre-order. The descendants of segment v are the rows right behind it, so for one segment the
+U rows in depth-first pre-order. The descendants of segment v are the rows that follow it, so for one segment the
 queries `[end, subtree_end)` and the keys `[start, end)` are plain slices. Segments of one level of the tree touch
-disjoint rows. `radixtrain/tree_pieces.py` says which calls that makes on a device and on the host.
+disjoint rows. No row is copied.
+
+A device gets one packed call for all segments and one for each level of the tree (`packed_pieces`). The host, whose
+kernels loop, gets blocks (`blocked_pieces`): short neighbouring segments share a call with their part of the tree mask,
+since a call on a few tokens costs more than the pairs that such a mask hides. The descendants beyond a block attend to
+the block's segments in calls of their own, which are slices. The 84 segments of 64 banking77 rows, most of them a few
+tokens, were 104 calls one by one. Either way every pair of a query and a key that the tree mask allows is in exactly
+one call.
 
 A sliding window shorter than the longest sequence is not for it: a segment is cut off from its distance to the query.
 
@@ -11,15 +18,35 @@ Sources: Hydragen (section 3) and FlashInfer's cascade for the forward; `pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from radixtrain.kernels.pieces import Piece, attention_in_pieces
-from radixtrain.kernels.ragged import VarlenKernel
+from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
 
-__all__ = ["cascade_attention"]
+__all__ = ["BLOCK", "Level", "blocked_pieces", "cascade_attention", "cascade_bounds", "packed_pieces"]
+
+BLOCK = 32  # rows of a block of several segments; a longer segment has its block for itself
+
+
+class Level(NamedTuple):
+    """One level of the cascade: its segments with descendants, as one varlen call. Host ints.
+
+    first_query, first_key: the first rows, which are all there is to know where `num_entries` is 1.
+    """
+
+    num_entries: int
+    num_queries: int
+    num_keys: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    first_query: int
+    first_key: int
 
 
 def cascade_attention(
@@ -39,3 +66,102 @@ def cascade_attention(
     Returns (U, N, H).
     """
     return attention_in_pieces(q_UNH, k_UKH, v_UKH, pieces, kernel, scoring, sinks_N)
+
+
+def packed_pieces(
+    segment_starts: Tensor, max_segment: int, levels: Sequence[Level],
+    level_queries: Tensor, level_keys: Tensor, level_cu_seqlens_q: Tensor, level_cu_seqlens_k: Tensor,
+) -> Iterator[Piece]:  # fmt: skip
+    """One varlen call for all segments, and one a level of the tree for descendants onto their ancestors.
+
+    The arguments are those fields of a `TreeLayout`, on its device.
+    """
+    own = Ragged(segment_starts, segment_starts, max_segment, max_segment, causal=True)
+    yield Piece(slice(None), slice(None), own)
+    entry = query = key = 0
+    for level in levels:
+        bounds = slice(entry, entry + level.num_entries + 1)
+        entry += level.num_entries + 1
+        cu_seqlens = level_cu_seqlens_q[bounds], level_cu_seqlens_k[bounds]
+        ragged = Ragged(*cu_seqlens, level.max_seqlen_q, level.max_seqlen_k, causal=False)
+        q_rows: slice | Tensor = slice(level.first_query, level.first_query + level.num_queries)
+        k_rows: slice | Tensor = slice(level.first_key, level.first_key + level.num_keys)
+        if level.num_entries > 1:
+            q_rows, query = level_queries[query : query + level.num_queries], query + level.num_queries
+            k_rows, key = level_keys[key : key + level.num_keys], key + level.num_keys
+        yield Piece(q_rows, k_rows, ragged)
+
+
+def blocked_pieces(
+    segment_starts: Tensor, subtree_ends: Tensor, row_subtree_ends: Tensor, block: int = BLOCK
+) -> tuple[Piece, ...]:
+    """One call with an entry for each block, and a slice for each run of segments with descendants behind its block.
+
+    segment_starts (S+1), subtree_ends (S), row_subtree_ends (U): of a `TreeLayout` on the host.
+    block: most rows of a block of several segments.
+    """
+    starts, ends = segment_starts.tolist(), subtree_ends.tolist()
+    rows, behind = cascade_bounds(starts, ends, block)
+    own = Piece(slice(None), slice(None), _own_call(rows, starts, row_subtree_ends))
+    return (own, *(_sliced_piece(*bounds) for bounds in behind))
+
+
+def cascade_bounds(
+    starts: list[int], subtree_ends: list[int], block: int = BLOCK
+) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+    """Where each block starts, and U; and for each slice (first query, last + 1, first key, last + 1)."""
+    first_segments = _blocks(starts, block)
+    rows = [starts[segment] for segment in first_segments]
+    return rows, list(_behind_their_block(first_segments, starts, subtree_ends))
+
+
+def _blocks(starts: list[int], block: int) -> list[int]:
+    """The first segment of each block, and S: as many segments as fit, or a single one."""
+    firsts = [0] if len(starts) > 1 else []
+    for segment, end in enumerate(starts[1:]):
+        if end - starts[firsts[-1]] > block and segment > firsts[-1]:
+            firsts.append(segment)
+    return [*firsts, len(starts) - 1]
+
+
+def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> Ragged:
+    """Blocks onto themselves: a single segment is causal, several have their part of the tree mask."""
+    cu_seqlens = torch.tensor(rows, dtype=torch.int32)
+    segment_at = dict(pairwise(starts))
+    bounds = tuple((start, end, start, end) for start, end in pairwise(rows))
+    masks = tuple(
+        None if segment_at[start] == end else _tree_mask(start, end, row_subtree_ends) for start, end in pairwise(rows)
+    )
+    longest = max((end - start for start, end in pairwise(rows)), default=0)
+    return Ragged(cu_seqlens, cu_seqlens, longest, longest, True, bounds, masks)
+
+
+def _tree_mask(start: int, end: int, row_subtree_ends: Tensor) -> Tensor:
+    """(rows, rows), float32, of the rows [start, end): 0 where `k <= q < row_subtree_ends[k]`, else -inf."""
+    rows = torch.arange(start, end)
+    hidden = (rows[:, None] < rows) | (rows[:, None] >= row_subtree_ends[start:end])
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+
+
+def _behind_their_block(
+    first_segments: list[int], starts: list[int], subtree_ends: list[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """(first query, last query + 1, first key, last key + 1) of the descendants that their ancestor's block leaves out.
+
+    Neighbouring segments with one end, a run that a sequence ends in, are one.
+    """
+    for first, last in pairwise(first_segments):
+        block_end, run_start = starts[last], starts[first]
+        for segment in range(first, last):
+            ends_here = segment + 1 == last or subtree_ends[segment + 1] != subtree_ends[segment]
+            if ends_here:
+                if subtree_ends[segment] > block_end:
+                    yield block_end, subtree_ends[segment], run_start, starts[segment + 1]
+                run_start = starts[segment + 1]
+
+
+def _sliced_piece(first_query: int, query_end: int, first_key: int, key_end: int) -> Piece:
+    num_queries, num_keys = query_end - first_query, key_end - first_key
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (num_queries, num_keys))
+    ragged = Ragged(cu_q, cu_k, num_queries, num_keys, False, ((0, num_queries, 0, num_keys),))
+    return Piece(slice(first_query, query_end), slice(first_key, key_end), ragged)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.triton_import import tl, triton
+from radixtrain.kernels.triton_runtime import tl, triton
 
 __all__ = ["merge_rows", "merge_rows_"]
 

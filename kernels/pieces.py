@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.triton_choice import by_triton
+from radixtrain.kernels.triton_runtime import by_triton
 
 __all__ = ["Piece", "attention_in_pieces"]
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from radixtrain.kernels.blocks import Blocks, Bounds, blocks_of
+from radixtrain.kernels.rectangles import Blocks, Bounds, blocks_of
 from radixtrain.kernels.scoring import Scoring
 
 __all__ = ["Ragged", "VarlenKernel"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.row_order import row_order
-from radixtrain.kernels.triton_choice import by_triton
+from radixtrain.kernels.triton_runtime import by_triton
 
 __all__ = ["gather_rows", "sum_rows"]
 

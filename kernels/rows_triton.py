@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.row_order import RowOrder
-from radixtrain.kernels.triton_import import tl, triton
+from radixtrain.kernels.triton_runtime import tl, triton
 
 __all__ = ["gather_rows", "sum_rows"]
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.tree_blocks import TreeBlocks
+from radixtrain.kernels.tree_tiles import TreeBlocks
 from radixtrain.kernels.tree_triton_kernels import delta_kernel, dkdv_kernel, dq_kernel, forward_kernel
-from radixtrain.kernels.triton_import import triton
+from radixtrain.kernels.triton_runtime import triton
 
 __all__ = ["DTYPES", "MAX_HEAD_DIM", "tiled_tree_attention"]
 

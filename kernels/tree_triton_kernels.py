@@ -6,7 +6,7 @@ without a mask and then the others, which two calls of one function do. Source: 
 
 from __future__ import annotations
 
-from radixtrain.kernels.triton_import import tl, triton
+from radixtrain.kernels.triton_runtime import tl, triton
 
 __all__ = ["delta_kernel", "dkdv_kernel", "dq_kernel", "forward_kernel"]
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from radixtrain.attention import tree_attention
     from radixtrain.collators.radix import RadixCollator
-    from radixtrain.equivalence import verify_equivalence
     from radixtrain.hf.prepare import prepare_model, restore_model
-    from radixtrain.plan import PrefixPlan, build_prefix_plan
+    from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+    from radixtrain.verification.equivalence import verify_equivalence
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PrefixPlan": "radixtrain.plan",
+    "PrefixPlan": "radixtrain.tree.plan",
     "RadixCollator": "radixtrain.collators.radix",
-    "build_prefix_plan": "radixtrain.plan",
-    "calibrate": "radixtrain.calibration",
+    "build_prefix_plan": "radixtrain.tree.plan",
+    "calibrate": "radixtrain.hf.calibration",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",
     "tree_attention": "radixtrain.attention",
-    "verify_equivalence": "radixtrain.equivalence",
+    "verify_equivalence": "radixtrain.verification.equivalence",
 }
 
 

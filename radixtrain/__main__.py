@@ -57,7 +57,7 @@ def _run(arguments: list[str]) -> int:
 
         run_bench(arguments[1:])
         return 0
-    from radixtrain.cli import COMMANDS, run
+    from radixtrain.commands.lightning import COMMANDS, run
 
     if arguments[0] not in COMMANDS:
         return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*COMMANDS, 'export', 'bench'))}", 2)

@@ -29,8 +29,8 @@ from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
-from radixtrain.layout import TreeLayout
-from radixtrain.plan import PrefixPlan
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan
 
 __all__ = ["STRATEGIES", "AttentionChoice", "choose_attention", "tree_attention"]
 

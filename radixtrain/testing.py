@@ -2,7 +2,7 @@
 
 An error is measured against a float64 truth, and its bar is the error of an ordinary implementation in the same dtype:
 derived, not tuned. For tensors that is `assert_within_reference_error`, for whole models `assert_equivalent` over the
-ladder of `radixtrain.oracle`.
+ladder of `radixtrain.verification.oracle`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-    from radixtrain.equivalence_report import EquivalenceReport
-    from radixtrain.oracle import Features
+    from radixtrain.verification.oracle import Features
+    from radixtrain.verification.report import EquivalenceReport
 
 __all__ = [
     "assert_equivalent",

@@ -28,7 +28,7 @@ from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.hf.prepare import backbone_of, prepare_model
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.layout import sequences_of
+from radixtrain.tree.layout import sequences_of
 
 CONFIG = Path(__file__).parent.parent / "configs" / "banking77.yaml"
 

@@ -13,23 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module imports from its own floor and those below; the kernels know nothing of radixtrain.
 FLOORS = [
-    ["kernels"],
-    ["errors", "plan", "tree_pieces"],
-    ["loss", "layout", "cost", "step_cost", "peak_memory"],
-    ["attention"],
-    ["hf"],
-    ["calibration"],
-    ["collators"],
-    ["oracle", "equivalence_report"],
-    ["equivalence"],
-    ["testing", "benchmark_cells"],
-    ["benchmark_work"],
-    ["benchmark_arms"],
-    ["benchmark_check", "benchmark_baseline"],
-    ["benchmark"],
-    ["data", "training"],
+    ["kernels", "loss", "errors"],
+    ["tree"],
+    ["attention", "collators"],
+    ["hf", "data"],
+    ["verification"],
+    ["bench", "training", "testing"],
     ["commands"],
-    ["cli", "__main__"],
+    ["__main__"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -48,7 +39,7 @@ def loaded_by(statement: str) -> set[str]:
     ("statement", "heavy"),
     [
         ("import radixtrain", {"torch", "triton", "transformers", "lightning", "numpy"}),
-        ("import radixtrain.plan", {"torch", "triton", "transformers", "lightning"}),
+        ("import radixtrain.tree.plan", {"torch", "triton", "transformers", "lightning"}),
         ("import radixtrain.errors", {"torch", "triton", "transformers", "lightning", "numpy"}),
         ("import radixtrain.attention", {"transformers", "lightning", "triton"}),
     ],

@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.benchmark import Cell, Measured, ModelShape, Settings, build_model, make_work, measure
-from radixtrain.benchmark_cells import Mode, Tree
-from radixtrain.benchmark_work import with_choices
-from radixtrain.calibration import calibrate
-from radixtrain.commands.bench_environment import environment, header
-from radixtrain.commands.bench_options import Attention, check_options, grid, strategies
-from radixtrain.commands.bench_plot import draw
-from radixtrain.commands.bench_report import print_table, write_csv
+from radixtrain.bench.cells import Mode, Tree
+from radixtrain.bench.environment import environment, header
+from radixtrain.bench.measure import Cell, Measured, ModelShape, Settings, build_model, make_work, measure
+from radixtrain.bench.options import Attention, check_options, grid, strategies
+from radixtrain.bench.plot import draw
+from radixtrain.bench.table import print_table, write_csv
+from radixtrain.bench.work import with_choices
+from radixtrain.hf.calibration import calibrate
 
 __all__ = ["bench", "run"]
 

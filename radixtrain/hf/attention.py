@@ -28,7 +28,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import call_on_mask, mask_function, told_by_mask, window_of
-from radixtrain.layout import PREFIX, TreeLayout
+from radixtrain.tree.layout import PREFIX, TreeLayout
 
 __all__ = [
     "ATTENTION_NAME",

@@ -32,8 +32,8 @@ from radixtrain.hf.refusals import check_pass
 from radixtrain.hf.trainers import check_not_cut
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.layout import PREFIX, TreeLayout
-from radixtrain.step_cost import CHOICES
+from radixtrain.tree.cost_model import CHOICES
+from radixtrain.tree.layout import PREFIX, TreeLayout
 
 __all__ = ["BackboneHooks", "HeadCheck"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import is_text
-from radixtrain.layout import TreeLayout
+from radixtrain.tree.layout import TreeLayout
 
 __all__ = ["check_batch_positions", "check_model_positions", "padding_idx_of_positions", "why_padding_matters"]
 

@@ -21,7 +21,7 @@ from radixtrain.hf.backbone import is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.positions import check_batch_positions, check_model_positions, why_padding_matters
 from radixtrain.hf.windows import only_full_attention
-from radixtrain.layout import TreeLayout
+from radixtrain.tree.layout import TreeLayout
 
 __all__ = ["check_choice", "check_model", "check_pass", "not_reached"]
 

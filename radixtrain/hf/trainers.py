@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import nn
 
 from radixtrain.errors import UserError
-from radixtrain.layout import TreeLayout
+from radixtrain.tree.layout import TreeLayout
 
 __all__ = ["check_not_cut"]
 

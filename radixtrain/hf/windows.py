@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.errors import UserError
-from radixtrain.layout import TreeLayout
+from radixtrain.tree.layout import TreeLayout
 
 __all__ = [
     "call_on_mask",

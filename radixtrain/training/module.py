@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from radixtrain.calibration import calibrate
+from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
+from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
 from radixtrain.hf.prepare import pretrained_model_of
-from radixtrain.layout import sequences_of
 from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
-from radixtrain.step_cost import Rates, StepCost
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
-from radixtrain.training.verification import verify_step
+from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.tree.layout import sequences_of
+from radixtrain.verification.oracle import Features
+from radixtrain.verification.report import EquivalenceReport
+from radixtrain.verification.step import verify_step
 
 __all__ = ["RadixModule"]
 
@@ -203,12 +206,23 @@ class RadixModule(L.LightningModule):
         self.rates = cost.rates
         return cost
 
+    def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
+        """Whether an optimizer step of these sequences has the gradient that ordinary Hugging Face gives it.
+
+        features: the sequences of the step; see `SFTData.features_of_step`. collator: what cuts them in training.
+        """
+        assert self.model is not None
+        return verify_step(
+            self.model, self.loss_sum, features, collator,
+            attention=self.hparams.attention, kernel=self.hparams.kernel, precision=str(self.trainer.precision),
+        )  # fmt: skip
+
     def _verify_first_batch(self) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "features_of_step"):
             raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
         collator = data.step_collator(module=self)
-        report = verify_step(self, data.features_of_step(0), collator, str(self.trainer.precision))
+        report = self.verify(data.features_of_step(0), collator)
         if not report.passed:
             raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
         logger.info("first batch verified:\n%s", report)

@@ -15,8 +15,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from radixtrain import RadixCollator
-from radixtrain.equivalence import verify_arms
-from radixtrain.oracle import ordinary_padded, radix_batch
+from radixtrain.verification.equivalence import verify_arms
+from radixtrain.verification.oracle import ordinary_padded, radix_batch
 
 KINDS = ("float32", "bfloat16", "autocast", "LoRA", "LoRA on bfloat16")
 

@@ -38,16 +38,16 @@ from torch import Tensor
 
 from radixtrain import verify_equivalence
 from radixtrain.attention import STRATEGIES, choose_attention
-from radixtrain.benchmark import Cell, ModelShape, Work, build_model, work_of
-from radixtrain.benchmark_arms import loss_terms, run_step, seconds_in_turns, set_arm
-from radixtrain.benchmark_cells import features_of_cell
-from radixtrain.commands.bench_environment import environment
+from radixtrain.bench.arms import loss_terms, run_step, seconds_in_turns, set_arm
+from radixtrain.bench.cells import features_of_cell
+from radixtrain.bench.environment import environment
+from radixtrain.bench.measure import Cell, ModelShape, Work, build_model, work_of
+from radixtrain.bench.memory import peak_bytes
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import restore_model
 from radixtrain.kernels.row_order import row_order
 from radixtrain.kernels.rows import sum_rows
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
-from radixtrain.peak_memory import peak_bytes
 
 PARTS = ("equivalence", "kernels", "step")
 QWEN3 = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from radixtrain import loss as fused
-from radixtrain.peak_memory import peak_bytes
+from radixtrain.bench.memory import peak_bytes
 
 CPU = torch.device("cpu")
 Samples = Sequence[tuple[float, float]]

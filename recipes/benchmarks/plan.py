@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from radixtrain.layout import TreeLayout
-from radixtrain.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 try:
     from radix_mlp import compute_fold_and_scatter

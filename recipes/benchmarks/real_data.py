@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.benchmark import Measured, ModelShape, Rows, Settings, Work, build_model, measure, work_of
-from radixtrain.benchmark_baseline import fastest_ordinary
-from radixtrain.benchmark_work import with_choices
-from radixtrain.calibration import calibrate
-from radixtrain.commands.bench_environment import environment, header
-from radixtrain.commands.bench_options import check_options, strategies
-from radixtrain.commands.bench_report import print_table, write_csv
+from radixtrain.bench.baseline import fastest_ordinary
+from radixtrain.bench.environment import environment, header
+from radixtrain.bench.measure import Measured, ModelShape, Rows, Settings, Work, build_model, measure, work_of
+from radixtrain.bench.options import check_options, strategies
+from radixtrain.bench.table import print_table, write_csv
+from radixtrain.bench.work import with_choices
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
+from radixtrain.hf.calibration import calibrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77

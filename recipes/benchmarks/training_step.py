@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from radixtrain.benchmark import ModelShape
+from radixtrain.bench.measure import ModelShape
 from radixtrain.commands.bench import bench
 from radixtrain.errors import UserError
 

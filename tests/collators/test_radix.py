@@ -14,8 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import radixtrain.collators.radix
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.layout import TreeLayout
 from radixtrain.testing import ragged_batches
+from radixtrain.tree.layout import TreeLayout
 
 N = -100
 LAYOUT_KEYS = {

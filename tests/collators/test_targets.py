@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predictions, merge_predictions
-from radixtrain.plan import build_prefix_plan
 from radixtrain.testing import ragged_batches
+from radixtrain.tree.plan import build_prefix_plan
 
 N = IGNORE_INDEX
 

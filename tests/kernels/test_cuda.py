@@ -14,8 +14,8 @@ from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import varlen_kernel
-from radixtrain.layout import TreeLayout
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book
+from radixtrain.tree.layout import TreeLayout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,9 +24,9 @@ from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.layout import TreeLayout
-from radixtrain.plan import PrefixPlan, build_prefix_plan
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 NAMES = ("out", "dq", "dk", "dv")
 HALF = (torch.bfloat16, torch.float16)

@@ -17,15 +17,15 @@ from radixtrain import build_prefix_plan
 from radixtrain.kernels import tree_triton
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.tree_blocks import TreeBlocks, tree_blocks
+from radixtrain.kernels.tree_tiles import TreeBlocks, tree_blocks
 from radixtrain.kernels.tree_triton import tiled_tree_attention
-from radixtrain.plan import PrefixPlan
 from radixtrain.testing import (
     assert_within_reference_error,
     flash_attention_by_the_book,
     ragged_batches,
     relative_error,
 )
+from radixtrain.tree.plan import PrefixPlan
 
 SCALE = 0.3
 NAMES = ("out", "lse", "dq", "dk", "dv")

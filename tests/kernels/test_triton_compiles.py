@@ -61,7 +61,7 @@ def launch_rows_and_merge() -> None:
 
 
 def launch_tree_attention() -> None:
-    from radixtrain.kernels.tree_blocks import block_sizes, tree_blocks
+    from radixtrain.kernels.tree_tiles import block_sizes, tree_blocks
     from radixtrain.kernels.tree_triton import tiled_tree_attention
 
     dtype = torch.bfloat16

@@ -291,8 +291,8 @@ def test_nothing_to_attend(kernel: VarlenKernel, num_queries: int, num_keys: int
 @kernels
 def test_long_entries_beside_short_ones(kernel: VarlenKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are left to the kernel's own causal mask, with their neighbours in strips."""
-    monkeypatch.setattr("radixtrain.kernels.blocks.LONG", 5)
-    monkeypatch.setattr("radixtrain.kernels.blocks.STRIP", 2)
+    monkeypatch.setattr("radixtrain.kernels.rectangles.LONG", 5)
+    monkeypatch.setattr("radixtrain.kernels.rectangles.STRIP", 2)
     case = (5, 3, 6, 4, 5), (5, 3, 6, 7, 5), True
     tensors = inputs(case, (4, 2), 8, torch.float64)
     truth = by_softmax(*tensors, case, 0.5)

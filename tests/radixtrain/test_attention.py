@@ -18,9 +18,9 @@ from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.layout import TreeLayout
-from radixtrain.plan import PrefixPlan, build_prefix_plan
 from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = ("out", "dq", "dk", "dv")

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain import loss as loss_module
+from radixtrain.bench.memory import peak_bytes
 from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
-from radixtrain.peak_memory import peak_bytes
 from radixtrain.testing import assert_within_reference_error, relative_error
 
 NAMES = ("loss", "d_hidden", "d_weight", "d_bias")

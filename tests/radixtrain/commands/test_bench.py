@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import radixtrain.commands.bench_environment
+import radixtrain.bench.environment
 import radixtrain.hf.attention
 from radixtrain.__main__ import main
-from radixtrain.benchmark import Cell, ModelShape, make_work
+from radixtrain.bench.measure import Cell, ModelShape, make_work
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "recipes/benchmarks/training_step.py"
@@ -285,8 +285,8 @@ def test_no_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*args: Any, **options: Any) -> None:
         raise FileNotFoundError("git")
 
-    monkeypatch.setattr(radixtrain.commands.bench_environment.subprocess, "run", missing)
-    assert radixtrain.commands.bench_environment._commit() == ""
+    monkeypatch.setattr(radixtrain.bench.environment.subprocess, "run", missing)
+    assert radixtrain.bench.environment._commit() == ""
 
 
 def test_neither_a_host_nor_a_path_in_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,5 +294,5 @@ def test_neither_a_host_nor_a_path_in_the_header(monkeypatch: pytest.MonkeyPatch
 
     import torch
 
-    header = radixtrain.commands.bench_environment.header(torch.device("cpu"), "float32", 3)
+    header = radixtrain.bench.environment.header(torch.device("cpu"), "float32", 3)
     assert platform.node() not in header and "/" not in header

@@ -18,7 +18,7 @@ from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf import adapters
 from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_adapters
-from radixtrain.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
+from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of layers that it has not seen
 

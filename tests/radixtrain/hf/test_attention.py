@@ -16,8 +16,8 @@ from radixtrain.attention import STRATEGIES
 from radixtrain.errors import UserError
 from radixtrain.hf.attention import RadixCall, radix_attention, radix_eager_attention
 from radixtrain.hf.windows import no_mask
-from radixtrain.layout import TreeLayout
-from radixtrain.plan import PrefixPlan
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan
 
 FEATURES = [
     {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6], "labels": [7, 8, 9, 1, 2, 3, 4, 5, 6]},

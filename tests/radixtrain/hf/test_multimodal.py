@@ -1,7 +1,7 @@
 """Multimodal models on rows of text: the text decoder is a plain decoder, so its rows share. Images are refused.
 
 These are the classes that Gemma 3, Mistral 3 and the vision models of Qwen load as; more are in
-tests/equivalence/test_families.py.
+tests/claims/equivalence/test_families.py.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ import transformers
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
-from radixtrain.oracle import float64_throughout
+from radixtrain.verification.oracle import float64_throughout
 
 N = -100
 FEATURES = [

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
-from radixtrain.step_cost import Rates
-from radixtrain.training.interrupt import SaveOnSigterm
+from radixtrain.training.callbacks import SaveOnSigterm
+from radixtrain.tree.cost_model import Rates
 
 
 def losses(folder: Path, version: int = 0, column: str = "loss") -> dict[int, float]:
@@ -250,7 +250,7 @@ def test_predict_writes_log_probabilities_in_the_order_of_the_file(arguments, sh
 @pytest.fixture
 def never_calibrated(tmp_path, monkeypatch):
     """A machine without a calibration, in this process and in its files; the folder where one would be kept."""
-    monkeypatch.setattr("radixtrain.calibration._MEASURED", {})
+    monkeypatch.setattr("radixtrain.hf.calibration._MEASURED", {})
     monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "cold"))
     return tmp_path / "cold"
 
@@ -264,13 +264,13 @@ def test_a_machine_that_was_never_calibrated(arguments, shop, never_calibrated, 
 
 
 def test_a_run_that_is_resumed_on_another_machine_chooses_as_before(arguments, tmp_path, never_calibrated, monkeypatch):
-    monkeypatch.setattr("radixtrain.calibration._measure", lambda shape: (Rates(1e-3, 0, 0, 0, 1e-12), 0.0))
+    monkeypatch.setattr("radixtrain.hf.calibration._measure", lambda shape: (Rates(1e-3, 0, 0, 0, 1e-12), 0.0))
     assert main(arguments(trainer__max_steps=2)) == 0
     (saved,) = (tmp_path / "out" / "checkpoints").glob("*step=2*.ckpt")
     assert torch.load(saved, weights_only=False)["radixtrain_rates"]["call"] == 1e-3
-    monkeypatch.setattr("radixtrain.calibration._MEASURED", {})
+    monkeypatch.setattr("radixtrain.hf.calibration._MEASURED", {})
     monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "another"))
-    monkeypatch.setattr("radixtrain.calibration._measure", lambda shape: pytest.fail("measured again"))
+    monkeypatch.setattr("radixtrain.hf.calibration._measure", lambda shape: pytest.fail("measured again"))
     assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved, trainer__max_steps=3)) == 0
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.collators.steps import StepCollator
-from radixtrain.data.module import SFTData
+from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
 from radixtrain.training.module import RadixModule
-from radixtrain.training.verification import verify_step
+from radixtrain.verification.step import verify_step
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -112,7 +112,7 @@ def test_loss_and_predictions(name: str, dedup: bool, tmp_path: Path) -> None:
 def test_gradients(name: str, activation_checkpointing: bool, tmp_path: Path) -> None:
     """Every parameter, the head's own layers among them, against Hugging Face on each sequence in float64."""
     module = loaded(saved(name, tmp_path), activation_checkpointing=activation_checkpointing)
-    report = verify_step(module, FEATURES, StepCollator(max_tokens=18))
+    report = verify_step(module.model, module.loss_sum, FEATURES, StepCollator(max_tokens=18))
     assert report.passed, str(report)
     assert max(tensor.radix for tensor in report["float64"].alive) <= 1e-12
     assert LAYERS_OF_HEAD.get(name, set()) <= {tensor.name for tensor in report["float64"].alive}
@@ -121,7 +121,7 @@ def test_gradients(name: str, activation_checkpointing: bool, tmp_path: Path) ->
 def test_gradients_of_an_adapter_on_the_head(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
     module = loaded(saved("Qwen3ForCausalLM", tmp_path), **LORA)
-    report = verify_step(module, FEATURES, StepCollator(max_tokens=18))
+    report = verify_step(module.model, module.loss_sum, FEATURES, StepCollator(max_tokens=18))
     assert report.passed and report.conclusive, str(report)
     assert max(tensor.radix for tensor in report["float64"].tensors) <= 1e-12
     assert sum("lm_head.lora" in tensor.name for tensor in report["float64"].tensors) == 2

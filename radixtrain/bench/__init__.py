@@ -1,0 +1,1 @@
+"""A training step, measured: ordinary and on unique tokens, in turns."""

@@ -1,0 +1,89 @@
+"""Before a step is timed: do both arms compute the same?
+
+Of a `step` the loss and every parameter's gradient are compared, of a `forward` the loss and the last hidden state of
+every token.
+
+- float32: directly with the ordinary arm, at most `DIRECT_BAR` apart in relative L2;
+- bfloat16: both arms with the ordinary model on the same weights in float32, one sequence at a time;
+- `float64_truth`: both arms with the same in float64.
+
+The last two are held to the bars of `radixtrain verify`, which follow from the ordinary arm's own rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from radixtrain.bench.arms import hidden_states, loss_terms, set_arm
+from radixtrain.bench.work import Work
+from radixtrain.errors import UserError
+from radixtrain.verification.equivalence import EquivalenceReport, compare_gradients
+from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_alone, weights_in
+from radixtrain.verification.report import Rung
+
+__all__ = ["check_arms"]
+
+DIRECT_BAR = 1e-5  # float32 against float32; two orders of summation are 1e-6 apart, a missing branch label 1e-2
+OUTPUT = "last_hidden_state"
+
+
+def check_arms(
+    model: PreTrainedModel, work: Work, attention: Sequence[str], kernel: str, float64_truth: bool
+) -> dict[str, float]:
+    """The worst error of each strategy. UserError that names the parameter where one is not the ordinary arm's."""
+    set_arm(model, None, kernel)
+    ordinary = _answer(model, work, None)
+    truth = _truth(model, work, float64_truth) or ordinary
+    errors = {}
+    for arm in attention:
+        set_arm(model, arm, kernel)
+        precision = str(model.dtype).removeprefix("torch.")
+        rung = compare_gradients(precision, truth, ordinary, _answer(model, work, arm))
+        reason = _apart(rung) if truth is ordinary else EquivalenceReport((rung,)).reason
+        if reason:
+            raise UserError(f"{work.cell}, {arm}: {reason}. Its times would compare different things")
+        errors[arm] = rung.worst.radix
+    return errors
+
+
+def _apart(rung: Rung) -> str:
+    """Why two float32 runs are not the same, naming the tensor; empty where they are."""
+    worst = rung.worst
+    if not worst.radix <= DIRECT_BAR:
+        radix, ordinary, _ = worst.values
+        return (
+            f"{rung.precision}: NOT EQUAL: {worst.name} is {worst.radix:.1e} from the ordinary arm's, at most "
+            f"{DIRECT_BAR:.0e} is rounding; worst element {list(worst.place)}: radix {radix:.9g}, ordinary "
+            f"{ordinary:.9g}"
+        )
+    if not rung.loss_error <= DIRECT_BAR:
+        return (
+            f"{rung.precision}: NOT EQUAL: the loss is {rung.radix_loss:.9g}, the ordinary arm's {rung.truth_loss:.9g}"
+        )
+    return ""
+
+
+def _truth(model: PreTrainedModel, work: Work, in_float64: bool) -> Gradients | None:
+    """The answer of the ordinary model in a wider dtype; None for float32, unless it is to be float64."""
+    if not in_float64 and model.dtype == torch.float32:
+        return None
+    with float64_throughout(model) if in_float64 else weights_in(model, torch.float32):
+        if work.cell.mode == "forward":
+            return _answer(model, work, None)
+        return _on_host(gradients_of(model, lambda: ordinary_alone(model, work.features)))
+
+
+def _answer(model: PreTrainedModel, work: Work, arm: str | None) -> Gradients:
+    """Loss and gradients, or loss and hidden states, of an arm; on the host, where two more sets of them find room."""
+    if work.cell.mode == "step":
+        return _on_host(gradients_of(model, lambda: loss_terms(model, work, arm)))
+    with torch.no_grad():
+        loss = sum(term.item() for term in loss_terms(model, work, arm))
+        return _on_host(Gradients(loss, {OUTPUT: hidden_states(model, work, arm)}))
+
+
+def _on_host(answer: Gradients) -> Gradients:
+    return Gradients(answer.loss, {name: tensor.cpu() for name, tensor in answer.tensors.items()})

@@ -1,0 +1,105 @@
+"""What was measured, as a table for people and as a CSV for programs."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from radixtrain.bench.measure import Measured
+
+__all__ = ["print_table", "table", "write_csv"]
+
+# What the CSV says of a result; `COLUMNS` is what the table says, and how.
+SHAPE_FIELDS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+CELL_FIELDS = ("sequences", "prompt_length", "suffix_length", "num_sequences", "tree", "mode")
+RESULT_FIELDS = (
+    "attention", "num_tokens", "num_unique_tokens", "r", "ideal_speedup", "measured_speedup", "lowest_speedup",
+    "highest_speedup", "efficiency", "ordinary_seconds", "radix_seconds", "lowest_radix_seconds",
+    "highest_radix_seconds", "microseconds_per_unique_token", "ordinary_tokens_per_second", "radix_tokens_per_second",
+    "ordinary_peak_bytes", "radix_peak_bytes", "memory_ratio", "error",
+)  # fmt: skip
+NOTHING = "-"  # of a number that was not measured
+COLUMNS: dict[str, Callable[[Measured], str]] = {
+    "model": lambda m: str(m.cell.model),
+    "sequences": lambda m: m.cell.sequences,
+    "tree": lambda m: m.cell.tree,
+    "mode": lambda m: m.cell.mode,
+    "attention": lambda m: m.attention,
+    "unique\ntokens": lambda m: f"{m.num_unique_tokens:,}",
+    "r": lambda m: f"{m.r:.2f}",
+    "ideal\nspeed-up": lambda m: f"{m.ideal_speedup:.2f}",
+    "measured\nspeed-up": lambda m: _number(m.measured_speedup, ".2f"),
+    "lowest -\nhighest": lambda m: " - ".join(_number(x, ".2f") for x in (m.lowest_speedup, m.highest_speedup) if x),
+    "effi-\nciency": lambda m: _number(m.efficiency, ".2f"),
+    "us/unique\ntoken": lambda m: f"{m.microseconds_per_unique_token:.2f}",
+    "tokens/s\nordinary": lambda m: _number(m.ordinary_tokens_per_second, ",.0f"),
+    "tokens/s\nradix": lambda m: f"{m.radix_tokens_per_second:,.0f}",
+    "peak MiB\nordinary": lambda m: NOTHING if m.ordinary_peak_bytes is None else _mebibytes(m.ordinary_peak_bytes),
+    "peak MiB\nradix": lambda m: _mebibytes(m.radix_peak_bytes),
+    "memory\nratio": lambda m: _number(m.memory_ratio, ".2f"),
+    "worst\nerror": lambda m: f"{m.error:.1e}",
+}
+NUM_TEXT_COLUMNS = 5
+
+
+def print_table(results: Sequence[Measured]) -> None:
+    """A table, or where the terminal is too narrow for it a block for each result: no number is ever cut."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    sys.stdout.write("\n".join(table(results, width)) + "\n")
+    sys.stdout.flush()
+
+
+def table(results: Sequence[Measured], width: int | None = None) -> list[str]:
+    """Lines. A column that says nothing of any result is left out.
+
+    width: of the terminal, in characters; None where lines may be long.
+    """
+    shown = {name: [show(measured) for measured in results] for name, show in COLUMNS.items()}
+    shown = {name: cells for name, cells in shown.items() if any(cell.strip(NOTHING) for cell in cells)}
+    columns = []
+    for number, (name, cells) in enumerate(shown.items()):
+        titles = name.split("\n")
+        entries = [""] * (2 - len(titles)) + titles + cells
+        longest = max(map(len, entries))
+        columns.append([e.ljust(longest) if number < NUM_TEXT_COLUMNS else e.rjust(longest) for e in entries])
+    lines = ["  ".join(entries).rstrip() for entries in zip(*columns, strict=True)]
+    return lines if width is None or max(map(len, lines)) <= width else _blocks(shown)
+
+
+def write_csv(path: Path, results: Iterable[Measured], environment: dict[str, Any]) -> None:
+    """A row for each result, the columns of `environment` in each. What was not measured is empty."""
+    rows = [{**_row(measured), **environment} for measured in results]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _blocks(shown: dict[str, list[str]]) -> list[str]:
+    """A line for each number, an empty one behind each result."""
+    names = [name.replace("-\n", "").replace("\n", " ") for name in shown]
+    lines = []
+    for cells in zip(*shown.values(), strict=True):
+        lines += [f"{name}: {cell}" for name, cell in zip(names, cells, strict=True)] + [""]
+    return lines
+
+
+def _row(measured: Measured) -> dict[str, Any]:
+    cell = measured.cell
+    fields = ((cell.model.config(), SHAPE_FIELDS), (cell, CELL_FIELDS), (measured, RESULT_FIELDS))
+    return {"model": str(cell.model), **{name: getattr(of, name, None) for of, names in fields for name in names}}
+
+
+def _number(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:,.1f}"

@@ -1,0 +1,192 @@
+"""The command line: `python -m radixtrain <command>`. Lightning's verbs, typed configuration, one-line errors.
+
+Exit codes: 0 done, 1 what the user can mend (data, model, a request that cannot be met), 2 usage (an unknown key, a
+wrong type), 130 interrupted, 143 terminated (a checkpoint was written).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers.utils.logging import disable_progress_bar
+
+from radixtrain.data.chat import load_tokenizer
+from radixtrain.data.datamodule import SFTData
+from radixtrain.errors import UserError, first_line
+from radixtrain.training.callbacks import PredictionWriter, ProgressLine, RunSummary, SaveOnSigterm
+from radixtrain.training.checkpoint import check_model_folder, save_hf_folder
+from radixtrain.training.module import RadixModule
+from radixtrain.training.trainer import Trainer
+
+__all__ = ["COMMANDS", "RadixCLI", "run"]
+
+COMMANDS = ("fit", "validate", "test", "predict", "verify")
+DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; trainer.max_steps alone means that many steps
+ALLOWED_IMPORTS = ("radixtrain", "lightning", "torch", "transformers")
+
+
+class RadixCLI(LightningCLI):
+    """LightningCLI with radixtrain's own settings beside `trainer`, `model` and `data`."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--output_dir", type=str, default="runs/sft", help="Where checkpoints, logs and the model go."
+        )
+        parser.add_argument(
+            "--dedup",
+            type=bool,
+            default=True,
+            help="False runs the ordinary baseline: stock attention, padded batches.",
+        )
+        parser.link_arguments("output_dir", "trainer.default_root_dir")
+        parser.link_arguments("dedup", "model.dedup")
+        parser.link_arguments("dedup", "data.dedup")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=_data_seed)
+        parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        given_by_us = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return dict.fromkeys(COMMANDS, given_by_us)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would put the checkpoint's settings in the place of what was typed. What was typed runs."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """A CSV logger and a checkpoint of the last step unless the configuration names others."""
+        config = self._get(self.config_init, "trainer")
+        output_dir = Path(self._get(self.config, "output_dir"))
+        if config.logger in (None, True):
+            kwargs["logger"] = CSVLogger(output_dir, name="logs")
+        if config.max_epochs is None and config.max_steps == -1:
+            kwargs["max_epochs"] = DEFAULT_EPOCHS
+        _check_trainer_settings(config)
+        try:
+            trainer = super().instantiate_trainer(**kwargs, callbacks=self._callbacks(config, output_dir))
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise UserError(f"trainer: {first_line(error)}") from None
+        if trainer.world_size != 1:
+            raise UserError(
+                f"trainer: {trainer.world_size} devices: radixtrain trains on one so far; set trainer.devices to 1 and "
+                f"trainer.num_nodes to 1"
+            )
+        return trainer
+
+    def _callbacks(self, config: Any, output_dir: Path) -> list[Any]:
+        """The configuration's own, ours, and the progress line and checkpoints that it does not replace."""
+        checkpoints = output_dir / "checkpoints"
+        self.summary = RunSummary(output_dir)
+        callbacks = [
+            *_as_list(config.callbacks),
+            self.summary,
+            PredictionWriter(output_dir),
+            SaveOnSigterm(checkpoints),
+        ]
+        if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
+            callbacks.append(ProgressLine())
+        if config.enable_checkpointing is not False and not _has(callbacks, Checkpoint):
+            callbacks.append(ModelCheckpoint(checkpoints, "{step}", save_last=True, enable_version_counter=False))
+        return callbacks
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Checkpoints are read as weights, never as code, unless someone asks for it."""
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand != "verify" and kwargs.get("weights_only") is None:
+            kwargs["weights_only"] = True
+        return {**kwargs, "return_predictions": False} if subcommand == "predict" else kwargs
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Data and model are loaded before the trainer starts, so that an error in either leaves nothing written."""
+        if subcommand == "fit":
+            check_model_folder(self.model_folder, [self.model.hparams.model_name_or_path])
+        ckpt_path = self.config_init[subcommand].get("ckpt_path")
+        if ckpt_path not in (None, "last", "best", "hpc") and not Path(ckpt_path).is_file():
+            raise UserError(f"ckpt_path: no such file: {ckpt_path}")
+        self.datamodule.setup(subcommand)
+        self.model.configure_model()
+        super()._run_subcommand(subcommand)
+
+    @property
+    def model_folder(self) -> Path:
+        """Where `fit` leaves the Hugging Face folder."""
+        return Path(self._get(self.config, "output_dir")) / "model"
+
+    def after_fit(self) -> None:
+        """The trained model as a Hugging Face folder, and the closing lines."""
+        if self._get(self.config, "trainer").fast_dev_run:
+            return
+        data = self.datamodule.hparams
+        tokenizer = load_tokenizer(data.model_name_or_path, data.chat_template_path)
+        folder = save_hf_folder(self.model.model, tokenizer, self.model_folder)
+        self.summary.print_closing_lines(self.trainer, self.model, folder)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run one of Lightning's verbs. Raises UserError, or jsonargparse's ArgumentError, for `main` to print."""
+    _quiet()
+    # A `class_path` is imported before its type is checked, so a configuration could run anything.
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
+    strict = {"exit_on_error": False}
+    RadixCLI(
+        RadixModule,
+        SFTData,
+        trainer_class=Trainer,
+        seed_everything_default=42,
+        trainer_defaults={"devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        parser_kwargs={"prog": "radixtrain", **strict, **{name: dict(strict) for name in COMMANDS}},
+        args=list(argv),
+    )
+
+
+def _check_trainer_settings(config: Any) -> None:
+    """Refuse what Lightning would do to a step behind our back, with the key that does it here."""
+    if config.accumulate_grad_batches != 1:
+        raise UserError(
+            "trainer.accumulate_grad_batches: a step is cut by data.max_tokens; set data.batch_size instead"
+        )
+    if config.gradient_clip_val is not None:
+        raise UserError("trainer.gradient_clip_val: set model.max_grad_norm instead")
+    if str(config.precision) in ("16", "16-mixed", "16-true"):
+        raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value is not None else []
+
+
+def _has(callbacks: list[Any], kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def _data_seed(seed: Any) -> int:
+    return seed if isinstance(seed, int) and not isinstance(seed, bool) else 42
+
+
+def _quiet() -> None:
+    """Our own log lines, and of the libraries' what a user can act on."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("radixtrain").setLevel(logging.INFO)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    disable_progress_bar()
+    for noise in (
+        "number of training batches",
+        "LeafSpec",
+        "Total length of",
+        "LightningCLI's args",
+        "infer the batch indices",
+        "pre-optimization",
+    ):
+        warnings.filterwarnings("ignore", f".*{noise}")

@@ -1,0 +1,1 @@
+"""The prefix plan of a batch, its layout as tensors, and what a plan costs."""

@@ -1,0 +1,92 @@
+"""Integer arrays of ragged batches: their lengths and bounds, ranges back to back, and the checks of what users give.
+
+NumPy only, like the plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "IntArray",
+    "check_not_negative",
+    "concatenate_ranges",
+    "cumulative",
+    "lengths_of",
+    "read_only",
+    "validated_batch",
+]
+
+IntArray = npt.NDArray[np.int64]
+
+
+def read_only(array: IntArray) -> IntArray:
+    array.setflags(write=False)
+    return array
+
+
+def lengths_of(cu_seqlens: IntArray) -> IntArray:
+    """(n,). `np.diff` in half its time, which is 1 us."""
+    lengths: IntArray = cu_seqlens[1:] - cu_seqlens[:-1]
+    return lengths
+
+
+def cumulative(lengths: IntArray) -> IntArray:
+    """(n+1,). where each length starts when they lie back to back, and their sum."""
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.add.accumulate(lengths, out=bounds[1:])
+    return bounds
+
+
+def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """(sum of lengths,). the ranges [start, start + length), none of them empty, back to back: ones, added up."""
+    ends = np.add.accumulate(lengths)
+    steps = np.ones(ends[-1] if len(ends) else 0, dtype=np.int64)
+    steps[:1] = starts[:1]
+    steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
+    return np.add.accumulate(steps, out=steps)
+
+
+def validated_batch(input_ids: Any, cu_seqlens: Any, position_ids: Any) -> tuple[IntArray, IntArray, IntArray | None]:
+    """int64, of one dimension, of lengths that fit each other. `sort_sequences` finds negative tokens and positions."""
+    ids = _integers("input_ids", input_ids)
+    bounds = _integers("cu_seqlens", cu_seqlens).copy()  # the plan keeps it and makes it read-only
+    if not len(bounds) or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {bounds[:1].tolist() or 'no entry'}")
+    falls = bounds[1:] < bounds[:-1]
+    if np.count_nonzero(falls):
+        check_not_negative("cu_seqlens", bounds)
+        i = int(falls.argmax())
+        raise ValueError(
+            f"cu_seqlens must not fall: cu_seqlens[{i}] = {bounds[i]}, cu_seqlens[{i + 1}] = {bounds[i + 1]}"
+        )
+    if bounds[-1] != len(ids):
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {len(ids)}, got {bounds[-1]}")
+    if position_ids is None:
+        return ids, bounds, None
+    positions = _integers("position_ids", position_ids)
+    if len(positions) != len(ids):
+        raise ValueError(f"position_ids must have one entry per token, {len(ids)}, got {len(positions)}")
+    return ids, bounds, positions
+
+
+def _integers(name: str, values: Any) -> IntArray:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {array.shape}")
+    if not len(array):
+        return np.zeros(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {array.dtype} (first value {array[0]!r})")
+    if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} must fit into int64, got {array.max()}")
+    return array.astype(np.int64, copy=False)
+
+
+def check_not_negative(name: str, values: IntArray) -> None:
+    if values.min(initial=0) < 0:
+        place = int((values < 0).argmax())
+        raise ValueError(f"{name} must not be negative: {name}[{place}] = {values[place]}")

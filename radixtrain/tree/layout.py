@@ -1,0 +1,206 @@
+"""The prefix plan as tensors: what travels in a batch, moves to the device, and the attention strategies read.
+
+A batch carries it flat, under keys that start with `radix_`, as tensors and ints alone, so that Hugging Face,
+Accelerate and Lightning all move it. Everything that the host has to know for a kernel launch is an int that was
+computed in the DataLoader worker: on a device, nothing here is read back.
+
+T packed tokens, U unique rows, B sequences, S segments, P predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixtrain.kernels.cascade import Level, blocked_pieces, packed_pieces
+from radixtrain.kernels.pieces import Piece
+from radixtrain.kernels.ragged import Ragged
+from radixtrain.tree.arrays import concatenate_ranges
+from radixtrain.tree.plan import PrefixPlan
+
+__all__ = ["PREFIX", "TreeLayout", "sequences_of"]
+
+PREFIX = "radix_"
+
+
+@dataclass(frozen=True, eq=False)
+class TreeLayout:
+    """A `PrefixPlan` on a device.
+
+    gather_indices (U), inverse_indices (T), path_keys (T'): int64, as in the plan.
+    cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S), path_cu_seqlens_q/k (E+1): int32, as kernels want them.
+    max_seqlen, max_segment, max_new_tokens, max_path: longest sequence, segment, run of new rows, path; in tokens.
+    max_position: largest position id, without padding rows; 0 if there is no row.
+    levels: one `Level` a level of the tree that has descendants.
+    level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
+    level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
+    """
+
+    gather_indices: Tensor
+    inverse_indices: Tensor
+    cu_seqlens: Tensor
+    segment_starts: Tensor
+    subtree_ends: Tensor
+    path_keys: Tensor
+    path_cu_seqlens_q: Tensor
+    path_cu_seqlens_k: Tensor
+    level_queries: Tensor
+    level_keys: Tensor
+    level_cu_seqlens_q: Tensor
+    level_cu_seqlens_k: Tensor
+    max_seqlen: int
+    max_segment: int
+    max_new_tokens: int
+    max_path: int
+    max_position: int
+    levels: tuple[Level, ...]
+
+    @classmethod
+    def from_plan(cls, plan: PrefixPlan) -> TreeLayout:
+        """Copies to CPU tensors. Runs in the DataLoader worker."""
+        return cls(
+            gather_indices=_int64(plan.gather_indices),
+            inverse_indices=_int64(plan.inverse_indices),
+            cu_seqlens=_int32(plan.cu_seqlens),
+            segment_starts=_int32(plan.segment_starts),
+            subtree_ends=_int32(plan.subtree_ends),
+            path_keys=_int64(plan.path_keys),
+            path_cu_seqlens_q=_int32(plan.path_cu_seqlens_q),
+            path_cu_seqlens_k=_int32(plan.path_cu_seqlens_k),
+            max_seqlen=_longest(plan.cu_seqlens),
+            max_segment=_longest(plan.segment_starts),
+            max_new_tokens=_longest(plan.path_cu_seqlens_q),
+            max_path=_longest(plan.path_cu_seqlens_k),
+            max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
+            **_levels(plan),
+        )
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any]) -> TreeLayout:
+        """From the `radix_` entries of a batch, wherever they are now. KeyError names a missing one."""
+        values = {field.name: batch[PREFIX + field.name] for field in fields(cls)}
+        return cls(**{**values, "levels": tuple(Level(*level) for level in values["levels"])})
+
+    def to_batch(self) -> dict[str, Any]:
+        """The flat entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
+        entries = {PREFIX + field.name: getattr(self, field.name) for field in fields(self)}
+        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+    @property
+    def num_rows(self) -> int:
+        return self.gather_indices.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.gather_indices.device
+
+    @cached_property
+    def row_subtree_ends(self) -> Tensor:
+        """(U,), int32. the tree mask: query q sees key k iff `k <= q < row_subtree_ends[k]`."""
+        lengths = self.segment_starts.diff()
+        return self.subtree_ends.repeat_interleave(lengths, output_size=self.num_rows)
+
+    @cached_property
+    def row_depths(self) -> Tensor:
+        """(U,), int64. place of each row in its sequence, in tokens from 0, whatever its position id; padding too."""
+        return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
+
+    @cached_property
+    def sequences(self) -> Ragged:
+        """The packed sequences onto themselves, causal: `expand`."""
+        bounds = _host_bounds(self.cu_seqlens, self.cu_seqlens)
+        return Ragged(self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen, True, bounds)
+
+    @cached_property
+    def paths(self) -> Ragged:
+        """New rows of each sequence onto its root path, causal: `path`."""
+        cu_seqlens = self.path_cu_seqlens_q, self.path_cu_seqlens_k
+        return Ragged(*cu_seqlens, self.max_new_tokens, self.max_path, True, _host_bounds(*cu_seqlens))
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The calls of `cascade`; the first meets every row."""
+        if self.device.type == "cpu":
+            return blocked_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
+        return self.packed_pieces()
+
+    @cached_property
+    def separate_pieces(self) -> tuple[Piece, ...]:
+        """The calls of `cascade` on the host without a mask that hides one branch from another."""
+        return blocked_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, block=1)
+
+    def packed_pieces(self) -> tuple[Piece, ...]:
+        """The calls of `cascade` on a device: one for all segments, and one a level of the tree."""
+        level_rows = self.level_queries, self.level_keys
+        bounds = self.level_cu_seqlens_q, self.level_cu_seqlens_k
+        return tuple(packed_pieces(self.segment_starts, self.max_segment, self.levels, *level_rows, *bounds))
+
+
+def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Which sequence each packed token belongs to, int64, the shape of `token_indices`."""
+    return torch.bucketize(token_indices, cu_seqlens[1:].to(token_indices.dtype), right=True)
+
+
+def _levels(plan: PrefixPlan) -> dict[str, Any]:
+    """The cascade's calls of a plan: fields `levels` and `level_*` of a `TreeLayout`."""
+    ends = plan.segment_starts[1:]
+    branching = np.flatnonzero(plan.subtree_ends > ends)
+    by_level = branching[np.argsort(plan.segment_levels[branching], kind="stable")]
+    num_entries = np.bincount(plan.segment_levels[branching])
+    first = np.cumsum(num_entries) - num_entries
+    q_starts, k_starts = ends[by_level], plan.segment_starts[by_level]
+    q_lengths, k_lengths = plan.subtree_ends[by_level] - q_starts, q_starts - k_starts
+    sizes = [reduce.reduceat(lengths, first) for reduce in (np.add, np.maximum) for lengths in (q_lengths, k_lengths)]
+    columns = (num_entries, *sizes, q_starts[first], k_starts[first])
+    several = np.repeat(num_entries > 1, num_entries)
+    return {
+        "levels": tuple(map(Level, *(column.tolist() for column in columns))),
+        "level_queries": _int64(concatenate_ranges(q_starts[several], q_lengths[several])),
+        "level_keys": _int64(concatenate_ranges(k_starts[several], k_lengths[several])),
+        "level_cu_seqlens_q": _int32(_cu_seqlens_per_level(q_lengths, num_entries)),
+        "level_cu_seqlens_k": _int32(_cu_seqlens_per_level(k_lengths, num_entries)),
+    }
+
+
+def _cu_seqlens_per_level(lengths: np.ndarray, num_entries: np.ndarray) -> np.ndarray:
+    """Bounds of the lengths of each level, back to back, each from 0: one more than there are lengths."""
+    level = np.arange(len(num_entries)).repeat(num_entries)
+    ends = np.cumsum(lengths)
+    before = np.concatenate([[0], ends])[np.cumsum(num_entries) - num_entries]
+    bounds = np.zeros(len(lengths) + len(num_entries), dtype=np.int64)
+    bounds[np.arange(len(lengths)) + level + 1] = ends - before[level]
+    return bounds
+
+
+def _host_bounds(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Bounds as host ints where the tensors are on the host anyway; None on a device, which is not waited for."""
+    if cu_seqlens_q.device.type != "cpu":
+        return None
+    q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    return tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
+
+
+def _longest(cu_seqlens: np.ndarray) -> int:
+    return int(np.diff(cu_seqlens).max(initial=0))
+
+
+def _int64(array: np.ndarray) -> Tensor:
+    return torch.tensor(array, dtype=torch.int64)
+
+
+def _int32(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.astype(np.int32))

@@ -1,0 +1,125 @@
+"""Sequences in lexicographic order, and what each shares with its neighbour: all that the prefix plan is read from.
+
+NumPy only, like the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from radixtrain.tree.arrays import IntArray, check_not_negative, concatenate_ranges, lengths_of
+
+__all__ = ["SortedSequences", "sort_sequences", "without_small_branches"]
+
+
+@dataclass(frozen=True, eq=False)
+class SortedSequences:
+    """Sequences in lexicographic order with the longest common prefix of each with the one before it.
+
+    order: (B',). index of the sequence that stands at each sorted place; empty sequences are left out.
+    lengths: (B',). tokens of the sequence at each sorted place.
+    lcp: (B',). tokens that it shares with the sorted place before it; 0 for the first.
+    """
+
+    order: IntArray
+    lengths: IntArray
+    lcp: IntArray
+
+
+def sort_sequences(input_ids: IntArray, cu_seqlens: IntArray, position_ids: IntArray | None = None) -> SortedSequences:
+    """Sequences sorted by their (token, position) pairs, with the LCP of neighbours.
+
+    input_ids, position_ids: (T,), int64. Positions are left out of the key where every sequence counts from 0, since
+        there the depth is the position.
+    cu_seqlens: (B+1,), int64.
+
+    Raises ValueError, naming it, for a token or position that is negative.
+
+    Big-endian bytes compare as the numbers do, so that Python's sort runs on memcmp. The sort is stable.
+    """
+    lengths = lengths_of(cu_seqlens)
+    present = lengths.nonzero()[0]
+    if position_ids is not None and np.array_equal(position_ids, concatenate_ranges(0 * present, lengths[present])):
+        position_ids = None
+    pairs = input_ids[:, None] if position_ids is None else np.stack([input_ids, position_ids], axis=1)
+    words = _big_endian(pairs)
+    step = words.strides[0]
+    packed, bounds = words.tobytes(), (cu_seqlens * step).tolist()
+    keys = [packed[start:end] for start, end in pairwise(bounds)]
+    order = sorted(present.tolist(), key=keys.__getitem__)
+    lcp = _neighbour_lcp([keys[index] for index in order], step)
+    by_order = np.array(order, dtype=np.int64)
+    return SortedSequences(by_order, lengths[by_order], lcp)
+
+
+def _big_endian(pairs: IntArray) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """(T, 1 or 2). tokens and positions in the fewest bytes; as unsigned numbers, negative ones are the largest."""
+    if pairs.view(np.uint64).max(initial=0) < 2**32:
+        return pairs.astype(">u4")
+    for name, values in zip(("input_ids", "position_ids"), pairs.T, strict=False):
+        check_not_negative(name, values)
+    return pairs.astype(">u8")
+
+
+def _neighbour_lcp(keys: list[bytes], step: int) -> IntArray:
+    """LCP of each key with the one before it, none of which sorts behind it, in pairs of `step` bytes.
+
+    Neighbours mostly part where the last two did: `head` is tried first, 0.2 us in place of 1.2.
+    """
+    lcp, shared, before, head, ahead = [], 0, b"", b"", b""
+    for here in keys:
+        after = here[shared : shared + step]
+        if (after and after == ahead) or not here.startswith(head):
+            shared = _common_prefix(before, here, step)
+            head, after = here[:shared], here[shared : shared + step]
+        lcp.append(shared)
+        before, ahead = here, after
+    return np.array(lcp, dtype=np.int64) // step
+
+
+def _common_prefix(before: bytes, here: bytes, step: int) -> int:
+    """Bytes that two keys begin with, in whole pairs of `step` bytes."""
+    if before[:step] != here[:step]:
+        return 0
+    if here.startswith(before):
+        return len(before)
+    size = min(len(before), len(here)) // 4
+    differs = np.frombuffer(before, np.uint32, size) != np.frombuffer(here, np.uint32, size)
+    return int(differs.argmax()) * 4 // step * step
+
+
+def without_small_branches(lcp: IntArray, min_shared_tokens: int) -> IntArray:
+    """The LCP array with every branch point removed that saves fewer than `min_shared_tokens`.
+
+    A branch point is an lcp-interval: neighbouring sequences that share `depth` tokens and part there in
+    `entries + 1` directions. Removing one lowers its entries to the depth of the branch point above, so that the run
+    between the two is computed by each branch. Decided from the root downwards: a run that lost its branch point
+    lengthens the runs below it.
+    """
+    depth, parent, entries = [0], [0], [0]
+    node_of = np.zeros(len(lcp), dtype=np.int64)
+    stack = [0]
+    for place, value in enumerate(lcp.tolist()):
+        closed = None
+        while depth[stack[-1]] > value:
+            closed = stack.pop()
+        if depth[stack[-1]] < value:
+            depth.append(value)
+            parent.append(stack[-1])
+            entries.append(0)
+            stack.append(len(depth) - 1)
+        if closed is not None:
+            parent[closed] = stack[-1]
+        node_of[place] = stack[-1]
+        entries[stack[-1]] += 1
+    kept = np.zeros(len(depth), dtype=np.int64)
+    for node in sorted(range(1, len(depth)), key=depth.__getitem__):
+        above = kept[parent[node]]
+        saved = (depth[node] - above) * entries[node]
+        kept[node] = depth[node] if saved >= min_shared_tokens else above
+    return kept[node_of]

@@ -1,0 +1,225 @@
+"""Radix against ordinary Hugging Face on the same model and data: loss and every parameter's gradient.
+
+Both arms are measured against the float64 truth of `radixtrain.verification.oracle`, in every precision that matters
+to the user.
+A close loss proves little (a wrong mask moved it by 0.07 % when it was measured), so gradients are compared,
+per tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain.collators.radix import RadixCollator
+from radixtrain.errors import UserError
+from radixtrain.hf.adapters import draws_in_adapters
+from radixtrain.hf.dropout import draws_in_settings
+from radixtrain.hf.prepare import prepare_model, prepared_options, pretrained_model_of, restore_model
+from radixtrain.verification.oracle import (
+    Arm,
+    Features,
+    Gradients,
+    float64_throughout,
+    float64_truth,
+    gradients_of,
+    ordinary_padded,
+    radix_batch,
+    same_buffers,
+    weights_in,
+)
+from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
+
+__all__ = ["EquivalenceReport", "compare_gradients", "verify_arms", "verify_equivalence"]
+
+logger = logging.getLogger(__name__)
+SIXTEEN_BITS = ("bfloat16", "float16")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def verify_equivalence(
+    model: nn.Module,
+    features: Features,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    collator: Callable[[Features], dict[str, Any]] | None = None,
+    precisions: Sequence[str] | None = None,
+) -> EquivalenceReport:
+    """Compare the loss and the gradients of a radix batch with those of the ordinary model.
+
+    model: a `PreTrainedModel` or PEFT model, prepared or not. Comes back as it was, without gradients. It computes in
+        float64 for a while, which takes 24 bytes for each trained parameter and 8 for each frozen one.
+    features: as a `RadixCollator` takes them; together they must bear loss.
+    attention, kernel: as for `prepare_model`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
+    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`.
+    precisions: of `float64`, `float32` and the model's own dtype; default all of them.
+
+    Dropout that `prepare_model` was allowed is off meanwhile, and so are a router loss and AdaLoRA's regularizer.
+    Raises ValueError if nothing bears loss. Raises UserError as `prepare_model` does, and if the ordinary gradient is
+    not finite.
+    """
+    batch = (collator or RadixCollator())(features)
+    return verify_arms(
+        model, features, lambda: ordinary_padded(model, features), lambda: radix_batch(model, batch),
+        attention=attention, kernel=kernel, precisions=precisions,
+    )  # fmt: skip
+
+
+def verify_arms(
+    model: nn.Module, features: Features, ordinary: Arm, radix: Arm, *, attention: str = "auto", kernel: str = "auto",
+    precisions: Sequence[str] | None = None, autocast: torch.dtype | None = None,
+) -> EquivalenceReport:  # fmt: skip
+    """`verify_equivalence` for other ways to compute the two losses, such as a trainer's own.
+
+    ordinary, radix: yield the terms of the loss; called with the model restored, and prepared.
+    autocast: the dtype of mixed precision, which is then the last rung.
+    """
+    own = str(autocast or _own_dtype(model)).removeprefix("torch.")
+    wanted = tuple(precisions or dict.fromkeys(("float64", "float32", own)))
+    _check_precisions(wanted, own)
+    before = prepared_options(model)
+    allowed = before["allow_dropout"] if before else ()
+    rungs = []
+    with _as_it_was(model, before), _without_dropout(model, allowed), _without_added_losses(model):
+        _check_trained(model)
+        prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
+        logger.info("verify: %d sequences, each alone in float64", len(features))
+        truth = float64_truth(restore_model(model), features)
+        _check_finite(truth)
+        for precision in wanted:
+            logger.info("verify: %s", precision)
+            in_precision = _Precision(precision, autocast if precision == own else None, precision == own)
+            with in_precision.applied_to(restore_model(model)):
+                plain = gradients_of(model, ordinary)
+                prepare_model(model, attention=attention, kernel=in_precision.kernel(kernel), allow_dropout=allowed)
+                judged = not (_has_experts(model) and precision in SIXTEEN_BITS)
+                rungs.append(compare_gradients(precision, truth, plain, gradients_of(model, radix), judged))
+    return EquivalenceReport(tuple(rungs))
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype:
+    """What the model trains in: of parameters in several dtypes, the 16-bit one."""
+    dtypes = dict.fromkeys(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return next((dtype for dtype in dtypes if dtype.itemsize == 2), next(iter(dtypes)))
+
+
+def _check_precisions(wanted: Sequence[str], own: str) -> None:
+    known = tuple(dict.fromkeys(("float64", "float32", own)))
+    for precision in wanted:
+        if precision not in known:
+            raise UserError(f"precisions must be of {', '.join(known)} for this model, got {precision!r}")
+
+
+def _check_trained(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
+
+
+def _check_finite(truth: Gradients) -> None:
+    for name, tensor in truth.tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"the ordinary model's gradient of {name} is not finite on these sequences: no verdict")
+
+
+def compare_gradients(
+    precision: str, truth: Gradients, ordinary: Gradients, radix: Gradients, judged: bool = True
+) -> Rung:
+    """A rung of the ladder. All three hold the same parameters; errors are computed in float64."""
+    tensors = tuple(
+        _tensor_error(name, exact, ordinary.tensors[name], radix.tensors[name]) for name, exact in truth.tensors.items()
+    )
+    return Rung(precision, truth.loss, ordinary.loss, radix.loss, tensors, judged)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    config = pretrained_model_of(model).config.get_text_config()
+    return any((getattr(config, name, None) or 0) > 1 for name in NUM_EXPERTS)
+
+
+@dataclass(frozen=True)
+class _Precision:
+    """One rung's weights, casts and autocast. `own`: the model stays as it is."""
+
+    name: str
+    autocast: torch.dtype | None
+    own: bool
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        device = next(model.parameters()).device.type
+        with ExitStack() as stack:
+            if self.autocast:
+                stack.enter_context(torch.autocast(device, self.autocast))
+            elif self.name == "float64":
+                stack.enter_context(float64_throughout(model))
+            elif not self.own:
+                stack.enter_context(weights_in(model, getattr(torch, self.name)))
+            yield
+
+    def kernel(self, asked_for: str) -> str:
+        """flash-attn knows 16 bits only; the wider rungs test the same tree on a kernel that can."""
+        return "auto" if asked_for.startswith("flash") and self.name in ("float64", "float32") else asked_for
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[None]:
+    try:
+        with same_buffers(model):
+            yield
+    finally:
+        restore_model(model)
+        if before:
+            prepare_model(model, **before)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]:
+    """Two arms that draw differently cannot be compared. What draws and is no module is off only in evaluation mode."""
+    modules = list(model.modules())
+    drawing = [(module, module.p) for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)]
+    training = [module.training for module in modules]
+    base = pretrained_model_of(model)
+    for module, _ in drawing:
+        module.p = 0.0
+    if any(name == "neftune" or draws_in_settings(base, name) or draws_in_adapters(model, name) for name in allowed):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, p in drawing:
+            module.p = p
+        for each, was_training in zip(modules, training, strict=True):
+            each.training = was_training
+
+
+@contextmanager
+def _without_added_losses(model: nn.Module) -> Iterator[None]:
+    """Without a router loss and AdaLoRA's regularizer, which are no sums over tokens, so the truth has none."""
+    config = pretrained_model_of(model).config.get_text_config()
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    places = [(config, "output_router_logits", False), *((adapter, "orth_reg_weight", 0.0) for adapter in adapters)]
+    wanted = [(place, name, without, getattr(place, name, None)) for place, name, without in places]
+    wanted = [entry for entry in wanted if entry[-1]]
+    for place, name, without, _ in wanted:
+        setattr(place, name, without)
+    try:
+        yield
+    finally:
+        for place, name, _, value in wanted:
+            setattr(place, name, value)
+
+
+def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> TensorError:
+    exact = truth.double()
+    ordinary_difference, radix_difference = ((x.double() - exact).norm().item() for x in (ordinary, radix))
+    off = (radix.double() - exact).abs().nan_to_num(nan=float("inf"))
+    place = tuple(int(index) for index in torch.unravel_index(off.argmax(), off.shape))
+    values = radix[place].item(), ordinary[place].item(), exact[place].item()
+    return TensorError(name, exact.norm().item(), ordinary_difference, radix_difference, place, values)

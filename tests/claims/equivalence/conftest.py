@@ -1,0 +1,101 @@
+"""Ways to run an optimizer step, for every test that generates them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from torch import Tensor
+
+from radixtrain import RadixCollator
+from radixtrain.collators.steps import StepCollator
+from radixtrain.kernels.cascade import blocked_pieces
+from radixtrain.training.module import RadixModule
+from radixtrain.verification.oracle import radix_batch
+
+LOSSES = ["own, micro-batches", "fused, micro-batches", "own, one batch"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run the optimizer step.
+
+    loss: the model's own loss on one batch; its own loss on micro-batches; or the fused loss of `fit` on micro-batches.
+    max_tokens: unique tokens in a micro-batch.
+    """
+
+    loss: str
+    max_tokens: int
+    min_shared_tokens: int
+    pad_to_multiple_of: int | None
+    activation_checkpointing: bool
+
+    def terms(self, model: Any, features: Any) -> Iterator[Tensor]:
+        """The terms of the step's loss."""
+        if self.loss == "own, one batch":
+            yield from radix_batch(model, RadixCollator(**self._sizes)(features))
+            return
+        step = self.step(features)
+        for batch in step["micro_batches"]:
+            if self._fused:
+                yield _module(model).loss_sum(batch) / step["num_labels"]
+            else:
+                yield model(**batch, num_items_in_batch=step["num_labels"]).loss
+
+    def step(self, features: Any) -> dict[str, Any]:
+        """The step, cut and collated."""
+        return StepCollator(max_tokens=self.max_tokens, merge_labels=self._fused, **self._sizes)(features)
+
+    @property
+    def _fused(self) -> bool:
+        return self.loss == "fused, micro-batches"
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {"min_shared_tokens": self.min_shared_tokens, "pad_to_multiple_of": self.pad_to_multiple_of}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
+    monkeypatch.setattr("radixtrain.tree.layout.blocked_pieces", partial(blocked_pieces, block=4))
+    monkeypatch.setattr("radixtrain.kernels.rectangles.STRIP", 6)
+
+
+@pytest.fixture(scope="session")
+def ways() -> Callable[..., st.SearchStrategy[Way]]:
+    """`ways(max_tokens=...)`: a strategy of ways; keyword arguments replace what is drawn."""
+
+    def build(**given: Any) -> st.SearchStrategy[Way]:
+        drawn = {
+            "loss": st.sampled_from(LOSSES),
+            "max_tokens": st.integers(8, 16),
+            "min_shared_tokens": st.integers(1, 5),
+            "pad_to_multiple_of": st.sampled_from([None, 4]),
+            "activation_checkpointing": st.booleans(),
+        }
+        return st.builds(Way, **{**drawn, **given})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def set_checkpointing() -> Callable[[Any, bool], None]:
+    """`set_checkpointing(model, wanted)`, of a model or one that PEFT wraps."""
+
+    def set_it(model: Any, wanted: bool) -> None:
+        base = getattr(model, "get_base_model", lambda: model)()
+        if wanted:
+            base.activation_checkpointing_enable({"use_reentrant": False})
+        else:
+            base.activation_checkpointing_disable()
+
+    return set_it
+
+
+def _module(model: Any) -> RadixModule:
+    module = RadixModule("unused")
+    module.model = model
+    return module

@@ -1,0 +1,210 @@
+"""The tests are tested: every mistake below has been made by some system of the field, and each makes the suite fail.
+
+The float64 rung, whose bar is a number, sees each; the float32 rung sees each that is larger than rounding.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import radixtrain.hf.attention
+import radixtrain.kernels.pieces
+import radixtrain.kernels.rows
+from radixtrain import RadixCollator, restore_model, verify_equivalence
+from radixtrain.attention import tree_attention
+from radixtrain.kernels.pieces import attention_in_pieces
+from radixtrain.verification.equivalence import verify_arms
+from radixtrain.verification.oracle import ordinary_padded
+from radixtrain.verification.report import EquivalenceReport
+
+# Nested three deep, labels on shared tokens, several labels at branches, one sequence a prefix of another.
+FEATURES = [
+    {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
+    {"input_ids": [7, 8, 9, 3], "labels": [-100, -100, 9, 3]},
+    {"input_ids": [7, 8, 5, 6], "labels": [-100, 8, 5, 6]},
+    {"input_ids": [7, 8, 5, 6, 4, 4], "labels": [-100, -100, 5, -100, 4, 4]},
+    {"input_ids": [30, 31, 32], "labels": [30, 31, 32]},
+]
+Collate = Callable[[Any], dict[str, Any]]
+
+
+def verdict(model: Any, collate: Collate | None = None, **options: Any) -> EquivalenceReport:
+    return verify_equivalence(model, FEATURES, collator=collate, **options)
+
+
+def assert_caught(report: EquivalenceReport) -> None:
+    for precision in ("float64", "float32"):
+        assert not report[precision].passed, f"{precision} lets it through:\n{report}"
+    assert "NOT EQUAL" in str(report)
+
+
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])
+def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str) -> None:
+    report = verdict(tiny_qwen3(), attention=attention)
+    assert report.passed and report.conclusive, str(report)
+
+
+def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
+    """The first token of one completion goes without loss: what a shared row with one label a row does."""
+    first_of_branch = int(np.flatnonzero(np.diff(batch["radix_predictor_indices"].numpy()) == 0)[0])
+    for name in ("labels", "shift_labels"):
+        batch[name][0, first_of_branch] = -100
+    return batch
+
+
+def count_a_shared_label_once(batch: dict[str, Any]) -> dict[str, Any]:
+    """A mean over unique tokens: a label that two sequences share weighs as much as one that is not shared."""
+    pairs = torch.stack([batch["radix_predictor_indices"], batch["shift_labels"][0]])
+    distinct = pairs.unique(dim=1)
+    assert distinct.shape[1] < pairs.shape[1]
+    labels = {"labels": distinct[1:], "shift_labels": distinct[1:]}
+    return {**batch, "radix_predictor_indices": distinct[0], **labels}
+
+
+def move_a_position_by_one(batch: dict[str, Any]) -> dict[str, Any]:
+    batch["position_ids"][0, batch["radix_inverse_indices"][3]] += 1
+    return batch
+
+
+def count_rows_as_positions(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+
+def predict_from_the_row_before(batch: dict[str, Any]) -> dict[str, Any]:
+    """The packed neighbour in place of the parent: right inside a segment, wrong at every branch."""
+    rows = batch["radix_predictor_indices"]
+    return {**batch, "radix_predictor_indices": torch.where(rows.diff(append=rows[-1:]) == 0, rows + 1, rows)}
+
+
+def take_a_sibling_for_the_same(batch: dict[str, Any]) -> dict[str, Any]:
+    """Sharing by position and not by history: a token of one branch stands for the one beside it in another."""
+    batch["input_ids"][0, batch["radix_inverse_indices"][5 + 4 + 2]] = 9  # in the place of the third row's 5
+    return batch
+
+
+MUTATED_BATCHES = [
+    drop_a_branch_label,
+    count_a_shared_label_once,
+    move_a_position_by_one,
+    count_rows_as_positions,
+    predict_from_the_row_before,
+    take_a_sibling_for_the_same,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATED_BATCHES, ids=lambda mutate: mutate.__name__)
+def test_a_mutated_batch(tiny_qwen3: Callable[..., Any], mutate: Callable[..., Any]) -> None:
+    assert_caught(verdict(tiny_qwen3(), lambda features: mutate(RadixCollator()(features))))
+
+
+def sibling_leak(layout: Any) -> Tensor:
+    """Causal over the rows and nothing else: every branch sees the ones before it."""
+    return torch.full_like(layout.subtree_ends, layout.num_rows)
+
+
+def forgotten_prompt(layout: Any) -> Tensor:
+    """Each segment sees only itself."""
+    return layout.segment_starts[1:].clone()
+
+
+def one_level(layout: Any) -> Tensor:
+    """A mask of prompt and completions on a nested trie: the middle of a path is not seen."""
+    ends = layout.subtree_ends.clone()
+    nested = layout.segment_starts[:-1] > 0
+    ends[nested] = layout.segment_starts[1:][nested]
+    return ends
+
+
+@pytest.mark.parametrize("ends_of", [sibling_leak, forgotten_prompt, one_level], ids=lambda ends: ends.__name__)
+def test_a_wrong_mask(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], Tensor]
+) -> None:
+    def mutated(query: Tensor, key: Tensor, value: Tensor, layout: Any, **options: Any) -> Tensor:
+        wrong = replace(layout, subtree_ends=ends_of(layout))
+        return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
+
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", mutated)
+    assert_caught(verdict(tiny_qwen3()))
+
+
+def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
+    """The silent failure of the field: a model that nobody prepared reads jumps of positions as packed documents."""
+    model = tiny_qwen3()
+    batch = RadixCollator()(FEATURES)
+
+    def stock() -> Iterator[Tensor]:
+        hidden = restore_model(model).model(batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
+        logits = model.lm_head(hidden[0, batch["radix_predictor_indices"]])
+        yield torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0])
+
+    report = verify_arms(model, FEATURES, lambda: ordinary_padded(model, FEATURES), stock)
+    assert report["float64"].loss_error < 0.02, "the loss alone hardly sees it"
+    assert_caught(report)
+
+
+def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see only its beginning."""
+    from radixtrain.kernels.blockwise import TorchCPUKernel
+
+    monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, block, scoring: {"is_causal": True})
+    assert_caught(verdict(tiny_qwen3(), attention="path"))
+
+
+def test_the_log_sum_exp_of_a_piece_in_the_backward(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass that is right, and a backward pass of each piece as if it were the only one."""
+
+    def in_pieces_alone(q: Tensor, k: Tensor, v: Tensor, pieces: Any, *args: Any) -> Tensor:
+        exact = attention_in_pieces(q, k, v, pieces, *args)
+        alone = attention_in_pieces(q, k, v, pieces[:1], *args)
+        return exact.detach() + alone - alone.detach()
+
+    monkeypatch.setattr("radixtrain.kernels.cascade.attention_in_pieces", in_pieces_alone)
+    report = verdict(tiny_qwen3(), attention="cascade")
+    assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss alone does not see it"
+    assert_caught(report)
+
+
+@pytest.mark.parametrize("attention", ["path", "expand"])
+def test_a_gradient_that_is_written_and_not_added(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """Rows that are read more than once, whose gradient keeps the last copy."""
+
+    def last_copy(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
+        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices, x)
+
+    monkeypatch.setattr(radixtrain.kernels.rows, "sum_rows", last_copy)
+    report = verdict(tiny_qwen3(), attention=attention)
+    assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss alone does not see it"
+    assert_caught(report)
+
+
+def test_a_hundred_millionth_too_much(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below the rounding of float32, so only the float64 rung can see it."""
+    monkeypatch.setattr(
+        radixtrain.hf.attention,
+        "tree_attention",
+        lambda *args, **options: tree_attention(*args, **options) * (1 + 1e-8),
+    )
+    report = verdict(tiny_qwen3())
+    assert not report["float64"].passed
+    assert report["float32"].passed
+
+
+def test_dead_attention(tiny_qwen3: Callable[..., Any]) -> None:
+    """Equal because nothing flows, as in a published proof: zero gradients prove nothing, and the report says so."""
+    model = tiny_qwen3()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    report = verdict(model)
+    assert report.passed
+    assert not report.conclusive
+    assert "zero: model.layers.0.self_attn.q_proj.weight" in str(report)

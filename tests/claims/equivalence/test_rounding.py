@@ -1,0 +1,95 @@
+"""In float32 and bfloat16 radix is as far from the float64 truth as the ordinary padded batch is.
+
+Over all tries of a strategy: the worst tensor's error at most 2x the ordinary worst, the median ratio at most 1.2. A
+single try is held to the looser bar of `Rung`, since one batch of a model with norms of 8 elements has luck.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from radixtrain import prepare_model, restore_model, verify_equivalence
+from radixtrain.attention import STRATEGIES
+from radixtrain.testing import labelled_features
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import Features, float64_truth, gradients_of, ordinary_padded
+from radixtrain.verification.report import Rung
+
+TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50"))
+BATCHES = labelled_features(vocab_size=50, max_sequences=16, max_length=40)
+MODELS = {"tied": {}, "untied, biased": {"tie_word_embeddings": False, "attention_bias": True}, "LoRA": {}}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_rounding(
+    tiny_qwen3: Callable[..., Any],
+    ways: Callable[..., Any],
+    set_checkpointing: Callable[[Any, bool], None],
+    dtype: torch.dtype,
+    kind: str,
+    print_behind: Callable[[str, str], None],
+) -> None:
+    model = tiny_qwen3(seed=1, **MODELS[kind]).train()
+    if kind == "LoRA":
+        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model = model.to(dtype)
+    rungs: dict[str, list[Rung]] = {attention: [] for attention in STRATEGIES}
+    # In one piece, as the ordinary batch: gradients that are added up over micro-batches round once more for each.
+    whole = ways(max_tokens=st.none())
+
+    @settings(max_examples=TRIES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(features=BATCHES, way=whole)
+    def one_try(features: Features, way: Any) -> None:
+        set_checkpointing(model, way.activation_checkpointing)
+        for attention, rung in climb(model, features, way).items():
+            assert math.isfinite(rung.worst.radix), f"{attention}, {way}: {rung.worst}"
+            rungs[attention].append(rung)
+
+    one_try()
+    for attention, tries in rungs.items():
+        radix, ordinary = max(rung.worst.radix for rung in tries), max(rung.worst_ordinary for rung in tries)
+        median = statistics.median(t.radix / t.ordinary for rung in tries for t in rung.alive)
+        name = str(dtype).removeprefix("torch.")
+        print_behind(
+            "rounding: error against the float64 truth, radix and the ordinary padded batch",
+            f"{name} {kind}, {attention}: worst tensor {radix:.2e} and {ordinary:.2e} ({radix / ordinary:.2f}x), "
+            f"median ratio {median:.3f}, {len(tries)} tries",
+        )
+        assert radix <= 2 * ordinary
+        assert median <= 1.2
+        assert sum(rung.passed for rung in tries) >= 0.98 * len(tries), "a try of a few tokens may be unlucky, not many"
+
+
+def test_half_the_precision_is_seen(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar is where it says: attention that sums in bfloat16 fails the float32 rung."""
+    import radixtrain.hf.attention
+
+    def careless(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        return attend(query, key, value.bfloat16().to(value.dtype), *args, **options)
+
+    attend = radixtrain.hf.attention.tree_attention
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", careless)
+    features = [{"input_ids": ids, "labels": ids} for ids in ([1, 0, 1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 3, 2])]
+    assert not verify_equivalence(tiny_qwen3(), features, precisions=["float32"]).passed
+
+
+def climb(model: Any, features: Features, way: Any) -> dict[str, Rung]:
+    """The rung of the model's own dtype for every strategy, against one truth and one ordinary batch."""
+    precision = str(next(model.parameters()).dtype).removeprefix("torch.")
+    truth = float64_truth(restore_model(model), features)
+    ordinary = gradients_of(model, lambda: ordinary_padded(model, features))
+    rungs = {}
+    for attention in STRATEGIES:
+        radix = gradients_of(prepare_model(model, attention=attention), lambda: way.terms(model, features))
+        rungs[attention] = compare_gradients(precision, truth, ordinary, radix)
+    restore_model(model)
+    return rungs

@@ -1,0 +1,366 @@
+"""A training step waits for the device once: to look whether loss and gradient norm are finite.
+
+Without a GPU this is seen in two ways. The step runs on torch's `meta` device, which has no values and takes the code
+path of CUDA (packed pieces, torch's varlen kernels), under a watch that refuses every operator whose result or shape
+the host would have to read back. And the source of every module on the path is read for calls that do.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.attention import AttentionChoice
+from radixtrain.collators.steps import StepCollator
+from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
+from radixtrain.kernels.ragged import VarlenKernel
+from radixtrain.training import module as training
+from radixtrain.training.module import RadixModule
+
+ROOT = Path(__file__).resolve().parents[2]
+aten = torch.ops.aten
+KERNELS = ("torch", "flash_attn", "flash_attn_3")
+NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [2, 2, 1], [2, 2, 3, 3], [2, 2, 3, 4], [5, 1]]
+FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
+
+# What a device has to be asked for: a value, or a size that depends on values.
+READS = {
+    "_local_scalar_dense", "equal", "nonzero", "nonzero_static", "masked_select", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount", "histc", "linalg_eig",
+}  # fmt: skip
+
+
+class Waits(AssertionError):
+    """The host waits for the device here."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operators that make the host wait, forward and backward."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.device.type == self.device for x in given):
+            self.check(func.overloadpacket.__name__, args, kwargs, given)
+        result = func(*args, **kwargs)
+        devices = {x.device.type for x in [*given, *tree_leaves(result)] if isinstance(x, Tensor) and x.ndim}
+        if len(devices) > 1 and not _is_non_blocking(func, args, kwargs):
+            raise Waits(f"{func} copies between {' and '.join(sorted(devices))} and waits")
+        return result
+
+    def check(self, name: str, args: Any, kwargs: Any, given: list[Tensor]) -> None:
+        if name in READS:
+            raise Waits(f"{name} reads from the device")
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            raise Waits("repeat_interleave without output_size asks the device how long its result is")
+        if name.lstrip("_").startswith("index") and any(x.dtype in (torch.bool, torch.uint8) for x in _indices(args)):
+            raise Waits(f"{name} with a mask asks the device how many are set")
+
+
+def _indices(args: Any) -> list[Tensor]:
+    """The index tensors of `index` and `index_put`: a list after the tensor."""
+    listed = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return [x for x in listed if isinstance(x, Tensor)]
+
+
+def _is_non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("non_blocking") if "non_blocking" in names else len(args)
+    return bool(kwargs.get("non_blocking", args[place] if place < len(args) else False))
+
+
+def empty_attention(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def kernel_without_values(name: str, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
+    """Torch's own operators know their shapes on meta; those of the packages are stood in for."""
+    if name == "torch":
+        return TorchCUDAKernel()
+    kernel: Any = object.__new__(FlashAttnKernel if name == "flash_attn" else FlashAttn3Kernel)
+    if name == "flash_attn":
+        kernel.interface = ModuleType("flash_attn_interface")
+        kernel.interface._flash_attn_varlen_forward = empty_attention
+        kernel.interface._flash_attn_varlen_backward = lambda *args, **kwargs: None
+    else:
+        kernel.ops = SimpleNamespace(fwd=empty_attention, bwd=lambda *args, **kwargs: None)
+    return kernel
+
+
+@pytest.fixture
+def no_autocast_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch knows no autocast there, and raises where it is asked for its state."""
+    is_enabled, autocast = torch.is_autocast_enabled, torch.autocast
+
+    def autocast_elsewhere(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and is_enabled(*device))
+    monkeypatch.setattr(torch, "autocast", autocast_elsewhere)
+
+
+@pytest.fixture
+def on_meta(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, no_autocast_on_meta: None
+) -> Callable[..., Any]:
+    """`on_meta(attention, kernel)`: a prepared bfloat16 model without values, whose kernels are those of CUDA."""
+
+    def build(attention: str = "cascade", kernel: str = "torch", **changes: Any) -> Any:
+        choice, varlen = AttentionChoice(attention, kernel, "test"), kernel_without_values(kernel, monkeypatch)
+        monkeypatch.setattr("radixtrain.attention.choose_attention", lambda *args, **kwargs: choice)
+        monkeypatch.setattr("radixtrain.attention._kernel", lambda *args: varlen)
+        return prepare_model(tiny_qwen3(**changes).to(torch.bfloat16).to("meta").train())
+
+    return build
+
+
+def module_around(model: Any, monkeypatch: pytest.MonkeyPatch) -> RadixModule:
+    """Lightning's part of the step, without a trainer."""
+    module = RadixModule("unused")
+    module.model = model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    stand_ins = {
+        "optimizers": lambda: optimizer,
+        "lr_schedulers": lambda: scheduler,
+        "manual_backward": lambda loss: loss.backward(),
+        "log_dict": lambda *args, **kwargs: None,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(RadixModule, "device", torch.device("meta"))
+    monkeypatch.setattr(RadixModule, "global_step", 0)
+    return module
+
+
+def to_meta(batch: Any) -> Any:
+    """As Lightning moves a batch: pinned tensors, without waiting."""
+    if isinstance(batch, Tensor):
+        return batch.to("meta", non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: to_meta(value) for name, value in batch.items()}
+    return [to_meta(value) for value in batch] if isinstance(batch, list) else batch
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+@pytest.mark.parametrize("padding", [None, 8])
+def test_loss_and_backward(on_meta: Callable[..., Any], attention: str, kernel: str, padding: int | None) -> None:
+    """The drop-in: the model's own head and loss."""
+    model = on_meta(attention, kernel)
+    batch = to_meta(RadixCollator(pad_to_multiple_of=padding)(FEATURES))
+    with NoWaiting("meta"):
+        model(**batch).loss.backward()
+    assert all(parameter.grad.device.type == "meta" for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("merge_labels", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_step_of_fit_waits_once(
+    on_meta: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kernel: str, merge_labels: bool, checkpointing: bool
+) -> None:
+    """Micro-batches, the fused loss, clipping, AdamW and the schedule; what Lightning's loggers read is not here."""
+    model = on_meta("cascade", kernel)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    module = module_around(model, monkeypatch)
+    step = to_meta({**StepCollator(max_tokens=12, merge_labels=merge_labels)(FEATURES), "rows": []})
+    assert len(step["micro_batches"]) > 1
+    finite: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(training, "_check_finite", lambda loss, norm, *rest: finite.append((loss, norm)))
+    with NoWaiting("meta"):
+        module.training_step(step, 0)
+    assert len(finite) == 1
+    monkeypatch.undo()
+    with NoWaiting("meta"), pytest.raises(Waits, match="_local_scalar_dense"):
+        training._check_finite(*finite[0], [], 0)
+
+
+def test_a_window(on_meta: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask tells the layers, by its shape and not by its values."""
+    windows = []
+    forward = TorchCUDAKernel.forward
+    monkeypatch.setattr(TorchCUDAKernel, "forward", lambda *a: windows.append(a[-1].window) or forward(*a))
+    model = on_meta("path", "torch", sliding_window=3, use_sliding_window=True, max_window_layers=1)
+    with NoWaiting("meta"):
+        model(**to_meta(RadixCollator()(FEATURES))).loss.backward()
+    assert windows == [None, 3]
+
+
+WAITING: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "bool": lambda x: bool((x > 0).all()),
+    "mask": lambda x: x[x > 0],
+    "mask put": lambda x: x.index_put_((x > 0,), x.new_zeros(())),
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: torch.unique(x),
+    "repeats": lambda x: x.repeat_interleave(torch.zeros(4, dtype=torch.int64, device="meta")),
+    "from the host": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]).to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_watch_sees(name: str) -> None:
+    with NoWaiting("meta"), pytest.raises((Waits, NotImplementedError, RuntimeError)):
+        WAITING[name](torch.empty(4, device="meta"))
+
+
+def test_the_watch_sees_a_backward() -> None:
+    class ReadsInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.repeat_interleave(torch.ones_like(grad, dtype=torch.int64))
+
+    with NoWaiting("meta"), pytest.raises(Waits, match="repeat_interleave"):
+        ReadsInBackward.apply(torch.empty(4, device="meta", requires_grad=True)).sum().backward()
+
+
+def test_the_watch_lets_pass() -> None:
+    with NoWaiting("meta"):
+        x = torch.ones(4).to("meta", non_blocking=True) + 1.0
+        x.index_select(0, torch.empty(2, dtype=torch.int64, device="meta"))
+        x[torch.empty(2, dtype=torch.int64, device="meta")].repeat_interleave(
+            torch.empty(2, dtype=torch.int64, device="meta"), output_size=5
+        )
+
+
+# By reading. Functions on the path from a batch on the device to its gradient, and why some may read all the same.
+ON_THE_PATH = [
+    *(f"kernels/{name}.py" for name in ("blockwise", "blocks", "cascade", "expand", "flash", "path", "pieces")),
+    *(
+        f"kernels/{name}.py"
+        for name in ("ragged", "reference", "row_order", "rows", "scoring", "triton_choice", "varlen")
+    ),
+    *(f"kernels/{name}_triton.py" for name in ("merge", "rows")),
+    *(f"kernels/{name}.py" for name in ("tree_triton", "tree_triton_kernels")),
+    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "loss", "training/module")),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").glob("*.py"))),
+]
+HOST = "host data: NumPy arrays in the DataLoader worker"
+MAY_READ = {
+    ("kernels/ragged.py", "_read_bounds"): "the eager kernel on CUDA alone, which loops; `bounds` spares it elsewhere",
+    ("kernels/rectangles.py", "*"): "host integers; comes from `Ragged.bounds`, or from `_read_bounds` above",
+    ("kernels/cascade.py", "*"): "tensors on the host alone; a device has `TreeLayout.packed_pieces`",
+    ("radixtrain/tree/layout.py", "_levels"): HOST,
+    ("radixtrain/tree/layout.py", "_int64"): HOST,
+    ("radixtrain/tree/layout.py", "_host_bounds"): "tensors on the host alone; it returns first for any other",
+    ("radixtrain/loss.py", "_deal_on_host"): "`_chunks` chooses it for tensors on the host alone",
+    ("radixtrain/training/module.py", "_check_finite"): "the one wait of a step, so that no bad step is taken",
+    ("radixtrain/training/module.py", "_in_order"): "`predict` writes its results down",
+}
+READING_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "masked_select", "unique", "bincount"}
+
+
+def reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Function and what it does, for every expression that may make the host wait."""
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.Lambda)):
+            inner = {id(node) for each in ast.iter_child_nodes(function) for node in _of_nested(each)}
+            for node in ast.walk(function):
+                if id(node) not in inner and (what := _what_reads(node)):
+                    yield getattr(function, "name", "lambda"), what
+
+
+def _of_nested(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that belong to a function inside, which is looked at by itself."""
+    for each in ast.walk(node):
+        if isinstance(each, (ast.FunctionDef, ast.Lambda)):
+            yield from (part for part in ast.walk(each) if part is not each)
+
+
+def _what_reads(node: ast.AST) -> str | None:
+    if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
+        called = {_name(part) for part in ast.walk(node.test) if isinstance(part, ast.Call)}
+        return "a condition on a tensor" if called & {".any", ".all"} else None
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Compare, ast.UnaryOp)):
+        is_mask = isinstance(node.slice, ast.Compare) or isinstance(node.slice.op, ast.Invert)
+        return "an index that is a mask" if is_mask else None
+    if not isinstance(node, ast.Call):
+        return None
+    name, keywords = _name(node), {keyword.arg for keyword in node.keywords}
+    if name.startswith(".") and name[1:] in READING_METHODS:
+        return name
+    if name == ".repeat_interleave" and "output_size" not in keywords:
+        return ".repeat_interleave without output_size"
+    if name == ".where" and len(node.args) == 1:
+        return ".where of a condition alone"
+    return "torch.tensor of host data" if name == ".tensor" and isinstance(node.func.value, ast.Name) else None
+
+
+def _name(call: ast.Call) -> str:
+    """`.method` for whatever is called by an attribute."""
+    return f".{call.func.attr}" if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def test_nothing_on_the_path_reads_but_what_may() -> None:
+    found = [(path, *read) for path in ON_THE_PATH for read in reads(ast.parse((ROOT / path).read_text("utf-8")))]
+    unexplained = [each for each in found if not {(each[0], each[1]), (each[0], "*")} & MAY_READ.keys()]
+    assert not unexplained, unexplained
+    used = {(path, function) for path, function, _ in found} | {(path, "*") for path, _, _ in found}
+    stale = [place for place in MAY_READ if place not in used and place[1] != "*"]
+    assert not stale, f"these read no longer: {stale}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x.item()", "x[x > 0]", "x[~mask]", "y if x.any() else z", "x.repeat_interleave(n)", "torch.unique(x)",
+        "torch.tensor([1])", "torch.where(x > 0)", "bool(x.sum().item())",
+    ],
+)  # fmt: skip
+def test_reading_sees(source: str) -> None:
+    assert list(reads(ast.parse(f"def f(x):\n    return {source}")))
+
+
+@pytest.mark.parametrize(
+    "source", ["x[:3]", "x[i]", "torch.where(x > 0, x, y)", "any(y)", "x.repeat_interleave(n, output_size=3)"]
+)
+def test_reading_lets_pass(source: str) -> None:
+    assert not list(reads(ast.parse(f"def f(x):\n    return {source}")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs this: make test-gpu")
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+def test_cuda_itself_does_not_wait(tiny_qwen3: Callable[..., Any], attention: str) -> None:
+    """CUDA raises where the host would wait. The first step compiles and fills caches, and may."""
+    model = prepare_model(tiny_qwen3().to("cuda", torch.bfloat16).train(), attention=attention)
+    module = RadixModule("unused")
+    module.model = model
+    batch = RadixCollator(merge_labels=True, pad_to_multiple_of=8)(FEATURES)
+    pinned = {name: x.pin_memory() if isinstance(x, Tensor) else x for name, x in batch.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        moved = {name: x.to("cuda", non_blocking=True) if isinstance(x, Tensor) else x for name, x in pinned.items()}
+        module.loss_sum(moved).backward()
+        module._clip()
+        optimizer.step()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,111 @@
+"""Batches are pinned as they are and copied without waiting: by torch's loader, Lightning and Accelerate.
+
+Pinning needs a GPU. What walks the batch does not, so the tensors' own `pin_memory` is stood in for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from radixtrain import RadixCollator
+from radixtrain.collators.steps import StepCollator
+from radixtrain.tree.layout import TreeLayout
+
+SEQUENCES = [1, 1, 2, 3], [1, 1, 2, 4, 4], [1, 1, 5], [2, 2, 1], [2, 2, 3]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in SEQUENCES]
+COLLATORS = {
+    "drop-in": RadixCollator(),
+    "merged labels": RadixCollator(merge_labels=True, pad_to_multiple_of=8),
+    "a step": StepCollator(max_tokens=8),
+    "a padded step": StepCollator(dedup=False, max_tokens=12),
+}
+META = torch.device("meta")
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The addresses of the tensors that were pinned; a stand-in leaves them where they are."""
+    seen: set[int] = set()
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x, *_: seen.add(x.data_ptr()) or x)
+    return seen
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every tensor that moves, whether it moves without blocking."""
+    seen: list[bool] = []
+    move = Tensor.to
+
+    def spy(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(kwargs.get("non_blocking", False))
+        return move(x, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", spy)
+    return seen
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_every_tensor_is_pinned_and_nothing_else_changes(name: str, pinned: set[int]) -> None:
+    batch = COLLATORS[name](FEATURES)
+    result = pin_memory(batch)
+    assert {x.data_ptr() for x in tensors_of(batch)} == pinned
+    assert repr(result) == repr(batch)
+
+
+def test_a_pinned_batch_is_a_layout(pinned: set[int]) -> None:
+    batch = pin_memory(RadixCollator()(FEATURES))
+    layout = TreeLayout.from_batch(batch)
+    assert layout.levels == TreeLayout.from_batch(RadixCollator()(FEATURES)).levels
+    assert {x.data_ptr() for x in tensors_of(layout.to_batch())} <= pinned
+
+
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_a_layout_moves_as_it_is_told(copies: list[bool], non_blocking: bool) -> None:
+    layout = TreeLayout.from_batch(RadixCollator()(FEATURES))
+    moved = layout.to("meta", non_blocking=non_blocking)
+    assert moved.device == META and copies == [non_blocking] * len(tensors_of(layout.to_batch()))
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_lightning_moves_without_blocking(name: str, copies: list[bool]) -> None:
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+
+    batch = COLLATORS[name](FEATURES)
+    moved = move_data_to_device(batch, META)
+    assert all(x.device == META for x in tensors_of(moved))
+    assert copies == [True] * len(tensors_of(batch))
+
+
+@pytest.mark.parametrize("name", ["drop-in", "merged labels"])
+def test_accelerate_moves_without_blocking_where_asked(name: str, copies: list[bool]) -> None:
+    """`Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))`; Trainer hands its own on."""
+    operations = pytest.importorskip("accelerate.utils.operations", reason="pip install accelerate runs this")
+    batch = COLLATORS[name](FEATURES)
+    moved = operations.send_to_device(batch, META, non_blocking=True)
+    assert all(x.device == META for x in tensors_of(moved)) and moved["radix_levels"] == batch["radix_levels"]
+    assert copies == [True] * len(tensors_of(batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs this: make test-gpu")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_pins(num_workers: int) -> None:
+    collate: Callable[..., Any] = COLLATORS["merged labels"]
+    loader: DataLoader[Any] = DataLoader(
+        FEATURES, batch_size=5, collate_fn=collate, pin_memory=True, num_workers=num_workers
+    )
+    (batch,) = loader
+    assert all(x.is_pinned() for x in tensors_of(batch))
+    layout = TreeLayout.from_batch(batch).to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(layout.gather_indices.cpu(), batch["radix_gather_indices"])

@@ -1,0 +1,126 @@
+"""Rectangles of queries and keys: views, masks, and that they meet every pair once."""
+
+from collections import Counter
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixtrain.kernels.rectangles import LONG, STRIP, Block, blocks_of
+
+CPU = torch.device("cpu")
+
+
+def cut(lengths, causal=True, window=None, masks=None):
+    """lengths: (queries, keys) of each entry."""
+    q, k = ([0, *accumulate(side)] for side in (zip(*lengths, strict=True) if lengths else ((), ())))
+    bounds = list(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
+    return blocks_of(bounds, masks or [None] * len(bounds), causal, window, CPU)
+
+
+def pairs(blocks):
+    """Counts every (query, key) pair that is computed and not hidden, by the views that the kernels take."""
+    found = Counter()
+    rows = torch.arange(10_000)
+    for block in blocks.blocks:
+        for n, (queries, keys) in enumerate(zip(block.queries(rows), block.keys(rows), strict=True)):
+            mask = block.mask if block.mask is None or block.mask.ndim == 2 else block.mask[n, 0]
+            for i, query in enumerate(queries.tolist()):
+                seen = keys if mask is None else keys[mask[i] == 0]
+                found.update((query, key) for key in seen.tolist())
+    return found
+
+
+def expected_pairs(lengths, causal, window):
+    found, q0, k0 = Counter(), 0, 0
+    for num_queries, num_keys in lengths:
+        for i in range(num_queries):
+            last = num_keys - num_queries + i if causal else num_keys - 1
+            first = 0 if window is None else max(0, last - window + 1)
+            found.update((q0 + i, k0 + j) for j in range(first, last + 1))
+        q0, k0 = q0 + num_queries, k0 + num_keys
+    return found
+
+
+def shapes(blocks):
+    return [(b.number, b.num_queries, b.num_keys, b.first_query, b.first_key) for b in blocks.blocks]
+
+
+def test_equal_entries_are_one_call():
+    blocks = cut([(3, 3)] * 4)
+    assert shapes(blocks) == [(4, 3, 3, 0, 0)]
+    assert not blocks.keys_meet and blocks.num_queries == 12
+
+
+def test_a_long_causal_entry_is_strips_that_see_what_is_before_them():
+    blocks = cut([(2 * STRIP, 2 * STRIP)])
+    assert shapes(blocks) == [(1, STRIP, STRIP, 0, 0), (1, STRIP, 2 * STRIP, STRIP, 0)]
+    assert blocks.keys_meet
+    assert (blocks.blocks[1].mask == 0).int().sum(1).tolist() == list(range(STRIP + 1, 2 * STRIP + 1))
+
+
+def test_a_very_long_entry_is_left_to_the_kernel():
+    (block,) = cut([(LONG, LONG)]).blocks
+    assert (block.num_queries, block.causal, block.mask) == (LONG, True, None)
+    assert [each.number for each in cut([(LONG, LONG)] * 2).blocks] == [1, 1]
+    assert not any(block.causal for block in cut([(LONG, LONG + 1)]).blocks), "is_causal counts from the top left"
+    assert not any(block.causal for block in cut([(LONG, LONG)], window=9).blocks)
+
+
+def test_strips_of_equal_sequences_are_batched():
+    blocks = cut([(2 * STRIP, 2 * STRIP)] * 3)
+    assert shapes(blocks) == [(3, STRIP, STRIP, 0, 0), (3, STRIP, 2 * STRIP, STRIP, 0)]
+    assert {(b.query_step, b.key_step) for b in blocks.blocks} == {(2 * STRIP, 2 * STRIP)}
+
+
+def test_strips_are_about_equally_high():
+    """One query more than a strip holds is two halves, not a strip and a call for one query."""
+    assert [b.num_queries for b in cut([(STRIP + 1, STRIP + 1)]).blocks] == [STRIP // 2, STRIP // 2 + 1]
+
+
+def test_unequal_steps_part():
+    assert shapes(cut([(2, 2), (2, 2), (1, 1), (2, 2)])) == [(1, 1, 1, 4, 4), (2, 2, 2, 0, 0), (1, 2, 2, 5, 5)]
+
+
+def test_entries_without_a_mask_stay_whole():
+    blocks = cut([(300, 5), (300, 5)], causal=False)
+    assert shapes(blocks) == [(2, 300, 5, 0, 0)]
+    assert blocks.blocks[0].mask is None
+
+
+def test_masks_of_equal_entries_are_stacked():
+    masks = [torch.tensor([[0.0, float("-inf")], [n, 0.0]]) for n in (0.0, float("-inf"))]
+    (block,) = cut([(2, 2), (2, 2)], masks=masks).blocks
+    assert block.mask.shape == (2, 1, 2, 2)
+    assert torch.equal(block.mask[:, 0], torch.stack(masks))
+
+
+def test_queries_without_a_key_are_in_no_block():
+    blocks = cut([(2, 0), (0, 3), (1, 1)])
+    assert shapes(blocks) == [(1, 1, 1, 2, 3)]
+    assert blocks.num_queries == 1
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_views_are_no_copies(number):
+    x = torch.arange(24.0).view(12, 2)[:, 1:]
+    block = Block(1, 2, 0, 1, number=number, query_step=4, key_step=4)
+    view = block.queries(x)
+    assert view.tolist() == [[[x[1 + 4 * n].item()], [x[2 + 4 * n].item()]] for n in range(number)]
+    view.fill_(-1)
+    assert int((x == -1).sum()) == 2 * number
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([(0, 0), (1, 1), (3, 3), (2, 5), (70, 70), (70, 90), (140, 140)]), max_size=5),
+    st.booleans(),
+    st.sampled_from([None, 1, 2, 80]),
+)
+def test_every_pair_is_in_one_rectangle(lengths, causal, window):
+    window = window if causal else None
+    blocks = cut(lengths, causal, window)
+    assert pairs(blocks) == expected_pairs(lengths, causal, window)
+    assert blocks.num_queries == sum(queries for queries, keys in lengths if keys)

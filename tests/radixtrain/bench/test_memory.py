@@ -1,0 +1,52 @@
+"""Allocations whose size is known are counted to the byte, and what was there before is not."""
+
+import torch
+
+from radixtrain.bench.memory import peak_bytes
+
+CPU = torch.device("cpu")
+KIBIBYTE = 256  # float32 numbers
+
+
+def test_the_highest_point_counts_and_not_the_sum() -> None:
+    def run() -> None:
+        first = torch.empty(100 * KIBIBYTE)
+        second = torch.empty(50 * KIBIBYTE)
+        del first
+        third = torch.empty(20 * KIBIBYTE)  # 70 KiB now, 150 before
+        del second, third
+
+    assert peak_bytes(run, CPU) == 150 * 1024
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    before = torch.ones(1000 * KIBIBYTE)
+    assert peak_bytes(before.neg_, CPU) == 0
+    assert peak_bytes(before.neg, CPU) == 1000 * 1024
+
+
+def test_nothing_is_nothing() -> None:
+    assert peak_bytes(lambda: None, CPU) == 0
+
+
+def test_what_autograd_saves_counts() -> None:
+    x = torch.ones(100 * KIBIBYTE, requires_grad=True)
+    x.grad = torch.zeros_like(x)
+
+    def run() -> None:
+        x.exp().exp().sum().backward()  # both results are saved, and a gradient of each size is made on the way back
+
+    least, most = 2 * 100 * 1024, 5 * 100 * 1024
+    assert least <= peak_bytes(run, CPU) <= most
+    assert peak_bytes(run, CPU) == peak_bytes(run, CPU)
+
+
+def test_buffers_inside_an_operator_count() -> None:
+    """Attention that holds its scores: (queries, keys) is far larger than anything that it returns."""
+    q = torch.randn(1, 1, 512, 8)
+
+    def run() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(512, 512))
+
+    mask = 512 * 512 * 4
+    assert peak_bytes(run, CPU) > mask

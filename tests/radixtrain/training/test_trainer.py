@@ -1,0 +1,164 @@
+"""`radixtrain verify` and `fit` with `verify_first_batch`: the command line, its table and its exit code."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import radixtrain.hf.attention
+from radixtrain.__main__ import main
+from radixtrain.tree.cost_model import StepCost
+
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture
+def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test hook: attention whose keys get a thousandth more gradient than they should."""
+
+    def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        return attend(query, key + 1e-3 * (key - key.detach()), value, *args, **options)
+
+    attend = radixtrain.hf.attention.tree_attention
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
+
+
+def test_the_real_command(arguments: Arguments, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "radixtrain", *arguments("verify", num_steps=2)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("step 0: 4 sequences, ")
+    assert [line.split()[0] for line in lines if line.endswith(" equal")] == ["float64", "float32"] * 2
+    assert lines[-1] == "verified: 2 of 5 steps of an epoch"
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_a_broken_attention_is_found_and_the_parameter_named(
+    arguments: Arguments, capsys: pytest.CaptureFixture[str], broken_attention: None
+) -> None:
+    assert main(arguments("verify")) == 1
+    captured = capsys.readouterr()
+    error = next(line for line in captured.err.splitlines() if line.startswith("error: "))
+    assert "verify: step 0: float64: NOT EQUAL: model.layers.0.self_attn.k_" in error
+    assert "worst element [" in error
+    assert "Traceback" not in captured.err
+    assert "NOT EQUAL" in captured.out
+
+
+def test_small_micro_batches_and_settings_of_the_run(arguments: Arguments) -> None:
+    flags = {"data__max_tokens": 120, "data__max_length": 100, "data__min_shared_tokens": 4}
+    assert main(arguments("verify", **flags, data__pad_to_multiple_of=8, model__activation_checkpointing=True)) == 0
+
+
+def test_what_is_verified_is_what_is_trained(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choices of `min_shared_tokens: auto` included."""
+    seen = []
+    cheapest = StepCost.cheapest
+
+    def spy(self: StepCost, *args: Any) -> Any:
+        seen.append(cheapest(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(StepCost, "cheapest", spy)
+    assert main(arguments("verify")) == 0
+    assert seen
+
+
+def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    assert main(arguments("verify", model__use_peft=True, model__lora_r=4)) == 0
+    assert "zero:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "rungs"),
+    [
+        ({"model__dtype": "bfloat16"}, ["float64", "float32", "bfloat16"]),
+        ({"trainer__precision": "bf16-mixed"}, ["float64", "float32", "bfloat16"]),
+        ({"model__attention": "path"}, ["float64", "float32"]),
+    ],
+)
+def test_the_precision_of_the_run_is_a_rung(
+    arguments: Arguments, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], rungs: list[str]
+) -> None:
+    assert main(arguments("verify", **flags)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith(" equal")] == rungs
+
+
+def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
+    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments("fit", trainer__max_epochs=1)) == 0
+    ckpt_path = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    assert main(arguments("verify", ckpt_path=ckpt_path, trainer__precision="bf16-mixed")) == 0
+    assert "bfloat16" in capsys.readouterr().out
+    assert main(arguments("verify", ckpt_path=tmp_path / "none.ckpt")) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "fit", "predict"])
+def test_a_checkpoint_of_another_model_is_said_to_be_one(
+    arguments: Arguments, tmp_path: Path, shop: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    assert main(arguments("fit", trainer__max_steps=1)) == 0
+    ckpt_path = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    flags = {"ckpt_path": ckpt_path, "output_dir": tmp_path / "other", "data__predict_file": shop / "train.jsonl"}
+    assert main(arguments(command, **flags, model__use_peft=True)) == 1
+    error = capsys.readouterr().err
+    assert "error: ckpt_path: the checkpoint is of another model than the configuration's: model." in error
+    assert "Traceback" not in error
+
+
+def test_a_file_that_is_no_checkpoint(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "notes.ckpt"
+    path.write_text("no weights")
+    assert main(arguments("verify", ckpt_path=path)) == 1
+    assert f"error: ckpt_path {path}: not a checkpoint of radixtrain" in capsys.readouterr().err
+
+
+def test_the_first_sequences_of_a_step(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments("verify", num_sequences=2)) == 0
+    assert capsys.readouterr().out.startswith("step 0: 2 sequences, ")
+
+
+@pytest.mark.parametrize("name", ["num_steps", "num_sequences"])
+def test_none_is_a_mistake(arguments: Arguments, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(arguments("verify", **{name: 0})) == 1
+    assert f"error: {name} must be at least 1, got 0" in capsys.readouterr().err
+
+
+class TestVerifyFirstBatch:
+    @pytest.mark.parametrize("use_peft", [False, True])
+    def test_a_run_that_is_verified_is_the_same_run(self, arguments: Arguments, tmp_path: Path, use_peft: bool) -> None:
+        """Bit for bit: the check leaves weights, order and random state alone."""
+        for name, wanted in (("plain", False), ("verified", True)):
+            flags = {"output_dir": tmp_path / name, "model__verify_first_batch": wanted, "trainer__max_epochs": 1}
+            assert main(arguments(**flags, model__use_peft=use_peft)) == 0
+        plain, verified = (tmp_path / name / "model" / "model.safetensors" for name in ("plain", "verified"))
+        assert plain.read_bytes() == verified.read_bytes()
+
+    def test_a_mismatch_stops_the_run(
+        self, arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken_attention: None
+    ) -> None:
+        assert main(arguments(model__verify_first_batch=True)) == 1
+        error = capsys.readouterr().err
+        assert "error: model.verify_first_batch: float64: NOT EQUAL: model.layers.0.self_attn.k_" in error
+        assert "Nothing was trained" in error
+        assert not (tmp_path / "out" / "model").exists()
+
+    def test_the_ordinary_arm_has_nothing_to_verify_but_can(self, arguments: Arguments) -> None:
+        assert main(arguments(model__verify_first_batch=True, dedup=False, trainer__max_steps=1)) == 0
+
+
+def test_help_is_about_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in (("verify", "Compare the gradient"), ("predict", "Run inference"), ("fit", "Runs the full")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert words in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,163 @@
+"""What strategies do, counted, against what the kernels are called with; and what is chosen by it."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixtrain.attention import tree_attention
+from radixtrain.collators.radix import RadixCollator
+from radixtrain.kernels.blockwise import TorchCPUKernel
+from radixtrain.testing import ragged_batches
+from radixtrain.tree.cost_model import CHOICES, MIN_SHARED_TOKENS, Rates, StepCost, attention_work
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import build_prefix_plan
+
+FREE = {"call": 0.0, "rectangle": 0.0, "pair": 0.0, "element": 0.0, "flop": 0.0}
+DEEP = [[*range(100, 100 + 40 * n), 7] for n in range(1, 8)]
+
+
+def plan_of(sequences, **options):
+    ids = [token for sequence in sequences for token in sequence]
+    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
+
+
+def cost(on_host=True, row_flops=0.0, strategies=CHOICES, **rates):
+    return StepCost(Rates(**{**FREE, **rates}), on_host, 4, 2, 8, row_flops, strategies)
+
+
+def called(plan, strategy, monkeypatch):
+    """Calls, rectangles and pairs that the CPU kernel computes forward."""
+    seen = []
+    forward = TorchCPUKernel.block_forward
+
+    def counting(self, q, k, v, mask, scoring):
+        seen.append((q.shape[0], q.shape[0] * q.shape[1] * k.shape[1]))
+        return forward(self, q, k, v, mask, scoring)
+
+    monkeypatch.setattr(TorchCPUKernel, "block_forward", counting)
+    q, k, v = (torch.randn(plan.num_rows, heads, 8) for heads in (4, 2, 2))
+    tree_attention(q, k, v, plan, attention=strategy, kernel="torch")
+    return len(seen), sum(number for number, _ in seen), sum(pairs for _, pairs in seen)
+
+
+@pytest.mark.parametrize("strategy", CHOICES)
+@settings(max_examples=25, deadline=None)
+@given(sequences=ragged_batches(max_length=200), min_shared_tokens=st.sampled_from([1, 3]))
+def test_the_count_is_what_runs_on_the_host(strategy, sequences, min_shared_tokens):
+    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        calls, rectangles, pairs = called(plan, strategy, monkeypatch)
+    work = attention_work(plan, strategy, on_host=True)
+    assert (work.rectangles, work.pairs) == (rectangles, pairs)
+    assert calls <= work.calls <= rectangles, "calls are counted from above where equal ones lie unevenly"
+
+
+@pytest.mark.parametrize("strategy", CHOICES)
+def test_equal_suffixes_are_one_call(strategy, monkeypatch):
+    plan = plan_of([[*range(100, 164), n, *range(40)] for n in range(8)])
+    assert attention_work(plan, strategy, on_host=True).calls == called(plan, strategy, monkeypatch)[0]
+
+
+def test_on_a_device_literally():
+    """Trunk of 2, then 2 and 1 rows; paths of 4 and 3, sequences of 4 and 3."""
+    plan = plan_of([[1, 2, 3, 4], [1, 2, 5]])
+    counted = {strategy: attention_work(plan, strategy, on_host=False) for strategy in CHOICES}
+    assert vars(counted["cascade"]) == {
+        "calls": 2, "rectangles": 4, "pairs": 3 + 3 + 1 + 3 * 2, "query_rows": 3, "key_rows": 2,
+    }  # fmt: skip
+    assert vars(counted["path"]) == {
+        "calls": 1, "rectangles": 2, "pairs": 10 + 3, "query_rows": 0, "key_rows": 7,
+    }  # fmt: skip
+    assert vars(counted["expand"]) == {
+        "calls": 1, "rectangles": 2, "pairs": 10 + 6, "query_rows": 7 + 5, "key_rows": 7,
+    }  # fmt: skip
+
+
+def test_seconds_literally():
+    """2 calls, 4 rectangles x 4 heads, 13 pairs x 4 heads x 8 columns, (3 x 4 + 2 x 2 x 2) x 8 elements."""
+    plan = plan_of([[1, 2, 3, 4], [1, 2, 5]])
+    expected = {"call": 2, "rectangle": 16, "pair": 416, "element": 160}
+    for rate, number in expected.items():
+        assert cost(on_host=False, **{rate: 1.0}).seconds(plan, "cascade") == number
+    assert cost(on_host=False, row_flops=10.0, flop=2.0).seconds(plan, "cascade") == 5 * 20
+
+
+@pytest.mark.parametrize("sequences", [[], [[]], [[3]]], ids=["no sequence", "an empty one", "one token"])
+@pytest.mark.parametrize("strategy", CHOICES)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_nothing_to_share(sequences, strategy, on_host):
+    work = attention_work(plan_of(sequences), strategy, on_host)
+    assert work.pairs == sum(map(len, sequences))
+
+
+class TestCheapest:
+    def test_branches_where_rows_are_dear(self):
+        choice, plan = cost(row_flops=1e6, flop=1.0, call=1.0).cheapest(lambda n: plan_of(DEEP, min_shared_tokens=n))
+        assert choice.min_shared_tokens == 1
+        assert plan.num_rows == plan_of(DEEP).num_rows
+
+    def test_no_branches_where_calls_are_dear(self):
+        branchy = [[1, n, *range(100, 140)] for n in range(2, 12)]
+        choice, plan = cost(call=1.0, strategies=("cascade",)).cheapest(lambda n: plan_of(branchy, min_shared_tokens=n))
+        assert choice.min_shared_tokens > 1
+        assert plan.num_segments == len(branchy)
+
+    def test_a_deep_tree_by_path_where_calls_are_dear(self):
+        rates = cost(on_host=False, call=1.0, pair=1e-9, row_flops=1.0, flop=1e-3)
+        choice, _ = rates.cheapest(lambda n: plan_of(DEEP, min_shared_tokens=n))
+        assert choice.strategy == "path"
+
+    def test_plans_that_cannot_differ_are_not_built(self):
+        asked = []
+
+        def plan_of_long_runs(tokens):
+            asked.append(tokens)
+            return plan_of([[*range(100, 400), n] for n in range(2, 5)], min_shared_tokens=tokens)
+
+        cost(call=1.0).cheapest(plan_of_long_runs)
+        assert asked == [1]
+
+    def test_every_plan_that_may_differ_is_built(self):
+        asked = []
+        cost(call=1.0).cheapest(lambda n: asked.append(n) or plan_of([[1, 2], [1, 3]], min_shared_tokens=n))
+        assert asked == list(MIN_SHARED_TOKENS)
+
+    def test_plans_above_the_budget_are_left_out(self):
+        branchy = [[1, n, *range(100, 140)] for n in range(2, 12)]
+        fewest = plan_of(branchy).num_rows
+        rates = cost(call=1.0, strategies=("cascade",))
+        for budget in (fewest - 1, fewest):
+            choice, plan = rates.cheapest(lambda n: plan_of(branchy, min_shared_tokens=n), budget)
+            assert (choice.min_shared_tokens, plan.num_rows) == (1, fewest)
+
+    def test_among_given_strategies_alone(self):
+        for strategy in CHOICES:
+            choice, _ = cost(strategies=(strategy,), pair=1.0).cheapest(lambda n: plan_of(DEEP, min_shared_tokens=n))
+            assert choice.strategy == strategy
+
+
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, n, *range(20, 60)] for n in range(2, 12))]
+
+
+class TestInACollator:
+    def test_the_batch_says_what_was_chosen(self):
+        batch = RadixCollator(step_cost=cost(call=1.0, strategies=("cascade",)))(FEATURES)
+        assert CHOICES[batch.pop("radix_strategy")] == "cascade"
+        assert batch.pop("radix_min_shared_tokens") == 16
+        expected = RadixCollator(min_shared_tokens=16)(FEATURES)
+        assert set(batch) == set(expected)
+        assert torch.equal(batch["input_ids"], expected["input_ids"])
+
+    def test_it_goes_into_a_worker(self):
+        collator = RadixCollator(step_cost=cost(call=1.0))
+        batch = pickle.loads(pickle.dumps(collator))(FEATURES)
+        assert batch["radix_strategy"] == collator(FEATURES)["radix_strategy"]
+        assert TreeLayout.from_batch(batch).num_rows == batch["input_ids"].shape[1]
+
+    def test_it_excludes_a_number(self):
+        with pytest.raises(ValueError, match="step_cost chooses min_shared_tokens; leave out min_shared_tokens=4"):
+            RadixCollator(min_shared_tokens=4, step_cost=cost())

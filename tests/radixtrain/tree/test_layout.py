@@ -1,0 +1,218 @@
+"""What the attention kernels are given, against the pairs of (query, key) that the tree mask allows."""
+
+import pickle
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities import move_data_to_device
+from torch.utils.data import DataLoader
+
+from radixtrain.kernels.cascade import Level
+from radixtrain.testing import ragged_batches
+from radixtrain.tree.layout import PREFIX, TreeLayout, sequences_of
+from radixtrain.tree.plan import build_prefix_plan
+
+INT64 = {"gather_indices", "inverse_indices", "path_keys", "level_queries", "level_keys"}
+INT32 = {
+    "cu_seqlens", "segment_starts", "subtree_ends", "path_cu_seqlens_q", "path_cu_seqlens_k",
+    "level_cu_seqlens_q", "level_cu_seqlens_k",
+}  # fmt: skip
+INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
+FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
+DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
+
+
+def plan_of(sequences, **options):
+    ids = [token for sequence in sequences for token in sequence]
+    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
+
+
+def layout_of(sequences, **options):
+    return TreeLayout.from_plan(plan_of(sequences, **options))
+
+
+def contents(layout):
+    """All fields as plain Python, to compare."""
+    values = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    return {name: (v.dtype, v.tolist()) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+
+
+def mask_pairs(plan):
+    ends = plan.row_subtree_ends.tolist()
+    return {(query, key) for key, end in enumerate(ends) for query in range(key, end)}
+
+
+def test_entries_of_a_batch():
+    """A forest of two trees: [0, 2) 7 8 -> 5 | 9 6 and [5, 6) 9 -> 1 | 2 -> 2 | 4."""
+    batch = layout_of(FOREST).to_batch()
+    assert batch.pop("radix_levels") == ((2, 7, 3, 4, 2, 2, 0), (1, 2, 1, 2, 1, 8, 7))
+    assert {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()} == {
+        "radix_gather_indices": [0, 1, 5, 2, 9, 10, 11, 13, 14, 17],
+        "radix_inverse_indices": [0, 1, 3, 0, 1, 2, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9],
+        "radix_cu_seqlens": [0, 3, 6, 10, 12, 15, 18],
+        "radix_segment_starts": [0, 2, 3, 5, 6, 7, 8, 9, 10],
+        "radix_subtree_ends": [5, 3, 5, 10, 7, 10, 9, 10],
+        "radix_path_keys": [0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9],
+        "radix_path_cu_seqlens_q": [0, 3, 4, 5, 7, 9, 10],
+        "radix_path_cu_seqlens_k": [0, 3, 6, 10, 12, 15, 18],
+        "radix_level_queries": [2, 3, 4, 6, 7, 8, 9],
+        "radix_level_keys": [0, 1, 5],
+        "radix_level_cu_seqlens_q": [0, 3, 7, 0, 2],
+        "radix_level_cu_seqlens_k": [0, 2, 3, 0, 1],
+        "radix_max_seqlen": 4,
+        "radix_max_segment": 2,
+        "radix_max_new_tokens": 3,
+        "radix_max_path": 4,
+        "radix_max_position": 3,
+    }
+
+
+def test_dtypes_and_kinds():
+    layout = layout_of(FOREST)
+    assert {field.name for field in fields(layout)} == INT64 | INT32 | INTS | {"levels"}
+    batch = layout.to_batch()
+    assert set(batch) == {PREFIX + field.name for field in fields(layout)}
+    assert {batch[PREFIX + name].dtype for name in INT64} == {torch.int64}
+    assert {batch[PREFIX + name].dtype for name in INT32} == {torch.int32}
+    assert {type(batch[PREFIX + name]) for name in INTS} == {int}
+    assert type(batch["radix_levels"]) is tuple
+    assert {type(level) for level in batch["radix_levels"]} == {tuple}
+    assert {type(value) for level in batch["radix_levels"] for value in level} == {int}
+
+
+@pytest.mark.parametrize(
+    ("sequences", "positions", "expected"),
+    [([[7, 8, 9]], None, 2), ([[7, 8], [7, 9]], [4, 900, 4, 5], 900), ([[7]], None, 0), ([], None, 0)],
+    ids=["counted", "given", "one token", "no sequence"],
+)
+def test_max_position_leaves_padding_rows_out(sequences, positions, expected):
+    """Eight rows: those of padding count on to 4 and more."""
+    layout = layout_of(sequences, position_ids=positions, pad_to_multiple_of=8)
+    assert layout.max_position == expected
+
+
+def test_row_subtree_ends():
+    layout = layout_of(FOREST, pad_to_multiple_of=4)
+    assert layout.row_subtree_ends.tolist() == [5, 5, 3, 5, 5, 10, 7, 10, 9, 10, 12, 12]
+    assert layout.row_subtree_ends.dtype == torch.int32
+    assert layout.num_rows == 12
+
+
+@pytest.mark.parametrize("sequences", [[], [[]], [[3]]], ids=["no sequence", "an empty one", "one token"])
+def test_nothing_branches(sequences):
+    layout = layout_of(sequences)
+    assert layout.levels == ()
+    for pieces in (layout.pieces, tuple(layout.packed_pieces())):
+        assert len(pieces) == 1
+    assert layout.num_rows == len(layout.row_subtree_ends) == sum(map(len, sequences))
+
+
+def test_missing_entry_is_named():
+    batch = layout_of(FOREST).to_batch()
+    del batch["radix_path_keys"]
+    with pytest.raises(KeyError) as error:
+        TreeLayout.from_batch(batch)
+    assert error.value.args == ("radix_path_keys",)
+
+
+def test_to_moves_every_tensor_and_nothing_else():
+    layout = layout_of(FOREST)
+    moved = layout.to("meta")
+    assert moved.device == torch.device("meta")
+    for name in INT64 | INT32:
+        assert getattr(moved, name).device.type == "meta"
+        assert getattr(moved, name).dtype == getattr(layout, name).dtype
+        assert getattr(layout, name).device.type == "cpu"
+    assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
+
+
+def test_off_the_host_no_bounds_are_read_back_and_levels_are_packed():
+    """On meta tensors, as on a device under capture, reading a value raises."""
+    moved = layout_of(FOREST).to("meta")
+    assert [piece.ragged.bounds for piece in moved.pieces] == [None] * 3
+    assert moved.sequences.bounds is moved.paths.bounds is None
+    assert moved.row_subtree_ends.shape == (10,)
+
+
+@example(DEEP, 1, None)
+@settings(max_examples=60, deadline=None)
+@given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([1, 2, 3]), st.sampled_from([None, 8]))
+def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, pad_to_multiple_of):
+    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
+    layout = TreeLayout.from_plan(plan)
+    paths, found = layout.paths, Counter()
+    assert paths.causal
+    for q0, q1, k0, k1 in paths.bounds:
+        rows, path = range(q0, q1), plan.path_keys[k0:k1].tolist()
+        assert len(rows) <= paths.max_seqlen_q
+        assert len(path) <= paths.max_seqlen_k
+        for i, row in enumerate(rows):
+            found.update((row, key) for key in path[: len(path) - len(rows) + i + 1])
+    assert found == Counter(mask_pairs(plan))
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged_batches(min_length=0, min_sequences=0))
+def test_sequences_are_the_packed_batch(sequences):
+    ragged = layout_of(sequences).sequences
+    bounds = np.cumsum([0, *map(len, sequences)]).tolist()
+    assert ragged.cu_seqlens_q.tolist() == ragged.cu_seqlens_k.tolist() == bounds
+    assert ragged.bounds == tuple(zip(bounds[:-1], bounds[1:], bounds[:-1], bounds[1:], strict=True))
+    assert ragged.max_seqlen_q == ragged.max_seqlen_k == max(map(len, sequences), default=0)
+    assert ragged.causal
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([None, 8]))
+def test_round_trip_through_a_batch(sequences, pad_to_multiple_of):
+    layout = layout_of(sequences, pad_to_multiple_of=pad_to_multiple_of)
+    again = TreeLayout.from_batch({"input_ids": None, **layout.to_batch()})
+    assert contents(again) == contents(layout)
+    assert all(isinstance(level, Level) for level in again.levels)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "after its pieces were built"])
+def test_pickles(used):
+    layout = layout_of(FOREST)
+    if used:
+        assert layout.pieces and layout.paths and layout.sequences
+    assert contents(pickle.loads(pickle.dumps(layout))) == contents(layout)
+
+
+def test_batch_survives_the_default_conversion_of_a_data_loader():
+    layout = layout_of(FOREST)
+    (batch,) = DataLoader([layout.to_batch()], batch_size=None)
+    assert contents(TreeLayout.from_batch(batch)) == contents(layout)
+
+
+@pytest.mark.parametrize("move", [move_data_to_device, send_to_device], ids=["lightning", "accelerate"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_batch_survives_the_movers_of_other_trainers(move, device):
+    layout = layout_of(FOREST)
+    moved = TreeLayout.from_batch(move(layout.to_batch(), torch.device(device)))
+    assert {getattr(moved, name).device.type for name in INT64 | INT32} == {device}
+    assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
+    assert len(moved.pieces) == (1 if device == "cpu" else 3)
+
+
+def test_sequences_of_skips_empty_ones():
+    cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    assert sequences_of(torch.tensor([0, 1, 2, 4]), cu_seqlens).tolist() == [0, 0, 2, 2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(sequences=ragged_batches(min_length=0), min_shared_tokens=st.sampled_from([1, 3]))
+def test_depth_of_a_row_is_its_place_in_every_sequence_that_has_it(sequences, min_shared_tokens):
+    layout = layout_of(sequences, min_shared_tokens=min_shared_tokens)
+    places = torch.tensor([place for sequence in sequences for place in range(len(sequence))], dtype=torch.int64)
+    assert torch.equal(layout.row_depths[layout.inverse_indices], places)
+
+
+def test_depths_literally():
+    assert layout_of(FOREST, pad_to_multiple_of=12).row_depths.tolist() == [0, 1, 2, 2, 3, 0, 1, 1, 2, 2, 0, 0]

@@ -1,0 +1,139 @@
+"""The rungs of the ladder: independent of each other, in the precision that they say, and the model comes back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from radixtrain.verification.oracle import (
+    float64_throughout,
+    float64_truth,
+    gradients_of,
+    ordinary_alone,
+    ordinary_padded,
+    weights_in,
+)
+
+FEATURES = [
+    {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
+    {"input_ids": [7, 8, 9, 3], "labels": [-100, -100, -100, 3]},
+    {"input_ids": [5], "labels": [5]},
+    {"input_ids": [6, 7], "labels": [-100, -100]},
+]
+
+
+def test_the_loss_is_the_mean_over_labelled_tokens(tiny_qwen3: Callable[..., Any]) -> None:
+    """Written out by hand: log-softmax of the model's logits, picked and averaged over the five labels."""
+    model = tiny_qwen3()
+    picked = []
+    for feature in FEATURES:
+        logprobs = model(input_ids=torch.tensor([feature["input_ids"]])).logits[0].log_softmax(-1)
+        labels = list(enumerate(feature["labels"]))[1:]
+        picked += [logprobs[place - 1, label].item() for place, label in labels if label != -100]
+    assert len(picked) == 5
+    for arm in (ordinary_alone, ordinary_padded):
+        loss = gradients_of(model, lambda arm=arm: arm(model, FEATURES)).loss
+        assert loss == pytest.approx(-sum(picked) / 5, rel=1e-6)
+
+
+@pytest.mark.parametrize("offset", [None, 3])
+def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any], offset: int | None) -> None:
+    """One sequence a call, and the padded batch: what is left between them is float64's rounding."""
+    features = FEATURES
+    if offset is not None:  # a jump in the positions, which without a mask is read as another document
+        features = [{**f, "position_ids": [2 * p + offset for p in range(len(f["input_ids"]))]} for f in FEATURES]
+    model = tiny_qwen3()
+    truth = float64_truth(model, features)
+    with float64_throughout(model):
+        padded = gradients_of(model, lambda: ordinary_padded(model, features))
+    assert padded.loss == pytest.approx(truth.loss, rel=1e-14)
+    for name, tensor in truth.tensors.items():
+        assert tensor.dtype == torch.float64
+        assert (padded.tensors[name] - tensor).norm() <= 1e-13 * tensor.norm(), name
+
+
+class _SeesDtypes(TorchDispatchMode):
+    """Every floating-point tensor that any operation returns, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self.dtypes |= {tensor.dtype for tensor in tensors}
+        return out
+
+
+def test_nothing_is_cast_to_float32(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    with float64_throughout(model), _SeesDtypes() as seen:
+        gradients_of(model, lambda: ordinary_alone(model, FEATURES))
+    assert seen.dtypes == {torch.float64}
+    with weights_in(model, torch.float64), _SeesDtypes() as seen:
+        gradients_of(model, lambda: ordinary_alone(model, FEATURES))
+    assert torch.float32 in seen.dtypes, "Hugging Face casts nothing, so nothing was tested"
+
+
+def test_router_weights_are_lifted_too() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
+    alone = float64_truth(model, FEATURES)
+    with float64_throughout(model):
+        padded = gradients_of(model, lambda: ordinary_padded(model, FEATURES))
+    for name, tensor in alone.tensors.items():
+        assert (padded.tensors[name] - tensor).norm() <= 1e-13 * max(1e-3, tensor.norm()), name
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_stays_in_float64(tiny_qwen3: Callable[..., Any], use_reentrant: bool) -> None:
+    """What the backward pass recomputes is lifted as well, and a backward pass inside of one."""
+    model = tiny_qwen3().train()
+    plain = float64_truth(model, FEATURES)
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    recomputed = float64_truth(model, FEATURES)
+    assert all(torch.equal(recomputed.tensors[name], tensor) for name, tensor in plain.tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_come_back(tiny_qwen3: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Bit for bit, in the same `nn.Parameter` objects, buffers in the dtype that they had, and tied where they were."""
+    model = tiny_qwen3().to(dtype)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    parameters = list(model.parameters())
+    model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    with pytest.raises(RuntimeError, match="on the way"), float64_throughout(model):
+        assert model.lm_head.weight.dtype == torch.float64
+        raise RuntimeError("on the way")
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_flash_attention_is_sdpa_meanwhile(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was loaded with flash-attn, which is not needed here: only its name is put in force."""
+    model = tiny_qwen3()
+    truth = float64_truth(model, FEATURES)
+    put = lambda name: setattr(model.config, "_attn_implementation_internal", name)  # noqa: E731
+    monkeypatch.setattr(model, "set_attn_implementation", put)
+    put("flash_attention_2")
+    assert float64_truth(model, FEATURES).loss == truth.loss
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_features_without_loss_are_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="no token of these features bears loss"):
+        float64_truth(tiny_qwen3(), [{"input_ids": [1, 2], "labels": [-100, -100]}])
