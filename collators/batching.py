@@ -1,8 +1,8 @@
 """An optimizer batch -> micro-batches under a budget of unique tokens, which is what memory is spent on.
 
-Sharing exists only inside a micro-batch, so what travels together decides the speed. The sequences are sorted, which
-puts shared prefixes side by side, and cut where the budget is full. The gradient of the optimizer step does not depend
-on the cut, since the loss of a micro-batch is a sum, divided by the labelled tokens of the whole step.
+Tokens are shared only inside a micro-batch, so the cut decides the speed. The sequences are sorted, which puts shared
+prefixes side by side, and cut when the budget is full. The gradient of the optimizer step does not depend on the cut,
+since the loss of a micro-batch is a sum, divided by the labelled tokens of the whole step.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.sorting import sort_sequences
 
 __all__ = ["cut_by_padded_tokens", "cut_by_unique_tokens"]
-
-IntArray = npt.NDArray[np.int64]
 
 
 def cut_by_unique_tokens(
@@ -25,12 +23,12 @@ def cut_by_unique_tokens(
     """Micro-batches of the sequences, by index, in sorted order.
 
     sequences: token ids of each, (L,), int64.
-    max_tokens: most unique tokens in a micro-batch; None for a single one. A sequence that is longer travels alone.
-    position_ids: (T,), int64, of all sequences back to back where they do not count from 0.
+    max_tokens: most unique tokens in a micro-batch; None for a single micro-batch. A longer sequence gets its own.
+    position_ids: (T,), int64, of all sequences back to back, if they do not count from 0.
 
     Raises ValueError for an empty sequence, which has no place in the order.
 
-    A sequence costs what it adds to its neighbour before it; the first of a micro-batch costs all of itself.
+    A sequence costs the tokens that it does not share with the one before it; the first of a micro-batch costs all.
     """
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     if not lengths.all():
@@ -42,7 +40,7 @@ def cut_by_unique_tokens(
 
 
 def cut_by_padded_tokens(sequences: Sequence[IntArray], max_tokens: int | None) -> list[list[int]]:
-    """The ordinary baseline: sorted by length, longest first, cut where rows x longest row would exceed the budget."""
+    """The ordinary baseline: longest first, cut before sequences x longest sequence exceeds the budget."""
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     batches: list[list[int]] = []
     for index in order:
@@ -54,14 +52,14 @@ def cut_by_padded_tokens(sequences: Sequence[IntArray], max_tokens: int | None) 
     return batches
 
 
-def _cut(order: list[int], added: list[int], alone: list[int], max_tokens: int | None) -> list[list[int]]:
+def _cut(order: list[int], added: list[int], lengths: list[int], max_tokens: int | None) -> list[list[int]]:
     batches: list[list[int]] = []
     total = 0
-    for index, extra, full in zip(order, added, alone, strict=True):
+    for index, extra, length in zip(order, added, lengths, strict=True):
         if batches and (max_tokens is None or total + extra <= max_tokens):
             batches[-1].append(index)
             total += extra
         else:
             batches.append([index])
-            total = full
+            total = length
     return batches

@@ -1,45 +1,27 @@
 """Features, read and checked once, as NumPy arrays: what every collator and the oracle start from.
 
-A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss. A collator
-drops the entries that it does not read; if a model reads one of them, the gradient would change. So an entry that could
-be an input of a model is refused by name.
+A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss. Entries
+that no collator reads are ignored or refused by `unread.py`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from datetime import date, time, timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.unread import HARMLESS, check_unread
+from radixtrain.tree.arrays import IntArray
 
-__all__ = ["HARMLESS", "READ", "FeatureArrays", "all_feature_arrays", "packed_positions"]
+__all__ = ["FeatureArrays", "all_feature_arrays", "packed_positions"]
 
-IntArray = npt.NDArray[np.int64]
 LOSS_MASKS = ("completion_mask", "assistant_masks")
 READ = frozenset({"input_ids", "labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengths"})
 """The entries of a feature that a collator reads."""
-HARMLESS = frozenset({
-    "length", "num_tokens", "num_truncated_tokens", "overflowing_tokens",  # sizes, and what a tokenizer cut off
-    "special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping",  # a tokenizer's notes on its tokens
-    "id", "idx", "index", "row_id", "__index_level_0__",  # which example it is; the last name is from pandas
-})  # fmt: skip
-"""Bookkeeping numbers: accepted but not read, since no causal model of transformers takes them as input."""
-_KNOWN = READ | HARMLESS
-_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})  # paths and undecoded bytes too
-_METADATA = (str, bytes, type(None), dict, date, time, timedelta)
-_UNREAD = {
-    r"^token_type_ids$": "is not read by radixtrain, and a model that reads it, such as GPT-2, would get another "
-    "gradient; tokenize with tokenizer(..., return_token_type_ids=False), or remove the column",
-    r"pixel|image|video|audio|^input_features|^mm_": "is not read by radixtrain: radixtrain trains on text only; "
-    "remove the column if the text is complete without it",
-    r"^inputs_embeds$": "is not read by radixtrain, which shares tokens by their ids; remove the column",
-    r"": "is not read by radixtrain, and a model or loss that reads it would get another gradient; remove the column",
-}
+KNOWN = READ | HARMLESS
 
 
 class FeatureArrays(NamedTuple):
@@ -70,8 +52,7 @@ def all_feature_arrays(features: Sequence[Mapping[str, Any]], loss_on_all: bool 
     Raises ValueError for an empty list of features. Raises ValueError that names the feature and its entry for: no
     labels and no loss mask; an entry that is not a flat list of integers, or not as long as `input_ids`; a negative
     value; a mask value other than 0 and 1; an empty sequence; several packed ones; an attention mask with a hole;
-    labels on padding; an image, video or audio, also as a path; and any other entry that is neither in `READ` nor in
-    `HARMLESS`, unless it is text, None, a dict, a date or a list of those.
+    labels on padding; and an entry that a collator does not read, unless it cannot be an input of a model.
     """
     if not features:
         raise ValueError("a collator needs at least one feature, got an empty list")
@@ -85,23 +66,22 @@ def packed_positions(arrays: Sequence[FeatureArrays]) -> IntArray | None:
     """Positions of all features back to back, from 0 in features that have none; None if no feature has any."""
     if all(feature.position_ids is None for feature in arrays):
         return None
-    return np.concatenate([
-        np.arange(len(feature.input_ids)) if feature.position_ids is None else feature.position_ids
-        for feature in arrays
-    ])  # fmt: skip
+    counted = (np.arange(len(feature.input_ids)) for feature in arrays)
+    given = (feature.position_ids for feature in arrays)
+    return np.concatenate([own if own is not None else from_0 for own, from_0 in zip(given, counted, strict=True)])
 
 
 def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -> FeatureArrays:
     """One feature's arrays, checked except for negative values."""
     try:
-        is_known = feature.keys() <= _KNOWN
+        is_known = feature.keys() <= KNOWN
     except AttributeError:
         kind = type(feature).__name__
         raise ValueError(f"feature {index} must be a mapping such as a dict, got {kind}") from None
     if feature.get("input_ids") is None:
         raise ValueError(f"feature {index} has no input_ids, only {sorted(map(str, feature))}")
     if not is_known:
-        _check_names(feature, index)
+        check_unread({name: value for name, value in feature.items() if name not in READ}, index)
     ids = _integers(feature, "input_ids", index)
     if not len(ids):
         raise ValueError(f"feature {index}: input_ids is empty")
@@ -113,43 +93,6 @@ def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -
     return sequence
 
 
-def _check_names(feature: Mapping[str, Any], index: int) -> None:
-    for name, value in feature.items():
-        if name in _MEDIA and _holds_nothing(value):
-            continue  # a row without media, in a data set whose other rows have some
-        if name in _MEDIA or not (name in _KNOWN or isinstance(value, _METADATA) or _is_metadata(value)):
-            reason = next(reason for pattern, reason in _UNREAD.items() if re.search(pattern, str(name)))
-            raise ValueError(f"feature {index}: {name} ({_kind_of(value)}) {reason}")
-
-
-def _holds_nothing(value: Any) -> bool:
-    leaf = _first_leaf(value)
-    return leaf is None or (hasattr(leaf, "__len__") and len(leaf) == 0)
-
-
-def _is_metadata(value: Any) -> bool:
-    """Text, None, a dict, a date or a list of those, judged by its first entry: no model takes one as input."""
-    leaf = _first_leaf(value)
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O":
-        return _is_metadata(leaf.tolist())
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind in "USMm"
-    return isinstance(leaf, _METADATA)
-
-
-def _first_leaf(value: Any) -> Any:
-    """The first entry of nested lists that is not None; None if there is no other."""
-    if not isinstance(value, list | tuple):
-        return value
-    return next((leaf for leaf in map(_first_leaf, value) if leaf is not None), None)
-
-
-def _kind_of(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    size = f" of {len(value)}" if isinstance(value, list | tuple) else f" of shape {tuple(shape)}" if shape else ""
-    return f"{type(value).__name__}{size}"
-
-
 def _labels(feature: Mapping[str, Any], ids: IntArray, index: int, loss_on_all: bool) -> IntArray:
     if feature.get("labels") is not None:
         return _column(feature, "labels", ids, index)
@@ -157,8 +100,8 @@ def _labels(feature: Mapping[str, Any], ids: IntArray, index: int, loss_on_all: 
     if not names and not loss_on_all:
         raise ValueError(
             f"feature {index} has neither labels nor {' or '.join(LOSS_MASKS)}, so nothing says where the loss is. "
-            f"Hugging Face's Trainer drops the mask columns unless remove_unused_columns=False; a collator made with "
-            f"loss_on_all=True, such as RadixCollator(loss_on_all=True), trains every token"
+            f"Hugging Face's Trainer drops the mask columns unless remove_unused_columns=False; "
+            f"RadixCollator(loss_on_all=True) trains every token"
         )
     labels = ids
     for name in names:
@@ -199,7 +142,7 @@ def _check_no_loss_on_padding(labels: IntArray, mask: npt.NDArray[np.bool_], sta
         place = int(bears_loss.argmax())
         raise ValueError(
             f"feature {index}: labels[{place}] = {labels[place]} {'is predicted from' if mask[place] else 'lies on'} a "
-            f"token that attention_mask hides, where an ordinary model would train on padding; set it to -100"
+            f"token that attention_mask hides, so an ordinary model would train on padding; set it to -100"
         )
 
 
@@ -254,7 +197,7 @@ def _no_integers(name: str, kinds: str, came: str, index: int) -> ValueError:
 
 
 def _check_not_negative(name: str, arrays: Sequence[FeatureArrays]) -> None:
-    """All features at once: checking each by itself took 4 us a feature, longer than the prefix plan."""
+    """All features at once: checking each by itself took 4 us for each, longer than the prefix plan."""
     columns = [getattr(feature, name) for feature in arrays]
     given = {index: values for index, values in enumerate(columns) if values is not None}
     packed = np.concatenate([*given.values(), np.zeros(0, dtype=np.int64)])
@@ -269,5 +212,5 @@ def _check_not_negative(name: str, arrays: Sequence[FeatureArrays]) -> None:
 
 
 def _negative(name: str, values: IntArray, place: int, num_left_padding: int, index: int) -> ValueError:
-    where = f"{name}[{num_left_padding + place}] = {values[place]}"
-    return ValueError(f"feature {index}: {name} must not be negative: {where}")
+    entry = f"{name}[{num_left_padding + place}] = {values[place]}"
+    return ValueError(f"feature {index}: {name} must not be negative: {entry}")

@@ -1,4 +1,4 @@
-"""`PaddedCollator`: the ordinary baseline of `dedup: false`. Right-padded rows, the head only on rows that predict."""
+"""`PaddedCollator`: the ordinary baseline of `dedup: false`. Padded on the right, labelled tokens listed."""
 
 from __future__ import annotations
 
@@ -11,50 +11,65 @@ import torch
 
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
 __all__ = ["PaddedCollator"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PaddedCollator:
     """Collate token sequences into one padded batch for an unmodified Hugging Face model.
 
-    pad_token_id: fills rows on the right; its value has no effect.
-    loss_on_all: see `RadixCollator`.
+    pad_token_id: fills sequences on the right; its value has no effect.
 
-    Returns `input_ids`, `attention_mask`, `position_ids` [B, L], `shift_labels` [1, P], and the entries that the fused
-    loss reads beside them: `predictor_indices` [P] into the B * L flattened rows, `prediction_rows` [P],
-    `loss_weights` [P]. Raises as `RadixCollator`.
+    Called with features as `RadixCollator`, returns
+
+    input_ids, attention_mask, position_ids: [B, L], int64.
+    shift_labels: [1, P], int64. the labelled tokens.
+    radix_predictor_indices: [P], int64. which of the B * L flattened tokens predicts each.
+    radix_prediction_rows, radix_loss_weights: [P]. 0 ... P - 1 and ones, since no prediction is merged.
+    radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
+    radix_cu_seqlens: [B+1], int32. bounds of the features, back to back.
+
+    Raises as `RadixCollator`.
     """
 
     pad_token_id: int = 0
-    loss_on_all: bool = False
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self.collate(all_feature_arrays(features, self.loss_on_all))
+        return self.collate(all_feature_arrays(features))
 
     def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
         """The batch of features that have been read already."""
-        longest = max(len(feature.input_ids) for feature in arrays)
-        input_ids = np.full((len(arrays), longest), self.pad_token_id, dtype=np.int64)
-        labels = np.full((len(arrays), longest), IGNORE_INDEX, dtype=np.int64)
-        mask = np.zeros((len(arrays), longest), dtype=np.int64)
-        positions = np.tile(np.arange(longest), (len(arrays), 1))
-        for row, feature in enumerate(arrays):
-            length = len(feature.input_ids)
+        lengths = np.array([len(feature.input_ids) for feature in arrays])
+        size = len(arrays), int(lengths.max())
+        input_ids = np.full(size, self.pad_token_id, dtype=np.int64)
+        labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
+        positions = np.tile(np.arange(size[1]), (size[0], 1))
+        for index, (feature, length) in enumerate(zip(arrays, lengths, strict=True)):
+            input_ids[index, :length], labels[index, :length] = feature.input_ids, feature.labels
             if feature.position_ids is not None:
-                positions[row, :length] = feature.position_ids
+                positions[index, :length] = feature.position_ids
             elif feature.is_counted_from_padding:
-                positions[row, :length] += feature.num_left_padding
-            input_ids[row, :length], labels[row, :length], mask[row, :length] = feature.input_ids, feature.labels, 1
-        labels[:, 0] = IGNORE_INDEX
-        predicted = np.flatnonzero(labels.ravel() != IGNORE_INDEX)
+                positions[index, :length] += feature.num_left_padding
         return {
-            "input_ids": torch.tensor(input_ids),
-            "attention_mask": torch.tensor(mask),
-            "position_ids": torch.tensor(positions),
-            "shift_labels": torch.tensor(labels.ravel()[predicted])[None],
-            "predictor_indices": torch.tensor(predicted - 1),
-            "prediction_rows": torch.arange(len(predicted)),
-            "loss_weights": torch.ones(len(predicted)),
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy((np.arange(size[1]) < lengths[:, None]).astype(np.int64)),
+            "position_ids": torch.from_numpy(positions),
+            **_targets(labels, lengths),
         }
+
+
+def _targets(labels: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
+    """labels: (B, L), -100 on padding. lengths: (B,)."""
+    labels[:, 0] = IGNORE_INDEX  # it is never predicted
+    sequences, places = np.nonzero(labels != IGNORE_INDEX)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    return {
+        "shift_labels": torch.from_numpy(labels[sequences, places])[None],
+        PREDICTOR_INDICES: torch.from_numpy(sequences * labels.shape[1] + places - 1),
+        PREDICTION_ROWS: torch.arange(len(places)),
+        LOSS_WEIGHTS: torch.ones(len(places)),
+        LABEL_INDICES: torch.from_numpy(cu_seqlens[sequences] + places),
+        CU_SEQLENS: torch.from_numpy(cu_seqlens.astype(np.int32)),
+    }

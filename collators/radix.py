@@ -11,46 +11,58 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predictions, merge_predictions
+from radixtrain.collators.unprepared import start_watch
+from radixtrain.kernels.tree_tiles import check_tile_sizes, tile_sizes
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import CHOICES, StepCost
-from radixtrain.tree.layout import PREFIX, TreeLayout
+from radixtrain.tree.layout import (
+    LABEL_INDICES,
+    LEFT_PADDED,
+    LOSS_WEIGHTS,
+    MIN_SHARED_TOKENS,
+    PREDICTION_ROWS,
+    PREDICTOR_INDICES,
+    STRATEGY,
+    TreeLayout,
+)
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 __all__ = ["RadixCollator"]
 
-IntArray = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RadixCollator:
     """Collate token sequences into a batch of their unique tokens.
 
     min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; see `build_prefix_plan`.
-    step_cost: chooses `min_shared_tokens` and the attention strategy of each batch, whichever are the fastest by the
+    step_cost: chooses the `min_shared_tokens` and the attention strategy of each batch that are the fastest by the
         calibration that `radixtrain.calibrate(model)` returns; `min_shared_tokens` is then left at 1.
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
-    return_tensors: `"pt"`, for Hugging Face's sake.
+    return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
+    tree_tiles: True for a model prepared with `attention="tree"` and run in 16 bits, with head dims of up to 128: the
+        batch then has the lists of tiles that it reads. For other head dims or float32 the tile sizes, a pair
+        `radixtrain.kernels.tree_tiles.tile_sizes(head_dim, dtype)`.
 
     Called with `[{"input_ids": [...], "labels": [...]}, ...]`. Of each feature it reads these lists, arrays or tensors,
     (L,), integers:
 
     input_ids: the tokens of one sequence. The first one is never predicted, and so bears no loss.
-    labels: unshifted, -100 bears no loss. If they are given, the loss masks are not read.
+    labels: not shifted, -100 bears no loss. If they are given, the loss masks are not read.
     completion_mask, assistant_masks: 0/1, instead of labels; a token bears loss if all that are given are 1.
     attention_mask: 0/1. Zeros on the left and on the right are padding, which is cut off and bears no loss.
     position_ids: by default they count from 0.
     seq_lengths: [1], as TRL's packing leaves it; more than one is refused.
 
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
-    `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
+    `radixtrain.collators.unread.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
     with `token_type_ids` or `pixel_values`, would get another gradient.
 
     Returns
@@ -65,7 +77,8 @@ class RadixCollator:
     radix_predictor_indices: [P], int64. the unique row that predicts each entry of `shift_labels`.
     radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
-        `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`.
+        `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With
+        `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.tree_tiles.TreeTiles`.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
         and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 
@@ -93,6 +106,7 @@ class RadixCollator:
     return_tensors: str = "pt"
     step_cost: StepCost | None = None
     loss_on_all: bool = False
+    tree_tiles: bool | tuple[int, int] = False
 
     def __post_init__(self) -> None:
         if self.step_cost is not None and self.min_shared_tokens != 1:
@@ -103,6 +117,9 @@ class RadixCollator:
             raise ValueError(
                 f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
             )
+        if not isinstance(self.tree_tiles, bool):
+            check_tile_sizes(*self.tree_tiles)
+        start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return self.collate(all_feature_arrays(features, self.loss_on_all))
@@ -121,10 +138,16 @@ class RadixCollator:
             "input_ids": torch.from_numpy(ids[plan.gather_indices])[None],
             "position_ids": torch.tensor(plan.position_ids)[None],
             **targets,
-            **TreeLayout.from_plan(plan).to_batch(),
+            **TreeLayout.from_plan(plan, tiles=self._tile_sizes).to_batch(),
             **chosen,
-            **({f"{PREFIX}left_padded": 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
+            **({LEFT_PADDED: 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
         }
+
+    @property
+    def _tile_sizes(self) -> tuple[int, int] | None:
+        if isinstance(self.tree_tiles, bool):
+            return tile_sizes() if self.tree_tiles else None
+        return self.tree_tiles
 
     def _plan(
         self, ids: IntArray, cu_seqlens: IntArray, positions: IntArray | None, max_tokens: int | None
@@ -133,15 +156,18 @@ class RadixCollator:
 
         def plan_of(min_shared_tokens: int) -> PrefixPlan:
             return build_prefix_plan(
-                ids, cu_seqlens, positions,
-                min_shared_tokens=min_shared_tokens, pad_to_multiple_of=self.pad_to_multiple_of,
-            )  # fmt: skip
+                ids,
+                cu_seqlens,
+                positions,
+                min_shared_tokens=min_shared_tokens,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
 
         if self.step_cost is None:
             return plan_of(self.min_shared_tokens), {}
         choice, plan = self.step_cost.cheapest(plan_of, max_tokens)
         place = CHOICES.index(choice.strategy)
-        return plan, {f"{PREFIX}strategy": place, f"{PREFIX}min_shared_tokens": choice.min_shared_tokens}
+        return plan, {STRATEGY: place, MIN_SHARED_TOKENS: choice.min_shared_tokens}
 
 
 def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]:
@@ -156,8 +182,8 @@ def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]
     return {
         "labels": torch.from_numpy(np.roll(shift_labels, 1))[None],
         "shift_labels": torch.from_numpy(shift_labels)[None],
-        f"{PREFIX}predictor_indices": torch.from_numpy(rows),
-        f"{PREFIX}label_indices": torch.from_numpy(tokens),
+        PREDICTOR_INDICES: torch.from_numpy(rows),
+        LABEL_INDICES: torch.from_numpy(tokens),
     }
 
 
@@ -167,7 +193,7 @@ def _merged_entries(predictions: Predictions) -> dict[str, Any]:
     is_first = np.diff(merged.predictor_indices, prepend=-1) > 0
     return {
         "shift_labels": torch.from_numpy(merged.labels)[None],
-        f"{PREFIX}predictor_indices": torch.from_numpy(merged.predictor_indices[is_first]),
-        f"{PREFIX}prediction_rows": torch.from_numpy(is_first.cumsum() - 1),
-        f"{PREFIX}loss_weights": torch.from_numpy(merged.weights.astype(np.float32)),
+        PREDICTOR_INDICES: torch.from_numpy(merged.predictor_indices[is_first]),
+        PREDICTION_ROWS: torch.from_numpy(is_first.cumsum() - 1),
+        LOSS_WEIGHTS: torch.from_numpy(merged.weights.astype(np.float32)),
     }

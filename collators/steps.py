@@ -6,9 +6,13 @@ it is cut, and the step's gradient does not depend on the cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
@@ -17,29 +21,60 @@ from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["StepCollator"]
+__all__ = ["Step", "StepCollator"]
 
 
-@dataclass(frozen=True)
-class StepCollator:
-    """Collate the sequences of one optimizer step.
+@dataclass(kw_only=True, eq=False)
+class Step:
+    """One optimizer step. Not frozen, because Lightning sets the fields if `trainer.precision` converts the batches.
 
-    dedup: True for radix batches under a budget of unique tokens, False for ordinary padded ones under the same
-        budget of rows x longest row: the baseline.
-    max_tokens: most tokens that a micro-batch computes; None for a single micro-batch.
-    merge_labels: identical predictions merged and weighted (training), or one per labelled token (`predict`).
-    min_shared_tokens, pad_to_multiple_of, step_cost, loss_on_all, pad_token_id: see `RadixCollator` and
-        `PaddedCollator`.
-
-    Called with features as `RadixCollator`; returns
-
-    micro_batches: list of batches.
-    members: list of lists, the features that each micro-batch holds, by index.
+    micro_batches: what the model receives, one after the other.
+    members: the features that each micro-batch holds, by index.
     num_labels: labelled tokens of the step, the divisor of its loss.
     num_tokens: T, tokens of the step.
     num_computed_tokens: rows that the model computes: unique tokens, or padded ones.
+    where: the file and line that each feature came from, for error messages; empty if they came from no file.
+    """
 
-    Raises as `RadixCollator`, naming the feature by its index in the step.
+    micro_batches: list[dict[str, Any]]
+    members: list[list[int]]
+    num_labels: int
+    num_tokens: int
+    num_computed_tokens: int
+    where: tuple[str, ...] = ()
+
+    def to(self, device: torch.device | str) -> Step:
+        """The same step on a device. Lightning moves a step by this method."""
+        is_awaited = torch.device(device).type in ("cpu", "mps")  # the host would read before a copy has arrived
+        return self._map(lambda x: x.to(device, non_blocking=not is_awaited))
+
+    def pin_memory(self) -> Step:
+        """The same step in page-locked memory. The DataLoader pins a step by this method."""
+        return self._map(lambda x: x.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Step:
+        """The step with its tensors replaced."""
+        batches = [
+            {name: function(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            for batch in self.micro_batches
+        ]
+        return replace(self, micro_batches=batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCollator:
+    """Collate the sequences of one optimizer step.
+
+    dedup: True for radix batches under a budget of unique tokens. False for the baseline: ordinary padded batches,
+        sequences x longest sequence under the same budget.
+    max_tokens: most tokens that a micro-batch computes; None for a single micro-batch.
+    merge_labels: True merges identical predictions and weights them (training); False keeps one for each labelled
+        token (`predict`).
+    min_shared_tokens, pad_to_multiple_of, step_cost: see `RadixCollator`.
+    pad_token_id: see `PaddedCollator`.
+
+    Called with features as `RadixCollator`, returns a `Step`. Raises as `RadixCollator`, naming the feature by its
+    index in the step.
     """
 
     dedup: bool = True
@@ -49,39 +84,43 @@ class StepCollator:
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
     step_cost: StepCost | None = None
-    loss_on_all: bool = False
 
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        arrays = all_feature_arrays(features, self.loss_on_all)
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
+        arrays = all_feature_arrays(features)
         sequences = [feature.input_ids for feature in arrays]
         if self.dedup:
             cut = cut_by_unique_tokens(sequences, self.max_tokens, packed_positions(arrays))
         else:
             cut = cut_by_padded_tokens(sequences, self.max_tokens)
         collated = [part for group in cut for part in self._within_budget(group, arrays)]
-        return {
-            "micro_batches": [batch for _, batch in collated],
-            "members": [group for group, _ in collated],
-            "num_labels": sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in arrays),
-            "num_tokens": sum(map(len, sequences)),
-            "num_computed_tokens": sum(batch["input_ids"].numel() for _, batch in collated),
-        }
+        return Step(
+            micro_batches=[batch for _, batch in collated],
+            members=[group for group, _ in collated],
+            num_labels=sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in arrays),
+            num_tokens=sum(map(len, sequences)),
+            num_computed_tokens=sum(batch["input_ids"].numel() for _, batch in collated),
+        )
 
     def _within_budget(
         self, group: list[int], arrays: Sequence[FeatureArrays]
     ) -> list[tuple[list[int], dict[str, Any]]]:
-        """Collate a group, in halves if `min_shared_tokens` or the padding took it over the budget of the cut."""
-        chosen = [arrays[index] for index in group]
-        batch = self._radix_collator().collate(chosen, self.max_tokens) if self.dedup else self._padded(chosen)
+        """Collate a group, in halves if `min_shared_tokens` or the padding takes it over the budget."""
+        batch = self._collate([arrays[index] for index in group])
         over = self.max_tokens is not None and batch["input_ids"].numel() > self.max_tokens
         if not over or len(group) == 1:
             return [(group, batch)]
         middle = len(group) // 2
         return self._within_budget(group[:middle], arrays) + self._within_budget(group[middle:], arrays)
 
-    def _padded(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
-        return PaddedCollator(self.pad_token_id).collate(arrays)
-
-    def _radix_collator(self) -> RadixCollator:
-        sizes = self.min_shared_tokens, self.pad_to_multiple_of, self.merge_labels
-        return RadixCollator(*sizes, step_cost=self.step_cost)
+    @cached_property
+    def _collate(self) -> Callable[[Sequence[FeatureArrays]], dict[str, Any]]:
+        """Makes one micro-batch."""
+        if not self.dedup:
+            return PaddedCollator(pad_token_id=self.pad_token_id).collate
+        collator = RadixCollator(
+            min_shared_tokens=self.min_shared_tokens,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            merge_labels=self.merge_labels,
+            step_cost=self.step_cost,
+        )
+        return partial(collator.collate, max_tokens=self.max_tokens)

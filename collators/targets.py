@@ -1,4 +1,4 @@
-"""The prediction list: which unique row predicts which token, and for how many original tokens that stands.
+"""The prediction list: which unique row predicts which token, and how many original tokens that stands for.
 
 A unique row may have several next tokens, one per child: the last token of a shared prompt predicts the first token of
 every completion. So the loss is a list of predictions and not a shifted copy of the input. T packed tokens, P
@@ -14,14 +14,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
 
 __all__ = ["IGNORE_INDEX", "Predictions", "list_predictions", "merge_predictions"]
 
 IGNORE_INDEX = -100
-IntArray = npt.NDArray[np.int64]
 
 
 class Predictions(NamedTuple):

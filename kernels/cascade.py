@@ -5,13 +5,14 @@ queries `[end, subtree_end)` and the keys `[start, end)` are plain slices. Segme
 disjoint rows. No row is copied.
 
 A device gets one packed call for all segments and one for each level of the tree (`packed_pieces`). The host, whose
-kernels loop, gets blocks (`blocked_pieces`): short neighbouring segments share a call with their part of the tree mask,
-since a call on a few tokens costs more than the pairs that such a mask hides. The descendants beyond a block attend to
-the block's segments in calls of their own, which are slices. The 84 segments of 64 banking77 rows, most of them a few
-tokens, were 104 calls one by one. Either way every pair of a query and a key that the tree mask allows is in exactly
-one call.
+kernels loop, gets bundles (`bundled_pieces`): short neighbouring segments share a call with their part of the tree
+mask, because a call on a few tokens costs more than the pairs that such a mask hides. The descendants after a bundle
+attend to the bundle's segments in calls of their own, which are slices. The 84 segments of 64 banking77 rows, most of
+them a few tokens, were 104 calls one by one. Either way every pair of a query and a key that the tree mask allows is in
+exactly one call.
 
-A sliding window shorter than the longest sequence is not for it: a segment is cut off from its distance to the query.
+It cannot keep a sliding window shorter than the longest sequence: a call does not know how far its keys are from its
+queries.
 
 Sources: Hydragen (section 3) and FlashInfer's cascade for the forward; `pieces.py` for the backward.
 """
@@ -29,15 +30,15 @@ from radixtrain.kernels.pieces import Piece, attention_in_pieces
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
 
-__all__ = ["BLOCK", "Level", "blocked_pieces", "cascade_attention", "cascade_bounds", "packed_pieces"]
+__all__ = ["BUNDLE", "Level", "bundled_pieces", "cascade_attention", "cascade_bounds", "packed_pieces"]
 
-BLOCK = 32  # rows of a block of several segments; a longer segment has its block for itself
+BUNDLE = 32  # most rows of a bundle of several segments; a longer segment is a bundle by itself
 
 
 class Level(NamedTuple):
     """One level of the cascade: its segments with descendants, as one varlen call. Host ints.
 
-    first_query, first_key: the first rows, which are all there is to know where `num_entries` is 1.
+    first_query, first_key: the first rows; with `num_entries` 1 the others follow them.
     """
 
     num_entries: int
@@ -60,19 +61,24 @@ def cascade_attention(
 ) -> Tensor:
     """Tree attention without a copy of a row.
 
-    pieces: the first meets every row, the others are descendants onto their ancestors; together every pair of the tree
+    pieces: the first covers every row, the others are descendants onto their ancestors; together every pair of the tree
         mask once.
-    sinks_N: (N,). logits without a value, one a head, or None.
+    sinks_N: (N,). logits without a value, one for each head, or None.
     Returns (U, N, H).
     """
     return attention_in_pieces(q_UNH, k_UKH, v_UKH, pieces, kernel, scoring, sinks_N)
 
 
 def packed_pieces(
-    segment_starts: Tensor, max_segment: int, levels: Sequence[Level],
-    level_queries: Tensor, level_keys: Tensor, level_cu_seqlens_q: Tensor, level_cu_seqlens_k: Tensor,
-) -> Iterator[Piece]:  # fmt: skip
-    """One varlen call for all segments, and one a level of the tree for descendants onto their ancestors.
+    segment_starts: Tensor,
+    max_segment: int,
+    levels: Sequence[Level],
+    level_queries: Tensor,
+    level_keys: Tensor,
+    level_cu_seqlens_q: Tensor,
+    level_cu_seqlens_k: Tensor,
+) -> Iterator[Piece]:
+    """One varlen call for all segments, and one for each level of the tree: descendants onto their ancestors.
 
     The arguments are those fields of a `TreeLayout`, on its device.
     """
@@ -92,40 +98,40 @@ def packed_pieces(
         yield Piece(q_rows, k_rows, ragged)
 
 
-def blocked_pieces(
-    segment_starts: Tensor, subtree_ends: Tensor, row_subtree_ends: Tensor, block: int = BLOCK
+def bundled_pieces(
+    segment_starts: Tensor, subtree_ends: Tensor, row_subtree_ends: Tensor, bundle: int = BUNDLE
 ) -> tuple[Piece, ...]:
-    """One call with an entry for each block, and a slice for each run of segments with descendants behind its block.
+    """One call with an entry for each bundle, and a slice for each run of segments with descendants after its bundle.
 
     segment_starts (S+1), subtree_ends (S), row_subtree_ends (U): of a `TreeLayout` on the host.
-    block: most rows of a block of several segments.
+    bundle: most rows of a bundle of several segments.
     """
     starts, ends = segment_starts.tolist(), subtree_ends.tolist()
-    rows, behind = cascade_bounds(starts, ends, block)
+    rows, after = cascade_bounds(starts, ends, bundle)
     own = Piece(slice(None), slice(None), _own_call(rows, starts, row_subtree_ends))
-    return (own, *(_sliced_piece(*bounds) for bounds in behind))
+    return (own, *(_sliced_piece(*bounds) for bounds in after))
 
 
 def cascade_bounds(
-    starts: list[int], subtree_ends: list[int], block: int = BLOCK
+    starts: list[int], subtree_ends: list[int], bundle: int = BUNDLE
 ) -> tuple[list[int], list[tuple[int, int, int, int]]]:
-    """Where each block starts, and U; and for each slice (first query, last + 1, first key, last + 1)."""
-    first_segments = _blocks(starts, block)
+    """The first row of each bundle, and U; and for each slice (first query, last + 1, first key, last + 1)."""
+    first_segments = _bundles(starts, bundle)
     rows = [starts[segment] for segment in first_segments]
-    return rows, list(_behind_their_block(first_segments, starts, subtree_ends))
+    return rows, list(_after_their_bundle(first_segments, starts, subtree_ends))
 
 
-def _blocks(starts: list[int], block: int) -> list[int]:
-    """The first segment of each block, and S: as many segments as fit, or a single one."""
+def _bundles(starts: list[int], bundle: int) -> list[int]:
+    """The first segment of each bundle, and S: as many segments as fit, or a single one."""
     firsts = [0] if len(starts) > 1 else []
     for segment, end in enumerate(starts[1:]):
-        if end - starts[firsts[-1]] > block and segment > firsts[-1]:
+        if end - starts[firsts[-1]] > bundle and segment > firsts[-1]:
             firsts.append(segment)
     return [*firsts, len(starts) - 1]
 
 
 def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> Ragged:
-    """Blocks onto themselves: a single segment is causal, several have their part of the tree mask."""
+    """Bundles onto themselves: a single segment is causal, several have their part of the tree mask."""
     cu_seqlens = torch.tensor(rows, dtype=torch.int32)
     segment_at = dict(pairwise(starts))
     bounds = tuple((start, end, start, end) for start, end in pairwise(rows))
@@ -137,26 +143,26 @@ def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> R
 
 
 def _tree_mask(start: int, end: int, row_subtree_ends: Tensor) -> Tensor:
-    """(rows, rows), float32, of the rows [start, end): 0 where `k <= q < row_subtree_ends[k]`, else -inf."""
+    """(rows, rows), float32, of the rows [start, end): 0 if `k <= q < row_subtree_ends[k]`, else -inf."""
     rows = torch.arange(start, end)
     hidden = (rows[:, None] < rows) | (rows[:, None] >= row_subtree_ends[start:end])
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
-def _behind_their_block(
+def _after_their_bundle(
     first_segments: list[int], starts: list[int], subtree_ends: list[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(first query, last query + 1, first key, last key + 1) of the descendants that their ancestor's block leaves out.
+    """(first query, last query + 1, first key, last key + 1) of the descendants outside their ancestor's bundle.
 
-    Neighbouring segments with one end, a run that a sequence ends in, are one.
+    Neighbouring segments whose subtrees end at one row share a slice.
     """
     for first, last in pairwise(first_segments):
-        block_end, run_start = starts[last], starts[first]
+        bundle_end, run_start = starts[last], starts[first]
         for segment in range(first, last):
             ends_here = segment + 1 == last or subtree_ends[segment + 1] != subtree_ends[segment]
             if ends_here:
-                if subtree_ends[segment] > block_end:
-                    yield block_end, subtree_ends[segment], run_start, starts[segment + 1]
+                if subtree_ends[segment] > bundle_end:
+                    yield bundle_end, subtree_ends[segment], run_start, starts[segment + 1]
                 run_start = starts[segment + 1]
 
 

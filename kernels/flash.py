@@ -3,7 +3,7 @@
 Legend in `ragged.py`. All three are bottom-right causal, take grouped heads, and need a last axis without gaps. For
 a query without a key they return a log-sum-exp of +inf, not -inf; no piece of ours has one, and no entry is empty.
 
-A backward in a fixed order is asked for where it can be: of both packages. The one inside torch adds dq with atomics.
+Both packages are asked to add in a fixed order in the backward pass. The kernel inside torch adds dq with atomics.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.scoring import Scoring
 
 __all__ = [
-    "FLASH_3_MAX_HEAD_DIM",
-    "FlashAttn3Kernel",
-    "FlashAttnKernel",
-    "TorchCUDAKernel",
-    "flash_3_missing",
-    "takes_window",
+    *("FLASH_2_MAX_HEAD_DIM", "FLASH_3_MAX_HEAD_DIM", "FlashAttn3Kernel", "FlashAttnKernel", "TorchCUDAKernel"),
+    *("flash_3_missing", "takes_window"),
 ]
 
 aten = torch.ops.aten
+FLASH_2_MAX_HEAD_DIM = 256
 FLASH_3_MAX_HEAD_DIM = 192  # its backward in a fixed order rounds wider heads up to 256, and refuses those
 # Arguments of `flash_attn_3::fwd` for caches, pages, rotary embeddings and 8-bit inputs. Older builds have no defaults.
 FLASH_3_UNUSED = (
-    "k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx",
-    "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
-)  # fmt: skip
+    *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx"),
+    *("leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale"),
+)
 
 
 class TorchCUDAKernel:
@@ -41,9 +38,14 @@ class TorchCUDAKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
-            *(_rows_contiguous(x) for x in (q, k, v)), *_ragged_arguments(ragged),
-            0.0, ragged.causal, False, scale=scoring.scale, **self._window(ragged, scoring),
-        )  # fmt: skip
+            *(_rows_contiguous(x) for x in (q, k, v)),
+            *_ragged_arguments(ragged),
+            0.0,  # dropout
+            ragged.causal,
+            False,  # no debug mask
+            scale=scoring.scale,
+            **self._window(ragged, scoring),
+        )
         return out, lse
 
     def backward(
@@ -51,13 +53,20 @@ class TorchCUDAKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the philox state, unread without dropout
         return aten._flash_attention_backward(
-            *(_rows_contiguous(x) for x in (dout, q, k, v, out)), lse.contiguous(), *_ragged_arguments(ragged),
-            0.0, ragged.causal, no_dropout, no_dropout, scale=scoring.scale, **self._window(ragged, scoring),
-        )  # fmt: skip
+            *(_rows_contiguous(x) for x in (dout, q, k, v, out)),
+            lse.contiguous(),
+            *_ragged_arguments(ragged),
+            0.0,  # dropout
+            ragged.causal,
+            no_dropout,
+            no_dropout,
+            scale=scoring.scale,
+            **self._window(ragged, scoring),
+        )
 
     def _window(self, ragged: Ragged, scoring: Scoring) -> dict[str, int]:
         """Nothing without a window: an older torch has no such arguments (`takes_window`)."""
-        assert scoring.softcap is None, "the door refuses a soft-cap on this kernel"
+        assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
         assert ragged.causal or scoring.window is None, "a window counts from the last key"
         return {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}
 
@@ -72,9 +81,13 @@ class FlashAttnKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.interface._flash_attn_varlen_forward(
-            *(_rows_contiguous(x) for x in (q, k, v)), *_ragged_arguments(ragged), 0.0, scoring.scale,
-            causal=ragged.causal, **_window_and_softcap(ragged, scoring),
-        )  # fmt: skip
+            *(_rows_contiguous(x) for x in (q, k, v)),
+            *_ragged_arguments(ragged),
+            0.0,  # dropout
+            scoring.scale,
+            causal=ragged.causal,
+            **_window_and_softcap(ragged, scoring),
+        )
         return out, lse
 
     def backward(
@@ -82,10 +95,19 @@ class FlashAttnKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         self.interface._flash_attn_varlen_backward(
-            *(_rows_contiguous(x) for x in (dout, q, k, v, out)), lse.contiguous(), dq, dk, dv,
-            *_ragged_arguments(ragged), 0.0, scoring.scale, ragged.causal,
-            **_window_and_softcap(ragged, scoring), alibi_slopes=None, deterministic=True,
-        )  # fmt: skip
+            *(_rows_contiguous(x) for x in (dout, q, k, v, out)),
+            lse.contiguous(),
+            dq,
+            dk,
+            dv,
+            *_ragged_arguments(ragged),
+            0.0,  # dropout
+            scoring.scale,
+            ragged.causal,
+            **_window_and_softcap(ragged, scoring),
+            alibi_slopes=None,
+            deterministic=True,
+        )
         return dq, dk, dv
 
 
@@ -95,7 +117,7 @@ class FlashAttn3Kernel:
     They are called by the names of their schema, which builds share. The functions above them in
     `flash_attn_interface` have changed: `window_size` is two numbers now, and `causal` is `is_causal`.
 
-    Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever they are told.
+    Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever is asked.
     """
 
     def __init__(self) -> None:
@@ -104,9 +126,11 @@ class FlashAttn3Kernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.ops.fwd(
-            *(_rows_contiguous(x) for x in (q, k, v)), **self._arguments(ragged, scoring),
-            **dict.fromkeys(FLASH_3_UNUSED), num_splits=1,  # 0 lets it split the keys, and merge them in a second pass
-        )  # fmt: skip
+            *(_rows_contiguous(x) for x in (q, k, v)),
+            **self._arguments(ragged, scoring),
+            **dict.fromkeys(FLASH_3_UNUSED),
+            num_splits=1,  # 0 lets it split the keys, and merge them in a second pass
+        )
         return out, lse
 
     def backward(
@@ -114,9 +138,16 @@ class FlashAttn3Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         self.ops.bwd(
-            *(_rows_contiguous(x) for x in (dout, q, k, v, out)), lse.contiguous(), dq=dq, dk=dk, dv=dv,
-            **self._arguments(ragged, scoring), seqused_q=None, seqused_k=None, deterministic=True,
-        )  # fmt: skip
+            *(_rows_contiguous(x) for x in (dout, q, k, v, out)),
+            lse.contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **self._arguments(ragged, scoring),
+            seqused_q=None,
+            seqused_k=None,
+            deterministic=True,
+        )
         return dq, dk, dv
 
     def _arguments(self, ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
@@ -127,7 +158,7 @@ class FlashAttn3Kernel:
 
 
 def flash_3_missing(device: torch.device) -> str | None:
-    """What flash-attention 3 lacks on a CUDA device, in the words of an error; None where it is all there."""
+    """What flash-attention 3 lacks on a CUDA device, in the words of an error; None if nothing."""
     if importlib.util.find_spec("flash_attn_3") is None:
         return "the package flash-attn-3 is not installed (built from hopper/ of Dao-AILab/flash-attention)"
     if not torch.cuda.is_available():

@@ -1,55 +1,47 @@
 """Merging pieces of attention by log-sum-exp in Triton: one pass over the rows that a piece has.
 
-U rows, Q of them in a piece, N query heads, H head dim. Of each row with out and lse from two disjoint sets of keys:
+U rows, Q of them in a piece, N query heads, H head dim. For each row with out and lse from two disjoint sets of keys:
 `total = logaddexp(lse, piece_lse)` and `out = out exp(lse - total) + piece_out exp(piece_lse - total)`. A side that saw
-no key has a log-sum-exp of -inf and counts for nothing, whatever its output; with both so, the result is 0 and -inf.
+no key has a log-sum-exp of -inf and counts for nothing, whatever its output; if neither saw one, the result is 0 and
+-inf.
 
-`merge_rows_` is `pieces._merge` in place, gather and scatter included, for a forward that has its own backward.
-`merge_rows` returns new tensors and is differentiable.
+It is `pieces._merge` with gather and scatter in one kernel, for a forward that has its own backward.
 Source: Hydragen (section 3.1); FlashInfer's "merge of attention states".
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from radixtrain.kernels.triton_runtime import tl, triton
 
-__all__ = ["merge_rows", "merge_rows_"]
+__all__ = ["merge_rows_"]
 
 Rows = slice | Tensor
 BLOCK_Q = 16  # rows of one program: 16 x 128 elements of float32 for four warps
 
 
 def merge_rows_(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> None:
-    """Fold a piece into `out` and `lse`, in place. RuntimeError where autograd would have to record it.
+    """Fold a piece into `out` and `lse`, in place. RuntimeError if autograd would have to record it.
 
-    out: (U, N, H), float32 (float64 for float64 pieces). any strides, also below.
+    out: (U, N, H), float32 (float64 for float64 pieces). any strides, as for the other tensors.
     lse: (N, U), the dtype of out.
     rows: a slice without a step, or (Q,), int64 or int32, no row twice.
     piece_out: (Q, N, H), any floating dtype.
     piece_lse: (N, Q), the dtype of lse.
-    ValueError where the shapes do not fit.
+    ValueError if the shapes do not fit.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (out, lse, piece_out, piece_lse)):
-        raise RuntimeError("merge_rows_ works in place and is not differentiable: call merge_rows, or under no_grad")
+        raise RuntimeError("merge_rows_ works in place and is not differentiable: call it under no_grad")
     start, indices = _start_and_indices(out, lse, rows, piece_out, piece_lse)
     _merge_rows_(out, lse, piece_out, piece_lse, indices, start)
-
-
-def merge_rows(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` with a piece folded in; arguments as for `merge_rows_`, differentiable once in all tensors."""
-    start, indices = _start_and_indices(out, lse, rows, piece_out, piece_lse)
-    return _merge_rows(out, lse, piece_out, piece_lse, indices, start)
 
 
 def _start_and_indices(
     out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor
 ) -> tuple[int, Tensor | None]:
-    """The first row where rows follow each other, or their indices."""
+    """The first row of a slice and None, or 0 and the indices."""
     start, stop, step = rows.indices(out.shape[0]) if isinstance(rows, slice) else (0, rows.shape[0], 1)
     num_heads, head_dim = out.shape[1:]
     shapes = {
@@ -59,9 +51,9 @@ def _start_and_indices(
     }
     for name, (given, expected) in shapes.items():
         if given.shape != expected:
-            raise ValueError(f"merge_rows: {name} must have shape {expected}, got {tuple(given.shape)}")
+            raise ValueError(f"merge_rows_: {name} must have shape {expected}, got {tuple(given.shape)}")
     if step != 1:
-        raise ValueError(f"merge_rows: a slice of rows must not have a step, got {rows}")
+        raise ValueError(f"merge_rows_: a slice of rows must not have a step, got {rows}")
     return start, None if isinstance(rows, slice) else rows
 
 
@@ -84,54 +76,6 @@ def _merge_rows_(
 @_merge_rows_.register_fake
 def _(out: Tensor, lse: Tensor, piece_out: Tensor, piece_lse: Tensor, indices: Tensor | None, start: int) -> None:
     return None
-
-
-@torch.library.custom_op("radixtrain::merge_rows", mutates_args=())
-def _merge_rows(
-    out: Tensor, lse: Tensor, piece_out: Tensor, piece_lse: Tensor, indices: Tensor | None, start: int
-) -> tuple[Tensor, Tensor]:
-    merged = _contiguous_copy(out), _contiguous_copy(lse)
-    _merge_rows_(*merged, piece_out, piece_lse, indices, start)
-    return merged
-
-
-@_merge_rows.register_fake
-def _(
-    out: Tensor, lse: Tensor, piece_out: Tensor, piece_lse: Tensor, indices: Tensor | None, start: int
-) -> tuple[Tensor, Tensor]:
-    return _contiguous_copy(out), _contiguous_copy(lse)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.start = inputs[5]
-
-
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    """With w = exp(lse - total) of either side: `w dout` and `w (dlse + <dout, out_side - out_merged>)`."""
-    out, lse, piece_out, piece_lse, indices, merged, total = ctx.saved_tensors
-    rows = slice(ctx.start, ctx.start + len(piece_out)) if indices is None else indices.long()
-    rows_of = (dout[rows], dlse[:, rows], merged[rows], total[:, rows])
-    old = _side_gradients(out[rows], lse[:, rows], *rows_of)
-    dout, dlse = _contiguous_copy(dout), _contiguous_copy(dlse)
-    dout[rows], dlse[:, rows] = old
-    return dout, dlse, *_side_gradients(piece_out, piece_lse, *rows_of), None, None
-
-
-def _side_gradients(
-    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor, merged: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor]:
-    weight_NQ = torch.exp(lse - total).masked_fill(lse == float("-inf"), 0)
-    weight_QN1, wide = weight_NQ.t()[..., None], torch.where(lse.t()[..., None] == float("-inf"), 0, out)
-    dlse_NQ = weight_NQ * (dlse + (dout * (wide - merged)).sum(-1).t())
-    return (dout * weight_QN1).to(out.dtype), dlse_NQ
-
-
-_merge_rows.register_autograd(_backward, setup_context=_keep)
-
-
-def _contiguous_copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 @triton.jit

@@ -6,11 +6,11 @@ Forward (Hydragen, section 3.1; FlashInfer's "merge of attention states"): with 
 `lse = logaddexp(lse_1, lse_2)` and `out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)`.
 
 Backward: flash-attention recomputes `p = exp(s - lse)` and `ds = p (dp - delta)` with `delta = rowsum(dout * out)` from
-q, k, v, dout and the final out and lse alone. Every key belongs to one piece, and out and lse of the whole row enter
-only as those two numbers per row. So the stock backward of a piece, given the **merged** out and lse, returns exactly
+q, k, v, dout and the final out and lse. Every key belongs to one piece, and out and lse of the whole row enter only as
+those two numbers per row. So the stock backward of a piece, given the **merged** out and lse, returns exactly
 that piece's share of dq and its dk and dv; the shares add up. (Ring attention rests on the same identity.)
 
-Sinks (gpt-oss): a logit s_n of every head that takes part in the softmax and has no value. It is one more piece, of
+Sinks (gpt-oss): a logit s_n of every head, which takes part in the softmax and has no value. It is one more piece, with
 log-sum-exp s_n and output 0, merged last: `lse' = logaddexp(lse, s_n)` and `out' = out exp(lse - lse')`. The identity
 above holds for out' and lse', and `ds_n = -sum_q exp(s_n - lse') delta`.
 """
@@ -47,26 +47,39 @@ class Piece:
 
 
 def attention_in_pieces(
-    q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor,
-    pieces: Sequence[Piece], kernel: VarlenKernel, scoring: Scoring, sinks_N: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q_UNH: Tensor,
+    k_UKH: Tensor,
+    v_UKH: Tensor,
+    pieces: Sequence[Piece],
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
     """Attention of every query over the keys of all its pieces.
 
     pieces: the first covers every row of q and of k; the others may cover any. No query sees a key in two pieces.
-    scoring: of every piece; a window needs a single one, whose entries are whole sequences.
+    scoring: of every piece; a window needs a single piece, whose entries are whole sequences.
     sinks_N: (N,), any floating dtype; differentiable like the others.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
     """
-    assert scoring.window is None or len(pieces) == 1, "a distance means nothing between pieces"
+    assert scoring.window is None or len(pieces) == 1, (
+        "a window needs the distance from a query to its keys, which a piece does not know"
+    )
     return _Pieces.apply(q_UNH, k_UKH, v_UKH, sinks_N, tuple(pieces), kernel, scoring)
 
 
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-        pieces: tuple[Piece, ...], kernel: VarlenKernel, scoring: Scoring,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        pieces: tuple[Piece, ...],
+        kernel: VarlenKernel,
+        scoring: Scoring,
+    ) -> Tensor:
         first, *rest = pieces
         out, lse = kernel.forward(q, k, v, first.ragged, scoring)
         merged = out.to(lse.dtype) if rest or sinks is not None else out

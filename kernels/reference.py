@@ -18,7 +18,7 @@ def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor | None = None, window
     """(U, U), bool: query q (row of the mask) sees key k (column) iff `k <= q < row_subtree_ends[k]`.
 
     row_subtree_ends: (U,), integer. one past the last descendant of each row's segment.
-    row_depths: (U,), integer. place of each row in its sequence, in tokens from 0; asked for by a window only.
+    row_depths: (U,), integer. place of each row in its sequence, in tokens from 0; only a window needs it.
     window: None, or w: `row_depths[q] - w < row_depths[k]` as well.
     """
     rows = torch.arange(len(row_subtree_ends), device=row_subtree_ends.device)
@@ -32,10 +32,10 @@ def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor | None = None, window
 def reference_attention(
     q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask_UU: Tensor, scoring: Scoring, sinks_N: Tensor | None = None
 ) -> Tensor:
-    """`softmax(scores + mask) v`, heads in groups, differentiable by autograd alone.
+    """`softmax(scores + mask) v`, heads in groups, in operations that autograd differentiates.
 
-    mask_UU: (U, U), bool, True where seen; of `tree_mask`, which has taken care of the window.
-    sinks_N: (N,). one more logit for every query of a head, which has no value.
+    mask_UU: (U, U), bool, True if seen; from `tree_mask`, which applied the window.
+    sinks_N: (N,). one more logit for every query of a head, without a value.
     Any floating dtype; 16-bit inputs are computed in float32 and rounded once.
     Returns (U, N, H), the dtype of q.
     """

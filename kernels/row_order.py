@@ -1,10 +1,10 @@
-"""Which packed tokens stand for each unique row: what a sum over repeated rows reads, made once on the host.
+"""Which packed tokens stand for each unique row: what the Triton sum over repeated rows reads.
 
 T packed tokens, U unique rows.
 
     indices  2 0 2 1 2 0        token t is row indices[t]
     order    1 5 3 0 2 4        the tokens of row 0, of row 1, ...; of one row in the order of the batch
-    starts   0 2 3 6            where each row's tokens start in `order`
+    starts   0 2 3 6            the place in `order` of each row's first token
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class RowOrder:
 
 
 def row_order(indices: Tensor, num_rows: int) -> RowOrder:
-    """The order of `indices`, where they are. In the DataLoader worker that is the host.
+    """The order of `indices`, on their device.
 
-    indices: (T,), int64 or int32, in [0, num_rows). ValueError for others where they are on the host.
+    indices: (T,), int64 or int32, in [0, num_rows). ValueError for others, if they are on the host.
     """
     if indices.device.type == "cpu" and len(indices):
         low, high = (int(bound) for bound in indices.aminmax())

@@ -1,11 +1,11 @@
 """Rows by index, with a backward that adds: the routing between packed and compact space.
 
 T packed tokens, U unique rows. `expand` is `x_T = x_U[inverse_indices]`, `compact` is `x_U = x_T[gather_indices]`;
-both are `gather_rows`, whose adjoint is a sum over the rows that were read more than once.
+both are `gather_rows`, whose adjoint adds up the rows that were read more than once.
 
 A sum over k duplicates in bfloat16 loses up to k/2 of its last bits, so 16-bit gradients are added in float32. On CPU
-`index_add_` adds in the order of the indices; on CUDA `index_put_` sorts first, where `index_add_` would use atomics:
-both give the same bits every time. So does the segment sum in Triton (`triton_choice.py` says when it runs).
+`index_add_` adds in the order of the indices. On CUDA `index_put_` sorts first, while `index_add_` would use atomics.
+So both give the same bits every time, and so does the segment sum in Triton (`triton_runtime.py` says when it runs).
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Rows by index in Triton: `rows.py` for CUDA, with a backward that adds in a fixed order and without atomics.
+"""Rows by index in Triton, for `rows.py` on CUDA, whose autograd functions differentiate them.
 
-T packed tokens, U unique rows, D the elements of a row. `gather_rows` is `x_TD = x_UD[indices_T]`; its adjoint
-`sum_rows` is a segment sum over the sorted indices: one program for each row of the result walks that row's tokens in
-the order of the batch, adds them in float32 and rounds once. So it has the bits of `rows.sum_rows` on CPU, every time,
-and moves each element once, where 16-bit atomics lose bits and serialise on popular rows.
+T packed tokens, U unique rows, D the elements of a row. `sum_rows` is a segment sum over the sorted indices: one
+program for each row of the result walks that row's tokens in the order of the batch, adds them in float32 and rounds
+once. So it has the bits of `rows.sum_rows` on CPU, every time, and moves each element once. 16-bit atomics would lose
+bits, and would add up the tokens of a popular row one after the other.
 
-Both are custom ops, each the other's derivative.
+`gather_rows` is `x_TD = x_UD[indices_T]`. `recipes/benchmarks/gpu.py` measures it beside `index_select`, which
+`rows.py` uses.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,50 +21,58 @@ __all__ = ["gather_rows", "sum_rows"]
 
 TILE = 2048  # elements of one program of a gather: 16 each for the 128 threads of four warps, two loads of 16 bytes
 MAX_COLUMNS = 1024  # of one program of a sum: 8 each, one load of 16 bytes a token
-UNROLL = 4  # tokens whose rows are in flight at once in a sum; they are added one after the other all the same
+UNROLL = 4  # tokens whose rows a sum loads at once; it still adds them one after the other
 
 
 def gather_rows(x: Tensor, rows: RowOrder) -> Tensor:
-    """`x[rows.indices]` along the first axis, differentiable in x any number of times.
+    """`x[rows.indices]` along the first axis. Not differentiable.
 
     x: (U, ...), any floating dtype and strides.
-    Returns (T, ...), contiguous, the dtype of x. ValueError where x has another number of rows than `rows`.
+    Returns (T, ...), contiguous, the dtype of x. ValueError if x has another number of rows than `rows`.
     """
     if x.shape[0] != rows.num_rows:
         raise ValueError(f"gather_rows: x must have {rows.num_rows} rows, got shape {tuple(x.shape)}")
-    return _gather_rows(x, rows.indices, rows.order, rows.starts)
+    return _gather_rows(x, rows.indices)
 
 
 def sum_rows(x: Tensor, rows: RowOrder) -> Tensor:
-    """The adjoint of `gather_rows`: row u of the result is the sum of the rows t of x with `rows.indices[t] == u`.
+    """Row u of the result is the sum of the rows t of x with `rows.indices[t] == u`. Not differentiable.
 
     x: (T, ...), any floating dtype and strides; 16-bit rows are added in float32 and rounded once.
     Returns (U, ...), contiguous, the dtype of x; rows that no index names are zero. ValueError for another T.
     """
     if x.shape[0] != rows.indices.shape[0]:
         raise ValueError(f"sum_rows: x must have {rows.indices.shape[0]} rows, got shape {tuple(x.shape)}")
-    return _sum_rows(x, rows.indices, rows.order, rows.starts)
+    return _sum_rows(x, rows.order, rows.starts)
 
 
 @torch.library.custom_op("radixtrain::gather_rows", mutates_args=())
-def _gather_rows(x: Tensor, indices: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+def _gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     out = x.new_empty(indices.shape[0], *x.shape[1:])
     if out.numel():
         row_size = out.numel() // len(out)
-        x_UD = x.reshape(x.shape[0], row_size)  # a view wherever one stride walks the trailing axes
+        x_UD = x.reshape(x.shape[0], row_size)  # a view if one stride walks the trailing axes
         columns = min(triton.next_power_of_2(row_size), TILE)
         block = (TILE // columns, columns)
         grid = (triton.cdiv(len(out), block[0]), triton.cdiv(row_size, block[1]))
         with torch.cuda.device_of(x):
             _gather_kernel[grid](
-                x_UD, indices, out, len(out), row_size, *x_UD.stride(), indices.stride(0),
-                BLOCK_T=block[0], BLOCK_D=block[1], num_warps=4,
-            )  # fmt: skip
+                x_UD,
+                indices,
+                out,
+                len(out),
+                row_size,
+                *x_UD.stride(),
+                indices.stride(0),
+                BLOCK_T=block[0],
+                BLOCK_D=block[1],
+                num_warps=4,
+            )
     return out
 
 
 @torch.library.custom_op("radixtrain::sum_rows", mutates_args=())
-def _sum_rows(x: Tensor, indices: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+def _sum_rows(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     out = x.new_empty(starts.shape[0] - 1, *x.shape[1:])
     if out.numel():
         row_size = out.numel() // len(out)
@@ -74,44 +81,43 @@ def _sum_rows(x: Tensor, indices: Tensor, order: Tensor, starts: Tensor) -> Tens
         grid = (len(out), triton.cdiv(row_size, columns))
         with torch.cuda.device_of(x):
             _sum_kernel[grid](
-                x_TD, order.contiguous(), starts.contiguous(), out, row_size, *x_TD.stride(),
+                x_TD,
+                order.contiguous(),
+                starts.contiguous(),
+                out,
+                row_size,
+                *x_TD.stride(),
                 WIDE=tl.float64 if x.dtype == torch.float64 else tl.float32,
-                UNROLL=UNROLL, BLOCK_D=columns, num_warps=max(1, columns // 256),
-            )  # fmt: skip
+                UNROLL=UNROLL,
+                BLOCK_D=columns,
+                num_warps=max(1, columns // 256),
+            )
     return out
 
 
 @_gather_rows.register_fake
-def _(x: Tensor, indices: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+def _(x: Tensor, indices: Tensor) -> Tensor:
     return x.new_empty(indices.shape[0], *x.shape[1:])
 
 
 @_sum_rows.register_fake
-def _(x: Tensor, indices: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+def _(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     return x.new_empty(starts.shape[0] - 1, *x.shape[1:])
-
-
-def _keep_rows(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _sum_rows(grad, *ctx.saved_tensors), None, None, None
-
-
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _gather_rows(grad, *ctx.saved_tensors), None, None, None
-
-
-_gather_rows.register_autograd(_gather_backward, setup_context=_keep_rows)
-_sum_rows.register_autograd(_sum_backward, setup_context=_keep_rows)
 
 
 @triton.jit
 def _gather_kernel(
-    x, indices, out, num_out, row_size, x_row, x_column, index_step,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    indices,
+    out,
+    num_out,
+    row_size,
+    x_row,
+    x_column,
+    index_step,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """A tile of BLOCK_T rows and BLOCK_D columns of the result."""
     row_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column_D = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)  # times any stride
@@ -123,9 +129,17 @@ def _gather_kernel(
 
 @triton.jit
 def _sum_kernel(
-    x, order, starts, out, row_size, x_row, x_column,
-    WIDE: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    order,
+    starts,
+    out,
+    row_size,
+    x_row,
+    x_column,
+    WIDE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """BLOCK_D columns of one row of the result."""
     row = tl.program_id(0).to(tl.int64)
     column_D = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)  # times any stride

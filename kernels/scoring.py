@@ -1,7 +1,7 @@
-"""How an attention score becomes a weight: the options of one kernel call, host values alone.
+"""How an attention score becomes a weight: the options of one kernel call, all host values.
 
-A window keeps its meaning only where an entry's keys are a whole sequence in order (`path`, `expand`); it counts from
-the bottom right, like causal attention. Soft-capped pieces merge by log-sum-exp as others do.
+A window keeps its meaning only if an entry's keys are a whole sequence in order (`path`, `expand`); it counts from the
+bottom right, like causal attention. Soft-capped pieces merge by log-sum-exp as others do.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["Scoring"]
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a kernel is told beside the tensors. Hashable.
+    """What a kernel receives beside the tensors. Hashable.
 
     scale: factor on the products of queries and keys.
-    softcap: None, or c in `c * tanh(s / c)`, taken of the scaled products before the mask (Gemma 2).
+    softcap: None, or c in `c * tanh(s / c)`, applied to the scaled products before the mask (Gemma 2).
     window: None, or w, at least 1: query i sees keys j with `i - w < j <= i`, in tokens.
     """
 

@@ -1,10 +1,10 @@
 """Which tiles of the tree mask hold anything: the lists that a tiled attention kernel walks, made once on the host.
 
-U rows. A program holds one of I blocks of rows and walks other blocks, smaller ones: the forward and dq hold queries
-and walk keys, dk and dv hold keys and walk queries. Query q sees key k iff `k <= q < subtree_ends[k]`, and every row
-sees itself. So the queries that see a block of keys lie in one run of blocks: from the one with the first key to the
-one with the last query below any of the keys. Tiles where every query sees every key are full, and a run in that run:
-from behind the last key to the first end of a subtree.
+U rows. A tile is a block of queries times a block of keys. A program holds one of I blocks of rows and walks other
+blocks, smaller ones: the forward and dq hold queries and walk keys, dk and dv hold keys and walk queries. Query q sees
+key k iff `k <= q < subtree_ends[k]`, and every row sees itself. So the queries that see a block of keys lie in one run
+of blocks: from the one with the first key to the one with the last query below any of the keys. A tile is full if every
+query of it sees every key. The full tiles are a run in that run: from after the last key to the first end of a subtree.
 
     subtree_ends  6 6 3 4 6 6     held = walked = 2   keys 0-1        keys 2-3        keys 4-5
     row 0  x                      queries 0-1         partial
@@ -14,7 +14,7 @@ from behind the last key to the first end of a subtree.
     row 4  x x . . x              query_runs          0 3, full 1 3   1 2, full 2 2   2 3, full 3 3
     row 5  x x . . x x
 
-NumPy alone makes them, in time linear in U and in the number of tiles that hold something.
+NumPy makes them, in time linear in U and in the number of tiles that hold something.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["TreeBlocks", "block_sizes", "tree_blocks"]
+__all__ = ["DTYPES", "MAX_HEAD_DIM", "TreeTiles", "check_tile_sizes", "tile_sizes", "tree_tiles"]
+
+# What the kernels of `tree_triton.py` take. It stands here because that file needs Triton.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+MIN_BLOCK = 16  # rows and columns of the smallest product of matrices
 
 
 @dataclass(frozen=True, eq=False)
-class TreeBlocks:
-    """All int32.
+class TreeTiles:
+    """Tensors are int32.
 
     subtree_ends: (U,). one past the last descendant of each row's segment.
     key_starts: (I+1,). held block i of queries sees the walked blocks `key_blocks[key_starts[i] : key_starts[i+1]]`.
-    num_full: (I,). how many of those, the first ones, are full.
-    key_blocks: (M,). ascending among the full ones of a held block, and among the others.
-    query_runs: (I, 4). held block i of keys is seen by the walked blocks of queries from [i, 0] up to [i, 1], and in
-        full by those from [i, 2] up to [i, 3].
+    num_full: (I,). how many of those tiles are full; they come first.
+    key_blocks: (M,). ascending among the full tiles of a held block, and among the others.
+    query_runs: (I, 4). held block i of keys is seen by the walked blocks of queries from [i, 0] up to [i, 1]; the tiles
+        from [i, 2] up to [i, 3] are full.
     held, walked: rows of a block.
     """
 
@@ -55,38 +60,45 @@ class TreeBlocks:
     def num_rows(self) -> int:
         return self.subtree_ends.shape[0]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBlocks:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeTiles:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()}
         return replace(self, **moved)
 
 
-def block_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """`held` and `walked` that fit the registers and the shared memory of an A100 or H100."""
+def tile_sizes(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+    """The largest `held` and `walked` that fit the registers and the shared memory of an A100 or H100."""
     if dtype.itemsize > 2:
         return 32, 32
     return (128, 64) if head_dim <= 128 else (64, 32)
 
 
-def tree_blocks(row_subtree_ends: npt.ArrayLike, held: int, walked: int) -> TreeBlocks:
+def check_tile_sizes(held: int, walked: int) -> None:
+    """ValueError for sizes that the kernels do not take."""
+    for size in (held, walked):
+        if size < MIN_BLOCK or size & (size - 1):
+            raise ValueError(f"tree tiles: held and walked must be powers of two from {MIN_BLOCK}, got {size}")
+
+
+def tree_tiles(row_subtree_ends: npt.ArrayLike, held: int, walked: int) -> TreeTiles:
     """The lists of a tree mask, on CPU. Runs in the DataLoader worker.
 
     row_subtree_ends: (U,), integer. as in a `PrefixPlan`, whose padding rows are a tree of their own.
-    ValueError where a row does not see itself, or an end is behind the last row.
+    ValueError if a row does not see itself, or an end is past the last row.
     """
     ends = np.asarray(row_subtree_ends, dtype=np.int64)
     num_rows = len(ends)
     outside = np.flatnonzero((ends <= np.arange(num_rows)) | (ends > num_rows))
     if len(outside):
         row = int(outside[0])
-        raise ValueError(f"tree_blocks: subtree_ends[{row}] must lie in [{row + 1}, {num_rows}], got {ends[row]}")
+        raise ValueError(f"tree_tiles: subtree_ends[{row}] must lie in [{row + 1}, {num_rows}], got {ends[row]}")
     first, last, first_full, last_full = _query_runs(ends, block_q=held, block_k=walked).T
     queries, keys = _ranges(first, last - first), np.arange(len(first)).repeat(last - first)
     full = (queries >= first_full[keys]) & (queries < last_full[keys])
-    order = np.argsort(2 * queries + ~full, kind="stable")  # by block of queries, the full ones first
+    order = np.argsort(2 * queries + ~full, kind="stable")  # by block of queries, the full tiles first
     num_blocks = -(-num_rows // held)
-    return TreeBlocks(
+    return TreeTiles(
         subtree_ends=_int32(ends),
         key_starts=_int32(np.append(0, np.cumsum(np.bincount(queries, minlength=num_blocks)))),
         num_full=_int32(np.bincount(queries[full], minlength=num_blocks)),
@@ -98,7 +110,7 @@ def tree_blocks(row_subtree_ends: npt.ArrayLike, held: int, walked: int) -> Tree
 
 
 def _query_runs(ends: npt.NDArray[np.int64], block_q: int, block_k: int) -> npt.NDArray[np.int64]:
-    """Of every block of keys the run of blocks of queries that see it, and the full run in it, which may be empty."""
+    """For every block of keys the run of blocks of queries that see it, and the full run in it, which may be empty."""
     keys = np.arange(0, len(ends), block_k)
     if not len(keys):
         return np.zeros((0, 4), dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Tree attention in one Triton kernel per direction: for deep trees, where `cascade` would make a call a level.
+"""Tree attention in one Triton kernel per direction, for deep trees: `cascade` would make a call for each level.
 
 U rows in depth-first pre-order, N query heads, K key/value heads, N / K query heads to a group, H head dim. Query q
 sees key k iff `k <= q < subtree_ends[k]`. The tiles that hold anything, and which of them need no mask, were listed on
-the host (`tree_blocks.py`); no other tile is touched, and nothing waits for the device.
+the host (`tree_tiles.py`); no other tile is touched, and nothing waits for the device.
 
 - Forward: a program holds a block of queries of one head, walks its blocks of keys, and rescales as the maximum grows.
 - Backward: `p = exp(s - lse)`, `ds = p (dout v^T - delta)`, `delta = rowsum(dout * out) - dlse`. One kernel walks keys
@@ -10,7 +10,8 @@ the host (`tree_blocks.py`); no other tile is touched, and nothing waits for the
   in a fixed order and rounded once: no atomics, the same bits every time.
 
 Products take operands in the dtype of q (float32 as it is, not TF32) and add in float32. Weights and score gradients
-are rounded to that dtype in between, as in flash-attention.
+are rounded to that dtype in between, as in flash-attention. If a row holds a NaN, rows that share a tile with it get
+one, whether they see it or not.
 Source: FlashAttention-2 (algorithms 1 and 2); the lists of tiles are FlexAttention's idea.
 """
 
@@ -21,32 +22,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.tree_tiles import TreeBlocks
+from radixtrain.kernels.tree_tiles import DTYPES, MAX_HEAD_DIM, MIN_BLOCK, TreeTiles, check_tile_sizes
 from radixtrain.kernels.tree_triton_kernels import delta_kernel, dkdv_kernel, dq_kernel, forward_kernel
 from radixtrain.kernels.triton_runtime import triton
 
-__all__ = ["DTYPES", "MAX_HEAD_DIM", "tiled_tree_attention"]
+__all__ = ["tiled_tree_attention"]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
-MIN_BLOCK = 16  # rows and columns of the smallest product of matrices
-DELTA_ROWS = 32  # of one program for delta, whatever the blocks
+DELTA_ROWS = 32  # of one program for delta, whatever the tiles
 
 
-def tiled_tree_attention(q: Tensor, k: Tensor, v: Tensor, blocks: TreeBlocks, scale: float) -> tuple[Tensor, Tensor]:
+def tiled_tree_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TreeTiles, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of every row over itself and its ancestors, and its log-sum-exp, both differentiable once.
 
-    q: (U, N, H), bfloat16, float16 or float32. any strides, also below.
+    q: (U, N, H), bfloat16, float16 or float32. any strides, as for k and v.
     k, v: (U, K, H), the dtype of q, N a multiple of K.
-    blocks: on the device of q; `held` and `walked` powers of two, at least 16.
+    tiles: on the device of q; `held` and `walked` powers of two, at least 16.
     scale: factor on the products of queries and keys.
     Returns out (U, N, H), contiguous, the dtype of q, and lse (N, U), float32. ValueError for other shapes and dtypes.
     """
-    _check(q, k, v, blocks)
-    return _forward(q, k, v, *_lists(blocks), blocks.held, blocks.walked, scale)
+    _check(q, k, v, tiles)
+    return _forward(q, k, v, *_lists(tiles), tiles.held, tiles.walked, scale)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, blocks: TreeBlocks) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, tiles: TreeTiles) -> None:
     num_rows, num_heads, head_dim = q.shape
     if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
@@ -56,24 +54,22 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: TreeBlocks) -> None:
         raise ValueError(f"tiled_tree_attention: q (U, N, H), k and v (U, K, H), K a divisor of N, got {shapes}")
     if not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"tiled_tree_attention: head dim must be in [1, {MAX_HEAD_DIM}], got {head_dim}")
-    if blocks.num_rows != num_rows:
-        raise ValueError(f"tiled_tree_attention: blocks are of {blocks.num_rows} rows, q has {num_rows}")
-    for size in (blocks.held, blocks.walked):
-        if size < MIN_BLOCK or size & (size - 1):
-            raise ValueError(f"tiled_tree_attention: blocks must be powers of two from {MIN_BLOCK}, got {size}")
+    if tiles.num_rows != num_rows:
+        raise ValueError(f"tiled_tree_attention: tiles are of {tiles.num_rows} rows, q has {num_rows}")
+    check_tile_sizes(tiles.held, tiles.walked)
 
 
 def _divides(part: int, whole: int) -> bool:
     return part > 0 and whole % part == 0
 
 
-def _lists(blocks: TreeBlocks) -> tuple[Tensor, ...]:
-    lists = blocks.subtree_ends, blocks.key_starts, blocks.num_full, blocks.key_blocks, blocks.query_runs
+def _lists(tiles: TreeTiles) -> tuple[Tensor, ...]:
+    lists = tiles.subtree_ends, tiles.key_starts, tiles.num_full, tiles.key_blocks, tiles.query_runs
     return tuple(x.contiguous() for x in lists)
 
 
 def _options(q: Tensor, held: int) -> dict[str, Any]:
-    """What the compiler is told beside the blocks, chosen by the registers that ptxas counts for sm_90."""
+    """Constants for the compiler beside the tile sizes. Warps and stages follow ptxas' count of registers for sm_90."""
     head_dim = q.shape[2]
     block_h = max(MIN_BLOCK, triton.next_power_of_2(head_dim))
     return {
@@ -87,10 +83,18 @@ def _options(q: Tensor, held: int) -> dict[str, Any]:
 
 @torch.library.custom_op("radixtrain::tree_attention", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor,
-    subtree_ends: Tensor, key_starts: Tensor, num_full: Tensor, key_blocks: Tensor, query_runs: Tensor,
-    held: int, walked: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_ends: Tensor,
+    key_starts: Tensor,
+    num_full: Tensor,
+    key_blocks: Tensor,
+    query_runs: Tensor,
+    held: int,
+    walked: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     num_rows, num_heads, _ = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(num_heads, num_rows, dtype=torch.float32)
     if out.numel():
@@ -106,10 +110,22 @@ def _forward(
 
 @torch.library.custom_op("radixtrain::tree_attention_backward", mutates_args=())
 def _backward(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    subtree_ends: Tensor, key_starts: Tensor, num_full: Tensor, key_blocks: Tensor, query_runs: Tensor,
-    held: int, walked: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_ends: Tensor,
+    key_starts: Tensor,
+    num_full: Tensor,
+    key_blocks: Tensor,
+    query_runs: Tensor,
+    held: int,
+    walked: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, num_heads, _ = q.shape
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if not q.numel():

@@ -1,7 +1,7 @@
 """The kernels of tree attention, a tile of queries and keys at a time: `tree_triton.py` launches them.
 
 U rows, H head dim; Q and J are the queries and keys of one tile. The kernels of each direction walk their full tiles
-without a mask and then the others, which two calls of one function do. Source: FlashAttention-2 (algorithms 1 and 2).
+without a mask and then the others, by two calls of one function. Source: FlashAttention-2 (algorithms 1 and 2).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware has a power of two: ex
 @triton.jit
 def _load_rows(
     x, row_R, row_stride, dim_stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, INSIDE: tl.constexpr
-):  # fmt: skip
-    """(R, H) of x; 0 behind the last row, unless all are INSIDE, and behind the last dim."""
+):
+    """(R, H) of x; 0 past the last row, unless all are INSIDE, and past the last dim."""
     dim_H = tl.arange(0, BLOCK_H).to(tl.int64)
     at = x + row_R.to(tl.int64)[:, None] * row_stride + dim_H[None, :] * dim_stride
     if INSIDE and HEAD_DIM == BLOCK_H:
@@ -30,9 +30,7 @@ def _load_rows(
 
 
 @triton.jit
-def _store_rows(
-    x, tile, row_R, row_stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr
-):  # fmt: skip
+def _store_rows(x, tile, row_R, row_stride, num_rows, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
     dim_H = tl.arange(0, BLOCK_H)
     at = x + row_R.to(tl.int64)[:, None] * row_stride + dim_H[None, :]
     inside = (row_R < num_rows)[:, None] & (dim_H < HEAD_DIM)[None, :]
@@ -65,7 +63,7 @@ def forward_kernel(
         out_QH, top_Q, sum_Q, q_QH, query_Q, k, v, subtree_ends, key_blocks, middle, last, num_rows, scale,
         k_row, k_dim, v_row, v_dim, HEAD_DIM, BLOCK_K, BLOCK_H, PRECISION, False,
     )  # fmt: skip
-    sum_Q = tl.where(sum_Q == 0, 1, sum_Q)  # rows behind the last, which are not stored
+    sum_Q = tl.where(sum_Q == 0, 1, sum_Q)  # rows past the last, which are not stored
     _store_rows(out + head * out_head, out_QH / sum_Q[:, None], query_Q, out_row, num_rows, HEAD_DIM, BLOCK_H)
     tl.store(lse + head * num_rows + query_Q, (top_Q + tl.log2(sum_Q)) / LOG2_E, mask=query_Q < num_rows)
 
@@ -203,13 +201,13 @@ def dkdv_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk_JH, dv_JH, k_JH, v_JH, key_J, end_J, q, dout, lse, delta, first, gap, behind_gap, last, num_rows, scale,
+    dk_JH, dv_JH, k_JH, v_JH, key_J, end_J, q, dout, lse, delta, first, gap, after_gap, last, num_rows, scale,
     q_row, q_dim, dout_row, dout_dim,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """dk, but for the scale, and dv after the query blocks [first, gap) and [behind_gap, last) of one head."""
-    for place in range(first, last - behind_gap + gap):
-        block = tl.where(place < gap, place, place - gap + behind_gap)
+    """dk, but for the scale, and dv after the query blocks [first, gap) and [after_gap, last) of one head."""
+    for place in range(first, last - after_gap + gap):
+        block = tl.where(place < gap, place, place - gap + after_gap)
         query_Q = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         q_QH = _load_rows(q, query_Q, q_row, q_dim, num_rows, HEAD_DIM, BLOCK_H, FULL)
         dout_QH = _load_rows(dout, query_Q, dout_row, dout_dim, num_rows, HEAD_DIM, BLOCK_H, FULL)

@@ -1,31 +1,44 @@
-"""Triton: when it moves the rows, and how its kernels import it.
+"""Triton: when its kernels run, and how they import it.
 
-Rows are moved by the Triton kernels on a CUDA device if `RADIXTRAIN_TRITON=1` asks for them. They are tested under
-Triton's interpreter and compiled for sm_80 and sm_90, but have not been timed on a device yet, so torch's own kernels
-are the default.
+`RADIXTRAIN_TRITON=1` makes Triton kernels merge pieces and add up rows on a CUDA device. They are tested under Triton's
+interpreter and compiled for sm_80 and sm_90, but have not been timed on a device yet, so torch's own kernels are the
+default. `attention="tree"` asks for the tiled tree attention.
 
-Triton stays optional: it is imported when `triton` or `tl` is first imported from here, and only files that hold Triton
-kernels do that. Whoever dispatches imports those files when a kernel was asked for, and not before.
+Triton stays optional: it is loaded when `triton` or `tl` is first imported from here. Only files that hold Triton
+kernels do that, and they are imported when one of their kernels is to run.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["by_triton"]
+__all__ = ["by_triton", "triton_missing"]
 
 _MODULES = {"triton": "triton", "tl": "triton.language"}
 
 
 def by_triton(x: Tensor) -> bool:
-    """Asked for, and on a device that can: CUDA, or any under the interpreter (`TRITON_INTERPRET=1`)."""
-    if os.environ.get("RADIXTRAIN_TRITON") != "1":
-        return False
-    return x.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether Triton was asked for and runs on the device of x: CUDA, or any under its interpreter."""
+    return os.environ.get("RADIXTRAIN_TRITON") == "1" and _runs_on(x.device)
+
+
+def triton_missing(device: torch.device) -> str | None:
+    """What Triton lacks to run on a device, in the words of an error, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if not _runs_on(device):
+        return f"Triton needs CUDA, the tensors are on {device.type} (TRITON_INTERPRET=1 runs it there, slowly)"
+    return None
+
+
+def _runs_on(device: torch.device) -> bool:
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def __getattr__(name: str) -> Any:

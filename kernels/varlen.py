@@ -1,6 +1,6 @@
-"""The varlen attention kernels by name; each returns its log-sum-exp and takes it back (`ragged.py`).
+"""The varlen attention kernels by name. Each forward returns its log-sum-exp, and the backward takes one (`ragged.py`).
 
-| name           | where                          | dtypes                           | soft-cap | window |
+| name           | runs                           | dtypes                           | soft-cap | window |
 |----------------|--------------------------------|----------------------------------|----------|--------|
 | `torch`        | the flash kernels inside torch | CPU all, CUDA float16 / bfloat16 | no       | yes    |
 | `flash_attn`   | the flash-attn package, CUDA   | float16, bfloat16                | yes      | yes    |
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from radixtrain.kernels.blockwise import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
+from radixtrain.kernels.looping import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.ragged import VarlenKernel
 
 __all__ = ["KERNELS", "varlen_kernel"]

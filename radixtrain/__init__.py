@@ -1,15 +1,17 @@
 """radixtrain: fine-tune on unique tokens. Shared prompts are computed once, forward and backward, with the same
 gradient.
 
-The public names are loaded when they are first used: `import radixtrain` alone imports neither torch nor transformers.
+The public names are loaded when they are first used: `import radixtrain` by itself imports neither torch nor
+transformers.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.attention import tree_attention
     from radixtrain.collators.radix import RadixCollator
+    from radixtrain.hf.calibration import calibrate
     from radixtrain.hf.prepare import prepare_model, restore_model
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence

@@ -1,37 +1,42 @@
-"""`python -m radixtrain <command>`."""
+"""`python -m radixtrain <command>`. The commands are in the table of `radixtrain/commands/__init__.py`.
+
+Exit codes: 0 done, 1 what the user can fix (data, model, a request that cannot be met), 2 usage (an unknown key, a
+wrong type), 130 interrupted, 143 terminated (a checkpoint was written).
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
 
+from radixtrain import __version__
+from radixtrain.commands import COMMANDS
 from radixtrain.errors import UserError
-
-USAGE = """usage: python -m radixtrain <command> [--config FILE] [--key value ...]
-
-  fit        fine-tune: python -m radixtrain fit --config configs/sft.yaml
-  validate   loss on data.validation_file
-  test       loss on data.test_file
-  predict    log-probability of every labelled token of data.predict_file
-  verify     is the gradient that of ordinary Hugging Face, on this model and data?
-  export     a checkpoint as a Hugging Face folder
-  bench      time and memory of a step on this machine, with and without deduplication
-
-`<command> --help` lists every key; `<command> --config FILE --print_config` shows what would run.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code. What a user can mend is one line on stderr, not a traceback."""
+    """Run a command; returns the exit code. What the user can fix is one line on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(_usage())
         return 0 if arguments else 2
-    from jsonargparse import ArgumentError  # after --help: Lightning takes seconds to import
+    if arguments[0] == "--version":
+        sys.stdout.write(f"radixtrain {__version__}\n")
+        return 0
+    if arguments[0] not in COMMANDS:
+        return _fail(_no_command(arguments[0]), 2)
+    return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    from jsonargparse import ArgumentError  # here, since --help needs no imports that take seconds
 
     try:
-        return _run(arguments)
+        import_module(f"radixtrain.commands.{COMMANDS[arguments[0]].module}").run(arguments)
+        return 0
     except UserError as error:
         return _fail(str(error), 1)
     except ArgumentError as error:
@@ -46,27 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _stopped(stop)
 
 
-def _run(arguments: list[str]) -> int:
-    if arguments[0] == "export":
-        from radixtrain.commands.export import run as run_export
+def _usage() -> str:
+    lines = ["usage: python -m radixtrain <command> [--config FILE] [--key value ...]", ""]
+    for command in COMMANDS.values():
+        example = f": python -m radixtrain {command.example}" if command.example else ""
+        lines.append(f"  {command.name:<10} {command.help}{example}")
+    keys = "`<command> --help` lists every key; `<command> --config FILE --print_config` shows what would run."
+    return "\n".join([*lines, "", keys, "`--version` prints the version.", ""])
 
-        run_export(arguments[1:])
-        return 0
-    if arguments[0] == "bench":
-        from radixtrain.commands.bench import run as run_bench
 
-        run_bench(arguments[1:])
-        return 0
-    from radixtrain.commands.lightning import COMMANDS, run
-
-    if arguments[0] not in COMMANDS:
-        return _fail(f"no command {arguments[0]!r}; commands: {', '.join((*COMMANDS, 'export', 'bench'))}", 2)
-    run(arguments)
-    return 0
+def _no_command(name: str) -> str:
+    close = get_close_matches(name, COMMANDS, n=1)
+    meant = f", did you mean {close[0]!r}?" if close else ";"
+    return f"no command {name!r}{meant} commands: {', '.join(COMMANDS)}"
 
 
 def _stopped(stop: SystemExit) -> int:
-    """Lightning turns signals into exits of its own: SIGTERM into one without a code, SIGINT into 1."""
+    """Lightning turns signals into its own exits: SIGTERM into one without a code, SIGINT into 1."""
     if type(stop).__name__ == "SIGTERMException":
         return _fail("terminated; resume with --ckpt_path <output_dir>/checkpoints/interrupted.ckpt", 143)
     if isinstance(stop.__context__, KeyboardInterrupt):
@@ -75,12 +76,12 @@ def _stopped(stop: SystemExit) -> int:
 
 
 def _usage_message(text: str) -> str:
-    """jsonargparse's message on one line, and of a refused import only that."""
+    """jsonargparse's message on one line; for a refused import, only our own."""
     refused = re.search(r"Importing '([^']+)' is not allowed", text)
     if refused:
         return (
-            f"class_path {refused[1]!r} is not imported: a configuration may name classes of radixtrain, lightning, "
-            f"torch and transformers alone. For others call radixtrain from a script of your own"
+            f"class_path {refused[1]!r} is not imported: a configuration may name only classes of radixtrain, "
+            f"lightning, torch and transformers. For other classes, call radixtrain from your own script"
         )
     return " ".join(text.split())
 

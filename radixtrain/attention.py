@@ -1,4 +1,4 @@
-"""The one door to the kernels: validates, chooses, dispatches. An explicit request that cannot be met raises.
+"""Tree attention, the only way to the kernels: validates, chooses, dispatches. A request that cannot be met raises.
 
 | strategy    | queries       | keys and values          | calls                      | a window that binds |
 |-------------|---------------|--------------------------|----------------------------|---------------------|
@@ -6,41 +6,44 @@
 | `expand`    | scatter to T  | T                        | one varlen call            | yes                 |
 | `path`      | U             | root paths, gathered     | one varlen call            | yes                 |
 | `cascade`   | U, no copies  | U, no copies             | one, and one a tree level  | no                  |
+| `tree`      | U, no copies  | U, no copies             | one Triton kernel          | no                  |
 
-Sinks go with every strategy and kernel, a soft-cap with every strategy and the kernels that compute it
-(`kernels/varlen.py`). A window binds where it is shorter than the longest sequence; any other is as none.
+Sinks go with every strategy and kernel but `tree`, a soft-cap with every strategy but `tree` and the kernels that
+compute it (`kernels/varlen.py`). A window binds if it is shorter than the longest sequence; any other hides nothing.
+
+`tree` is never chosen by `auto`. It reads lists of tiles, which `RadixCollator(tree_tiles=True)` makes in the worker.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from radixtrain.errors import UserError
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
-from radixtrain.kernels.flash import FLASH_3_MAX_HEAD_DIM, flash_3_missing, takes_window
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.refusals import KernelCall, tiled_refusal, varlen_refusal
 from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.tree_tiles import TreeTiles, tile_sizes
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["STRATEGIES", "AttentionChoice", "choose_attention", "tree_attention"]
+__all__ = ["EVERYWHERE", "STRATEGIES", "AttentionChoice", "choose_attention", "tree_attention"]
 
-STRATEGIES = ("cascade", "path", "expand", "reference")
-FLASH_MAX_HEAD_DIM = 256
+EVERYWHERE = ("cascade", "path", "expand", "reference")  # in any floating dtype, on any device
+STRATEGIES = (*EVERYWHERE, "tree")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class AttentionChoice:
+class AttentionChoice(NamedTuple):
     """What runs, and why: `str()` is the line that is logged."""
 
     strategy: str
@@ -49,6 +52,9 @@ class AttentionChoice:
 
     def __str__(self) -> str:
         return f"attention={self.strategy}, kernel={self.kernel} ({self.reason})"
+
+
+_LOGGED: set[AttentionChoice] = set()
 
 
 def tree_attention(
@@ -69,78 +75,97 @@ def tree_attention(
     query: (U, N, H), float64, float32, bfloat16 or float16.
     key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
-    attention: `auto`, `cascade`, `path`, `expand` or `reference`. `auto` is `cascade`, or `path` where a window binds.
-    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`; not used by `reference`.
+    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
+        binds.
+    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`. `reference` does not read it; `tree` has its own
+        kernel and takes only `auto`.
     scale: factor on the scores; default `H ** -0.5`.
     softcap: None, or c: scaled scores s become `c * tanh(s / c)`.
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
     sinks: None, or (N,), floating point. A logit for every query of a head that has no value.
 
     Returns (U, N, H), the dtype of query; differentiable once in query, key, value and sinks.
-    Raises ValueError where shapes, dtypes or devices do not fit, or what was asked for by name cannot be had.
+    Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
-    layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
+    layout = plan if isinstance(plan, TreeLayout) else _layout_of(plan, query, attention)
     _check_tensors(query, key, value, layout)
     _check_modifiers(query, softcap, window, sinks)
     binding = window if window is not None and window < layout.max_seqlen else None
-    where = query.device, query.dtype, query.shape[-1]
-    choice = choose_attention(attention, kernel, *where, softcap=softcap is not None, window=binding is not None)
+    modifiers = {"softcap": softcap is not None, "window": binding is not None, "sinks": sinks is not None}
+    choice = choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1], **modifiers)
     scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
+    if choice.strategy == "tree":
+        return _tiled(query, key, value, layout, scoring.scale)
     if choice.strategy == "reference":
         mask = tree_mask(layout.row_subtree_ends, layout.row_depths, binding)
         return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
-        apart = query.device.type == "cpu" and not _all_finite(key, value)
-        pieces = layout.separate_pieces if apart else layout.pieces
+        isolate = query.device.type == "cpu" and not _all_finite(key, value)
+        pieces = layout.separate_pieces if isolate else layout.pieces
         return cascade_attention(query, key, value, pieces, varlen, scoring, sinks)
     if choice.strategy == "path":
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
-    indices = layout.inverse_indices, layout.gather_indices
-    return expand_attention(query, key, value, *indices, layout.sequences, varlen, scoring, sinks)
+    return expand_attention(
+        query, key, value, layout.inverse_indices, layout.gather_indices, layout.sequences, varlen, scoring, sinks
+    )
 
 
-@lru_cache(maxsize=64)
 def choose_attention(
-    attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int,
-    *, softcap: bool = False, window: bool = False,
-) -> AttentionChoice:  # fmt: skip
+    attention: str,
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    softcap: bool = False,
+    window: bool = False,
+    sinks: bool = False,
+) -> AttentionChoice:
     """Resolve `auto`, or check what was asked for by name. Each new choice is logged once, in one line.
 
-    softcap, window: whether scores are soft-capped, and whether a sliding window binds.
+    softcap, window, sinks: whether scores are soft-capped, a sliding window binds, heads have sinks.
 
-    Raises ValueError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
-    head dim or modifier, and for `cascade` where a window binds.
+    Raises UserError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
+    head dim or modifier, for `cascade` if a window binds, and for what `tree` does not take.
     """
-    if attention not in ("auto", *STRATEGIES):
-        raise ValueError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
-    if kernel not in ("auto", *KERNELS):
-        raise ValueError(f"kernel must be auto, {', '.join(KERNELS)}; got {kernel!r}")
-    if attention == "reference":
-        choice = AttentionChoice(attention, "none", "explicit mask, by request")
-    else:
-        strategy, why = _choose_strategy(attention, window)
-        name, why_kernel = _choose_kernel(kernel, _Call(device, dtype, head_dim, softcap, window))
-        choice = AttentionChoice(strategy, name, f"{strategy}: {why}; {name}: {why_kernel}")
-    logger.info("%s", choice)
+    choice = _choice(attention, kernel, KernelCall(device, dtype, head_dim, softcap, window, sinks))
+    if choice not in _LOGGED:
+        _LOGGED.add(choice)
+        logger.info("%s", choice)
     return choice
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a kernel has to take."""
+@lru_cache(maxsize=64)  # every layer asks for the same
+def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
+    if attention not in ("auto", *STRATEGIES):
+        raise UserError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
+    if kernel not in ("auto", *KERNELS):
+        raise UserError(f"kernel must be auto, {', '.join(KERNELS)}; got {kernel!r}")
+    if attention == "reference":
+        return AttentionChoice(attention, "none", "explicit mask, by request")
+    if attention == "tree":
+        _check_tree(kernel, call)
+        return AttentionChoice(attention, "triton", "one tiled kernel, by request")
+    strategy, why = _choose_strategy(attention, call.window)
+    name, why_kernel = _choose_kernel(kernel, call)
+    return AttentionChoice(strategy, name, f"{strategy}: {why}; {name}: {why_kernel}")
 
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    softcap: bool
-    window: bool
+
+def _check_tree(kernel: str, call: KernelCall) -> None:
+    if kernel != "auto":
+        raise UserError(
+            f"kernel={kernel!r} cannot be used: attention='tree' has a kernel of its own; leave kernel at 'auto'"
+        )
+    refusal = tiled_refusal(call)
+    if refusal:
+        raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes what can")
 
 
 def _choose_strategy(attention: str, window: bool) -> tuple[str, str]:
-    """Name and reason, or ValueError."""
+    """Name and reason, or UserError."""
     if attention == "cascade" and window:
-        raise ValueError(
+        raise UserError(
             "attention='cascade' cannot be used: it attends to a prompt in one piece, and a sliding window shorter "
             "than the batch's longest sequence cuts through it; attention='auto' or 'path' keeps the window"
         )
@@ -149,42 +174,18 @@ def _choose_strategy(attention: str, window: bool) -> tuple[str, str]:
     return ("path", "a sliding window binds, which cascade cannot keep") if window else ("cascade", "no row is copied")
 
 
-def _choose_kernel(kernel: str, call: _Call) -> tuple[str, str]:
-    """Name and reason. The first of the preferred kernels that can run there, or the one asked for, or ValueError."""
+def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
+    """Name and reason: the first of the preferred kernels that can run the call, or the one asked for, or UserError."""
     if kernel != "auto":
-        refusal = _refusal(kernel, call)
+        refusal = varlen_refusal(kernel, call)
         if refusal:
-            raise ValueError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
+            raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
         return kernel, "by request"
     preferred = ("flash_attn_3", "flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
-    refusals = {name: _refusal(name, call) for name in preferred}
+    refusals = {name: varlen_refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)
     passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]
     return name, f"on {call.device.type}" + "".join(f", {text}" for text in passed_over)
-
-
-def _refusal(kernel: str, call: _Call) -> str | None:
-    """Why this kernel cannot run there, or None."""
-    if kernel == "eager":
-        return None
-    if kernel == "torch" and call.softcap:
-        return "computes no soft-cap"
-    if kernel == "torch" and call.device.type == "cpu":
-        return None
-    if call.device.type != "cuda":
-        return f"needs CUDA, the tensors are on {call.device.type}"
-    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return "the package flash-attn is not installed (pip install 'radixtrain[flash]', needs a CUDA toolchain)"
-    if kernel == "flash_attn_3" and (missing := flash_3_missing(call.device)):
-        return missing
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, got {call.dtype}"
-    widest = FLASH_3_MAX_HEAD_DIM if kernel == "flash_attn_3" else FLASH_MAX_HEAD_DIM
-    if call.head_dim > widest or call.head_dim % 8:
-        return f"takes head dims that are multiples of 8 up to {widest}, got {call.head_dim}"
-    if kernel == "torch" and call.window and not takes_window():
-        return f"takes no sliding window in torch {torch.__version__}"
-    return None
 
 
 @lru_cache(maxsize=16)
@@ -192,10 +193,44 @@ def _kernel(name: str, device: torch.device) -> VarlenKernel:
     return varlen_kernel(name, device)
 
 
-def _all_finite(key: Tensor, value: Tensor) -> bool:
-    """Whether a mask hides what it should: 0 x NaN is NaN, so a row that broke would break those that share its block.
+def _layout_of(plan: PrefixPlan, query: Tensor, attention: str) -> TreeLayout:
+    tiles = tile_sizes(query.shape[-1], query.dtype) if attention == "tree" else None
+    return TreeLayout.from_plan(plan, tiles=tiles).to(query.device)
 
-    A sum is one pass and carries what is not finite; one that overflows costs time and nothing else.
+
+def _tiled(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float) -> Tensor:
+    from radixtrain.kernels.tree_triton import tiled_tree_attention  # Triton is optional
+
+    out, _ = tiled_tree_attention(query, key, value, _tiles_of(layout, query), scale)
+    return out
+
+
+def _tiles_of(layout: TreeLayout, query: Tensor) -> TreeTiles:
+    """The lists of tiles in the batch. On the host they can be made here; on a device nothing is read back for them.
+
+    Raises UserError if a device has none, or larger tiles than fit it.
+    """
+    if query.device.type == "cpu":
+        return layout.tiles or layout.host_tiles
+    held, walked = tile_sizes(query.shape[-1], query.dtype)
+    if layout.tiles is None:
+        raise UserError(
+            f"attention='tree' needs the lists of tiles in the batch, which are made on the host: ask for them with "
+            f"RadixCollator(tree_tiles=({held}, {walked})), or TreeLayout.from_plan(plan, tiles=({held}, {walked}))"
+        )
+    given = layout.tiles.held, layout.tiles.walked
+    if given[0] > held or given[1] > walked:
+        raise UserError(
+            f"attention='tree' takes tiles of up to ({held}, {walked}) rows for {query.dtype} and head dim "
+            f"{query.shape[-1]}, the batch has {given}: set RadixCollator(tree_tiles=({held}, {walked}))"
+        )
+    return layout.tiles
+
+
+def _all_finite(key: Tensor, value: Tensor) -> bool:
+    """Whether a mask can hide rows: 0 x NaN is NaN, so a row with a NaN would break the others of its call.
+
+    A sum is one pass and carries what is not finite. One that overflows costs only time.
     """
     return bool(torch.isfinite(key.sum() + value.sum()))
 
@@ -231,8 +266,8 @@ def _check_modifiers(query: Tensor, softcap: float | None, window: int | None, s
         return
     if sinks.shape != (query.shape[1],) or not sinks.dtype.is_floating_point:
         raise ValueError(
-            f"sinks must be ({query.shape[1]},), one floating-point logit a query head; got {tuple(sinks.shape)}, "
-            f"{sinks.dtype}"
+            f"sinks must be ({query.shape[1]},), one floating-point logit for each query head; got "
+            f"{tuple(sinks.shape)}, {sinks.dtype}"
         )
     if sinks.device != query.device:
         raise ValueError(f"sinks are on {sinks.device}, query on {query.device}")

@@ -1,10 +1,10 @@
-"""What a user can mend. The command line prints the message as one line and exits with code 1, without a traceback."""
+"""Errors that a user can fix. The command line prints the message as one line and exits with code 1, no traceback."""
 
 __all__ = ["DataError", "UserError", "first_line"]
 
 
 class UserError(ValueError):
-    """Something the user asked for cannot be done. The message says what was expected, what came and how to mend it."""
+    """What the user asked for cannot be done. The message says what was expected, what came and how to fix it."""
 
 
 class DataError(UserError):
@@ -14,7 +14,7 @@ class DataError(UserError):
         super().__init__(f"{where}: {reason}")
         self.where, self.reason = where, reason
 
-    def __reduce__(self):  # survives the trip from a DataLoader worker, which pickles by constructor arguments
+    def __reduce__(self):  # a DataLoader worker pickles an error by the arguments of its constructor
         return type(self), (self.where, self.reason)
 
 

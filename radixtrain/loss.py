@@ -9,41 +9,28 @@ R predictor rows, P predictions, D hidden, V vocabulary. The k next tokens of on
     dz_r = (sum of w_p) softmax(z_r) - sum_p w_p onehot(y_p)
 
 so a predictor costs one row of logits and one log-sum-exp, however many completions follow it. Rows are taken in
-chunks, and the gradient of a chunk is computed while its logits are there (as Liger's fused linear cross-entropy
-does), so that the backward pass is a multiplication by a number, in place.
+chunks (`kernels/loss_chunks.py`). The gradient of a chunk is computed while its logits exist, as in Liger's fused
+linear cross-entropy, so that the backward pass is a multiplication by a number, in place.
 
 Memory of the fused loss beyond hidden, head and their gradients: the logits of one chunk, and half as much again in 16
-bit. The gradient of a 16-bit head is summed in float32 and rounded in the backward pass, so that it takes 6 bytes an
-element until that ends, and then 2. Where the head has a `.grad` from before, ours is one more until autograd has added
-it, as any would.
+bits. The gradient of a 16-bit head is summed in float32 and rounded in the backward pass, so that it takes 6 bytes an
+element until that ends, and then 2. If the head has a `.grad` already, ours is one more until autograd has added it, as
+any gradient is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["linear_cross_entropy", "logits_cross_entropy", "logits_logprobs", "prediction_logprobs"]
+from radixtrain.kernels.loss_chunks import Chunk, chunks_of, rows_per_chunk
 
-# Rows of a chunk: a quarter of D within these bounds, so that its logits are about a quarter of the head. Each chunk
-# reads the head twice and its gradient once, and with few rows the products wait for memory, all the more if the head
-# is larger than the caches. GFLOP/s of the three, float32, one thread of a shared AMD EPYC (Zen 5), torch 2.13:
-#
-#     rows                    16    32    64   128   256   512
-#     V = 4,096    D = 256    87    96   104   106   105   106
-#     V = 32,000   D = 512    69    86    96    99   104   104
-#     V = 151,936  D = 1024   60    69    87    91    98            256 rows of logits are 148 MiB
-CHUNK_ROWS = (128, 256)
-# More rows where the vocabulary is small, so that a chunk's twenty calls cost little beside its products: 2 MiB in
-# float32, 128 rows of V = 4,096. Calls cost more on accelerators (not measured there).
-MIN_CHUNK_ELEMENTS = {"cpu": 2**19, "other": 2**24}
+__all__ = ["linear_cross_entropy", "logits_cross_entropy", "logits_logprobs", "prediction_logprobs"]
 
 
 def linear_cross_entropy(
@@ -69,7 +56,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if not torch.is_grad_enabled():  # autograd.Function looks at requires_grad alone, and would build the gradients
+    if not torch.is_grad_enabled():  # autograd.Function looks only at requires_grad, and would build the gradients
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, rows, loss_weights)
 
@@ -95,7 +82,7 @@ def prediction_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """(P,), float32 or float64. `log p(labels[p])` at row `rows[p]`; arguments as in `linear_cross_entropy`."""
-    size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
+    size = rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
     return _logprobs(lambda taken: _logits(hidden[taken], weight, bias), size, hidden, labels, rows)
 
 
@@ -103,22 +90,6 @@ def prediction_logprobs(
 def logits_logprobs(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
     """(P,), float32 or float64. `log p(labels[p])` at row `rows[p]`; arguments as in `logits_cross_entropy`."""
     return _logprobs(lambda taken: _widened(logits[taken]), _rows_of_logits(logits), logits, labels, rows)
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """Some predictor rows, and predictions: those of these rows, and maybe others, at row 0 with weight 0.
-
-    rows: of `hidden`.
-    places: (N,), int64, or all. which of the P predictions these are.
-    labels, local_rows, loss_weights: (N,). rows are counted within the chunk.
-    """
-
-    rows: slice
-    places: Tensor | slice
-    labels: Tensor
-    local_rows: Tensor
-    loss_weights: Tensor
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -139,8 +110,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
-            for chunk in _chunks(size, len(hidden), labels, rows, loss_weights.to(wide)):
+            size = rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
+            for chunk in chunks_of(size, len(hidden), labels, rows, loss_weights.to(wide)):
                 loss += _add_gradients(chunk, hidden[chunk.rows], weight, bias, d_hidden, d_weight, d_bias)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -168,7 +139,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         d_logits = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         loss = torch.zeros((), dtype=wide, device=logits.device)
         with torch.autocast(logits.device.type, enabled=False):
-            for chunk in _chunks(_rows_of_logits(logits), len(logits), labels, rows, loss_weights.to(wide)):
+            for chunk in chunks_of(_rows_of_logits(logits), len(logits), labels, rows, loss_weights.to(wide)):
                 loss += _add_gradient_of_logits(chunk, logits[chunk.rows], d_logits)
         ctx.save_for_backward(d_logits)
         return loss
@@ -196,57 +167,19 @@ def _logprobs(logits_of: Callable[[slice], Tensor], size: int, over: Tensor, lab
     """(P,). logits_of: the logits of some of the R rows, in a new tensor, float32 or wider. over: (R, ...)."""
     inside = torch.ones(len(labels), dtype=torch.promote_types(over.dtype, torch.float32), device=over.device)
     logprobs = torch.zeros_like(inside)
-    for chunk in _chunks(size, len(over), labels, rows, inside):
+    for chunk in chunks_of(size, len(over), labels, rows, inside):
         values, _ = _logprobs_and_sums(logits_of(chunk.rows), chunk)
         logprobs[chunk.places] += chunk.loss_weights * values
     return logprobs
 
 
-def _chunks(size: int, num_rows: int, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
-    """Cut the R rows into chunks of `size`, and give each its predictions, which come in any order."""
-    slices = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    deal = _deal_on_host if rows.device.type == "cpu" else _deal_to_all
-    return deal(slices, labels, rows, loss_weights)
-
-
-def _deal_on_host(slices: list[slice], labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
-    """To each chunk its own.
-
-    Dealing all to all took 2 % of the time at P = 16,384 and 11 % at 100,000 (V = 4,096, D = 256, 128 rows a chunk).
-    """
-    order = rows.argsort(stable=True)
-    bounds = torch.searchsorted(rows[order], torch.tensor([0, *(taken.stop for taken in slices)])).tolist()
-    for taken, (begin, end) in zip(slices, pairwise(bounds), strict=True):
-        places = order[begin:end]
-        yield _Chunk(taken, places, labels[places], rows[places] - taken.start, loss_weights[places])
-
-
-def _deal_to_all(slices: list[slice], labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
-    """To each chunk all P: how many are its own only the device knows, and the host must not wait for it."""
-    for taken in slices:
-        inside = (rows >= taken.start) & (rows < taken.stop)
-        yield _Chunk(taken, slice(None), labels, (rows - taken.start) * inside, loss_weights * inside)
-
-
-def _rows_per_chunk(num_rows: int, vocab_size: int, hidden_size: int, device: torch.device) -> int:
-    """As even as they get: the last chunk is not a small one, and the only one may be half as large again.
-
-    Many rows are a multiple of 16, for the products' sake: 208 rows took 7 % less time than 205 (Qwen3's head).
-    """
-    least, most = CHUNK_ROWS
-    elements = MIN_CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "other"]
-    wanted = max(least, min(hidden_size // 4, most), elements // vocab_size)
-    size = math.ceil(num_rows / max(1, round(num_rows / wanted)))
-    return max(1, size if size < 64 else math.ceil(size / 16) * 16)
-
-
 def _rows_of_logits(logits: Tensor) -> int:
     """Rows of a chunk if the logits exist already."""
-    return _rows_per_chunk(len(logits), logits.shape[1], 0, logits.device)
+    return rows_per_chunk(len(logits), logits.shape[1], 0, logits.device)
 
 
 def _add_gradients(
-    chunk: _Chunk,
+    chunk: Chunk,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -254,7 +187,7 @@ def _add_gradients(
     d_weight: Tensor | None,
     d_bias: Tensor | None,
 ) -> Tensor:
-    """Loss of a chunk; its gradients go where asked for. Its logits end here, before those of the next one begin."""
+    """Loss of a chunk; adds its gradients to those that are not None. Frees its logits before the next chunk begins."""
     logits = _logits(hidden, weight, bias)
     logprobs, sums = _logprobs_and_sums(logits, chunk)
     if d_hidden is not None or d_weight is not None or d_bias is not None:
@@ -270,7 +203,7 @@ def _add_gradients(
     return -(chunk.loss_weights * logprobs).sum()
 
 
-def _add_gradient_of_logits(chunk: _Chunk, logits: Tensor, d_logits: Tensor | None) -> Tensor:
+def _add_gradient_of_logits(chunk: Chunk, logits: Tensor, d_logits: Tensor | None) -> Tensor:
     """As `_add_gradients`, for logits that exist."""
     logits = _widened(logits)
     logprobs, sums = _logprobs_and_sums(logits, chunk)
@@ -289,7 +222,7 @@ def _widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
 
 
-def _logprobs_and_sums(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+def _logprobs_and_sums(logits: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """(N,) `log p` of the chunk's predictions and, by row, the sum of the `exp(z - max z)` that the logits become.
 
     In place, as the logits are the largest thing in memory: `torch.logsumexp` makes another tensor of their size, and
@@ -301,7 +234,7 @@ def _logprobs_and_sums(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
     return picked - sums.log()[chunk.local_rows], sums
 
 
-def _softmax_minus_targets(exps: Tensor, sums: Tensor, chunk: _Chunk) -> Tensor:
+def _softmax_minus_targets(exps: Tensor, sums: Tensor, chunk: Chunk) -> Tensor:
     """`dz` in place of `exp(z - max z)`."""
     weight_of_row = torch.zeros_like(sums).index_add_(0, chunk.local_rows, chunk.loss_weights)
     d_logits = exps.mul_((weight_of_row / sums)[:, None])
@@ -311,9 +244,9 @@ def _softmax_minus_targets(exps: Tensor, sums: Tensor, chunk: _Chunk) -> Tensor:
 def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """`total += d_logits^T hidden`. A 16-bit product is rounded once a chunk, and added in float32.
 
-    That needs the product by itself, which is as large as the head, so it is made in parts: half as large as `d_logits`
-    at most, and on CPU small enough to stay in the cache, where adding widens them first. At V = 151,936, D = 1024 and
-    128 rows in bfloat16 the whole took 0.8 s, 16 parts 0.6 s and 74 parts 0.2 s.
+    That needs the product by itself, which is as large as the head, so it is made in parts: at most half as large as
+    `d_logits`, and on CPU small enough to stay in the cache, because adding widens them first. At V = 151,936,
+    D = 1024 and 128 rows in bfloat16 one part took 0.8 s, 16 parts 0.6 s and 74 parts 0.2 s.
     """
     if hidden.dtype == total.dtype:
         total.addmm_(d_logits.t(), hidden)

@@ -1,8 +1,8 @@
-"""What the tests of this library and of its users share: generated tries, and bars for rounding errors.
+"""For tests, of this library and of its users: generated tries, and bars for rounding errors.
 
-An error is measured against a float64 truth, and its bar is the error of an ordinary implementation in the same dtype:
-derived, not tuned. For tensors that is `assert_within_reference_error`, for whole models `assert_equivalent` over the
-ladder of `radixtrain.verification.oracle`.
+An error is measured against a float64 truth. Its bar follows from the error of an ordinary implementation in the same
+dtype, so it is derived, not tuned. `assert_within_reference_error` is for tensors, `assert_equivalent` for the report
+of `radixtrain.verify_equivalence` on a whole model.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = [
     "ragged_batches",
     "relative_error",
 ]
-# A sequence that keeps every gradient of a small model alive: where every query sees one key, q and k have none.
+# A sequence that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.
 ALIVE = [1, 0, 1, 1, 0, 0, 1, 0]
 
 
 def ragged_batches(
     *, min_sequences: int = 1, max_sequences: int = 8, max_length: int = 10, vocab_size: int = 4, min_length: int = 1
 ) -> SearchStrategy[list[list[int]]]:
-    """A hypothesis strategy for batches of token sequences that share prefixes in every way there is.
+    """A hypothesis strategy for batches of token sequences that share prefixes in every possible way.
 
-    Each sequence after the first is new, or a copy of an earlier one, or a prefix of it, or an extension of it, or
-    forks from it somewhere. So the batches hold nested, identical and unrelated sequences, one a prefix of another,
-    single tokens and, with `min_length` 0, empty sequences, in any order.
+    Each sequence after the first is new, or a copy, a prefix, an extension or a fork of an earlier one. So the batches
+    hold nested, identical and unrelated sequences, prefixes of others, single tokens and, with `min_length` 0, empty
+    sequences, in any order.
 
-    vocab_size: token ids are 0 ... vocab_size - 1. The default is small, so that unrelated sequences meet by chance.
+    vocab_size: token ids are 0 ... vocab_size - 1. The default is small, so that unrelated sequences share by chance.
     min_length, max_length: tokens of a sequence.
     """
     from hypothesis import strategies as st
@@ -61,7 +61,7 @@ def ragged_batches(
             place = draw(st.integers(min_length, len(sequence))) if kind in ("fork", "prefix") else len(sequence)
             tail = draw(st.lists(tokens, min_size=1, max_size=4)) if kind in ("fork", "extension") else []
             if kind == "fork" and place < len(sequence) and vocab_size > 1:
-                tail[0] = (sequence[place] + 1 + tail[0] % (vocab_size - 1)) % vocab_size  # another than the one there
+                tail[0] = (sequence[place] + 1 + tail[0] % (vocab_size - 1)) % vocab_size  # not the token there
             sequences.append([*sequence[:place], *tail][:max_length])
         return draw(st.permutations(sequences))
 
@@ -71,9 +71,9 @@ def ragged_batches(
 def labelled_features(**options: Any) -> SearchStrategy[Features]:
     """A hypothesis strategy for features of a `RadixCollator`: `ragged_batches` with labels and positions.
 
-    Labels are anywhere: on shared tokens, differing between copies, none at all in a row. Half of the batches have
-    `position_ids` of their own: an offset, jumps, and rows that are alike but for their positions. A last sequence is
-    labelled throughout, so that no gradient of a small model is zero.
+    Labels are anywhere: on shared tokens, different in two copies, or missing in a whole sequence. Half of the batches
+    have `position_ids`: with an offset, with jumps, and different ones for equal tokens. One more sequence has a label
+    on every token, so that no gradient of a small model is zero.
 
     options: as for `ragged_batches`.
     """
@@ -84,27 +84,27 @@ def labelled_features(**options: Any) -> SearchStrategy[Features]:
         sequences = draw(ragged_batches(**options))
         steps = st.lists(st.integers(1, 3), min_size=options.get("max_length", 10), max_size=40)
         places = [[draw(st.integers(0, 5)), *draw(steps)] for _ in range(2)] if draw(st.booleans()) else []
-        rows: list[dict[str, list[int]]] = [{"input_ids": ALIVE, "labels": ALIVE}]
+        made: list[dict[str, list[int]]] = [{"input_ids": ALIVE, "labels": ALIVE}]
         for ids in sequences:
             bears_loss = draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
-            row = {"input_ids": ids, "labels": [t if b else -100 for t, b in zip(ids, bears_loss, strict=True)]}
+            feature = {"input_ids": ids, "labels": [t if b else -100 for t, b in zip(ids, bears_loss, strict=True)]}
             if places:
-                row["position_ids"] = list(accumulate(draw(st.sampled_from(places))[: len(ids)]))
-            rows.append(row)
-        return rows
+                feature["position_ids"] = list(accumulate(draw(st.sampled_from(places))[: len(ids)]))
+            made.append(feature)
+        return made
 
     return features()
 
 
 def assert_equivalent(report: EquivalenceReport) -> None:
-    """Assert that a report passed and that no gradient was dead. The message is its table, worst element and place."""
+    """Assert that a report passed and that no true gradient is zero. The message is the report's table."""
     assert report.passed and report.conclusive, str(report)
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """`||actual - truth|| / ||truth||` in L2 over all elements, computed in float64.
 
-    Where the truth is all zero: 0.0 if actual is all zero too, else inf. A NaN anywhere gives NaN, which passes no bar.
+    If the truth is all zero: 0.0 if actual is all zero too, else inf. A NaN anywhere gives NaN, which passes no bar.
     """
     error, scale = _distance("actual", actual, truth), float(truth.detach().double().norm())
     if scale == 0.0:
@@ -119,11 +119,11 @@ def assert_within_reference_error(
     factor: float = 2.0,
     names: str | Sequence[str] = (),
 ) -> None:
-    """Assert that `actual` is about as near to `truth` as `reference` is, for each tensor on its own.
+    """Assert that `actual` is about as close to `truth` as `reference` is, for each tensor separately.
 
     actual: the result under test, in its own dtype.
-    reference: the same result by the ordinary way of computing it, in the same dtype.
-    truth: the same result in float64, from the very numbers that the other two were given.
+    reference: the same result, computed in the ordinary way, in the same dtype.
+    truth: the same result in float64, from the same input numbers.
     factor: how many times the error of the reference is allowed.
     names: one for each tensor, for the message.
 
@@ -131,15 +131,15 @@ def assert_within_reference_error(
 
         ||actual - truth|| <= factor * ||reference - truth|| + u * ||truth||
 
-    Derivation. Both evaluate one formula in two orders of operations. Their errors share one a-priori bound and differ
-    in luck, so the reference's own error says how hard these inputs are in this dtype; a factor of 2 is one bit for the
-    luck. The second term is what storing the exact result costs, at most u of each element: no implementation can be
-    asked for less, and without it a reference that happens to be exact could not be met. So the reference must be the
-    same formula (`exp(s - lse)` has another bound than a softmax that divides), and the tensors large enough for luck
-    to average out.
+    Derivation. Both evaluate one formula, in two orders of operations. Their errors have the same a-priori bound and
+    differ by luck, so the reference's error says how hard these inputs are in this dtype; a factor of 2 is one bit for
+    luck. The second term is the cost of storing the exact result, at most u of each element: no implementation can do
+    better, and without it none could match a reference that happens to be exact. So the reference must be the same
+    formula (`exp(s - lse)` has another bound than a softmax that divides), and the tensors large enough for luck to
+    average out.
 
     Raises AssertionError that names the tensor, its error and the bar, and the worst element with its index and values.
-    A NaN or an infinity fails, be it in actual, in reference or in truth.
+    A NaN or an infinity fails, whether in actual, in reference or in truth.
     """
     actual, reference, truth = ([x] if isinstance(x, Tensor) else list(x) for x in (actual, reference, truth))
     names = [names] if isinstance(names, str) else list(names) or [f"tensor {i}" for i in range(len(actual))]
@@ -163,10 +163,10 @@ def assert_within_reference_error(
 def flash_attention_by_the_book(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, dq, dk, dv in the arithmetic of flash-attention: the ordinary reference for attention in any dtype.
+    """out, lse, dq, dk, dv, computed as flash-attention does: the ordinary reference for attention in any dtype.
 
-    q, dout: (T, N, H); k, v: (J, K, H); mask: (T, J), bool, True where seen, at least one key for every query.
-    Operands and results of the products are in the dtype of q; what lies between them, and lse (N, T), is float32 or
+    q, dout: (T, N, H); k, v: (J, K, H); mask: (T, J), bool, True for a key that a query sees, at least one for every
+    query. Operands and results of the products are in the dtype of q; everything between, and lse (N, T), is float32 or
     wider. Source: FlashAttention-2 (algorithms 1 and 2), without the tiles.
     """
     wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], q.shape[1] // k.shape[1])

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--train_file", default="runs/demo/train.jsonl")
     parser.add_argument("--output_dir", default="runs/demo/accelerate_loop")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
     options = parser.parse_args()
 
     set_seed(0)
@@ -34,7 +35,8 @@ def main() -> None:
     collator = RadixCollator()  # <- was DataCollatorForSeq2Seq(tokenizer)
     loader = DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collator)
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=4e-3), loader)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(options.epochs):
         for number, batch in enumerate(loader):
             with accelerator.accumulate(model):

@@ -1,4 +1,4 @@
-"""Train a tiny Qwen3 on banking77: 10,003 real customer messages behind one prompt that lists 77 intents.
+"""Train a tiny Qwen3 on banking77: 10,003 real customer messages after one prompt that lists 77 intents.
 
     python recipes/banking77.py --data_dir path/to/sft                 # train; exact match before and after
     python recipes/banking77.py --data_dir path/to/sft --compare 50    # 50 steps with and without deduplication
@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
-from radixtrain.hf.prepare import backbone_of, prepare_model
+from radixtrain.hf.backbone import backbone_of
+from radixtrain.hf.prepare import prepare_model
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import sequences_of
 
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def make_start(train: Path, folder: Path) -> None:
-    """Tokenizer and random weights, appearing as a whole."""
+    """Write tokenizer and random weights; the folder appears when all of it is written."""
     texts = {message["content"] for row in read_rows(train) for message in row.fields["messages"]}
     tokenizer = tiny.train_tokenizer(sorted(texts), 4096)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -77,14 +78,14 @@ def fit(train: Path, start: Path, output_dir: Path, *flags: str) -> None:
 
 @torch.no_grad()
 def exact_match(folder: Path, test: Path) -> float:
-    """Share of the rows whose whole answer greedy decoding would give."""
+    """Share of the rows whose whole answer greedy decoding would produce."""
     tokenizer = load_tokenizer(folder)
     model = prepare_model(AutoModelForCausalLM.from_pretrained(folder).eval())
     samples = [sample for samples in ChatEncoder(tokenizer).encode_all(read_rows(test)) for sample in samples]
     features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
     step = StepCollator(max_tokens=16384, merge_labels=False)(features)
     wrong = 0
-    for batch, members in zip(step["micro_batches"], step["members"], strict=True):
+    for batch, members in zip(step.micro_batches, step.members, strict=True):
         labels, tokens = batch["shift_labels"][0], batch["radix_label_indices"]
         inputs = {name: value for name, value in batch.items() if not name.endswith("labels")}
         rows, of_prediction = inputs.pop("radix_predictor_indices").unique(return_inverse=True)

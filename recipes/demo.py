@@ -238,7 +238,7 @@ def describe_lengths(tokenizer: PreTrainedTokenizerBase, chats: list[Chat]) -> s
     rows = sorted(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats)
     shared = shared_length(rows[0], rows[-1])  # in sorted order, what the outermost two share, all share
     own = sorted(len(row) - shared for row in rows)
-    return f"tokens: {shared} in the shared prompt, {own[0]} to {own[-1]} (median {own[len(own) // 2]}) behind it"
+    return f"tokens: {shared} in the shared prompt, {own[0]} to {own[-1]} (median {own[len(own) // 2]}) after it"
 
 
 def shared_length(first: list[int], second: list[int]) -> int:

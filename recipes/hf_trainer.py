@@ -2,7 +2,7 @@
 
 pip install accelerate                                    # Trainer asks for it
 make fit && python recipes/hf_trainer.py                  # on the demo's chats and starting model
-python recipes/hf_trainer.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir out
+python recipes/hf_trainer.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir out --learning_rate 2e-5
 """
 
 import argparse
@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--train_file", default="runs/demo/train.jsonl")
     parser.add_argument("--output_dir", default="runs/demo/hf_trainer")
     parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
     options = parser.parse_args()
 
     tokenizer = load_tokenizer(options.model)
@@ -27,10 +28,16 @@ def main() -> None:
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
     model = AutoModelForCausalLM.from_pretrained(options.model)
     arguments = TrainingArguments(
-        output_dir=options.output_dir, max_steps=options.max_steps, per_device_train_batch_size=16, learning_rate=4e-3,
-        logging_steps=10, save_strategy="no", report_to="none", seed=0,
-        accelerator_config={"non_blocking": True},  # batches are pinned; a blocking copy waits for the step before
-    )  # fmt: skip
+        output_dir=options.output_dir,
+        max_steps=options.max_steps,
+        per_device_train_batch_size=16,
+        learning_rate=options.learning_rate,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        seed=0,
+        accelerator_config={"non_blocking": True},  # batches are pinned; a blocking copy waits for the previous step
+    )
     trainer = Trainer(
         model=prepare_model(model),  # <- was model
         data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)

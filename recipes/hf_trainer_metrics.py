@@ -38,20 +38,32 @@ def main() -> None:
     parser.add_argument("--train_file", default="runs/demo/train.jsonl", help="its first 20 rows are held out")
     parser.add_argument("--output_dir", default="runs/demo/hf_trainer_metrics")
     parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model)
     encoded = ChatEncoder(tokenizer, max_length=4096).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
     arguments = TrainingArguments(
-        output_dir=options.output_dir, max_steps=options.max_steps, per_device_train_batch_size=16, learning_rate=4e-3,
-        logging_steps=10, eval_strategy="epoch", save_strategy="no", report_to="none", seed=0,
-    )  # fmt: skip
+        output_dir=options.output_dir,
+        max_steps=options.max_steps,
+        per_device_train_batch_size=16,
+        learning_rate=options.learning_rate,
+        logging_steps=10,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        seed=0,
+    )
     trainer = OrdinaryEvaluation(
         model=prepare_model(AutoModelForCausalLM.from_pretrained(options.model)),  # <- was without prepare_model
         data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)
-        args=arguments, processing_class=tokenizer, train_dataset=rows[20:], eval_dataset=rows[:20],
-        compute_metrics=compute_metrics, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-    )  # fmt: skip
+        args=arguments,
+        processing_class=tokenizer,
+        train_dataset=rows[20:],
+        eval_dataset=rows[:20],
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
     trainer.train()
     trainer.save_model()
 

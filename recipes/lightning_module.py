@@ -18,8 +18,9 @@ from radixtrain.data.formats import read_rows
 
 
 class FineTuning(L.LightningModule):
-    def __init__(self, checkpoint: str):
+    def __init__(self, checkpoint: str, learning_rate: float):
         super().__init__()
+        self.learning_rate = learning_rate
         model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
         self.model = prepare_model(model)  # <- was model
 
@@ -30,7 +31,7 @@ class FineTuning(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=4e-3)
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--train_file", default="runs/demo/train.jsonl")
     parser.add_argument("--output_dir", default="runs/demo/lightning_module")
     parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
     options = parser.parse_args()
 
     L.seed_everything(0)
@@ -47,7 +49,7 @@ def main() -> None:
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
     collator = RadixCollator()  # <- was DataCollatorForSeq2Seq(tokenizer)
     loader = DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collator)
-    module = FineTuning(options.model)
+    module = FineTuning(options.model, options.learning_rate)
     trainer = L.Trainer(max_steps=options.max_steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False)
     trainer.fit(module, loader)
     module.model.save_pretrained(options.output_dir)

@@ -30,9 +30,15 @@ def main() -> None:
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(options.model), lora)
     arguments = TrainingArguments(
-        output_dir=options.output_dir, max_steps=options.max_steps, per_device_train_batch_size=16,
-        learning_rate=options.learning_rate, logging_steps=10, save_strategy="no", report_to="none", seed=0,
-    )  # fmt: skip
+        output_dir=options.output_dir,
+        max_steps=options.max_steps,
+        per_device_train_batch_size=16,
+        learning_rate=options.learning_rate,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        seed=0,
+    )
     trainer = Trainer(
         model=prepare_model(model),  # <- was model; after get_peft_model, so that it sees the adapters
         data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)
@@ -40,7 +46,7 @@ def main() -> None:
         train_dataset=rows,
     )
     trainer.train()
-    trainer.save_model()  # the adapter alone
+    trainer.save_model()  # only the adapter
 
 
 if __name__ == "__main__":

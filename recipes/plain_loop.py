@@ -10,7 +10,6 @@ import argparse
 import random
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from radixtrain import prepare_model
@@ -24,6 +23,7 @@ def main() -> None:
     parser.add_argument("--model", default="runs/demo/model")
     parser.add_argument("--train_file", default="runs/demo/train.jsonl")
     parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,22 +31,21 @@ def main() -> None:
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
     model = AutoModelForCausalLM.from_pretrained(options.model).to(device).train()
     model = prepare_model(model)  # <-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     collate = StepCollator(max_tokens=2048, merge_labels=False)  # <- for the model's own loss: nothing merged
     draw = random.Random(0)
     for number in range(options.max_steps):
-        step = collate(draw.sample(rows, 16))
+        step = collate(draw.sample(rows, 16)).to(device)
         total = 0.0
-        for batch in step["micro_batches"]:
-            inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-            loss = model(**inputs, num_items_in_batch=step["num_labels"]).loss  # <- sum / num_labels
+        for batch in step.micro_batches:
+            loss = model(**batch, num_items_in_batch=step.num_labels).loss  # <- sum / num_labels
             loss.backward()
             total += loss.item()
         optimizer.step()
         optimizer.zero_grad()
         if number % 10 == 0 or number == options.max_steps - 1:
-            ratio = step["num_tokens"] / step["num_computed_tokens"]
-            print(f"step {number}: loss {total:.4f}, r {ratio:.1f}, {len(step['micro_batches'])} micro-batches")
+            ratio = step.num_tokens / step.num_computed_tokens
+            print(f"step {number}: loss {total:.4f}, r {ratio:.1f}, {len(step.micro_batches)} micro-batches")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ SPLIT = (
 )
 
 # The stock Qwen3 template without tools: thinking is dropped from earlier turns, and the last assistant turn always
-# carries a thinking block, empty where there is none.
+# carries a thinking block, empty if there is none.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{- raise_exception('this small template knows no tools') }}{%- endif %}
 {%- set ns = namespace(last_user=messages|length - 1) %}
@@ -91,7 +91,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def tiny_qwen3(
     tokenizer: PreTrainedTokenizerBase, layers: int = 2, hidden: int = 128, seed: int = 0
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights in float32, the same ones for the same seed; the global generator is left alone.
+    """A Qwen3 with random weights in float32, the same ones for the same seed; the global generator does not change.
 
     tokenizer: gives the vocabulary, padded to a multiple of 64 rows, and the ids of the special tokens.
     layers: decoder layers.

@@ -2,7 +2,7 @@
 
 pip install 'trl>=1.10'
 make fit && python recipes/trl_sft.py                     # on the demo's chats and starting model
-python recipes/trl_sft.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir out
+python recipes/trl_sft.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir out --learning_rate 2e-5
 """
 
 import argparse
@@ -22,13 +22,21 @@ def main() -> None:
     parser.add_argument("--train_file", default="runs/demo/train.jsonl")
     parser.add_argument("--output_dir", default="runs/demo/trl_sft")
     parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
     options = parser.parse_args()
 
     chats = load_dataset("json", data_files=options.train_file, split="train")
     arguments = SFTConfig(
-        output_dir=options.output_dir, max_steps=options.max_steps, per_device_train_batch_size=16, learning_rate=4e-3,
-        max_length=4096, bf16=torch.cuda.is_available(), logging_steps=10, save_strategy="no", seed=0,
-    )  # fmt: skip
+        output_dir=options.output_dir,
+        max_steps=options.max_steps,
+        per_device_train_batch_size=16,
+        learning_rate=options.learning_rate,
+        max_length=4096,
+        bf16=torch.cuda.is_available(),
+        logging_steps=10,
+        save_strategy="no",
+        seed=0,
+    )
     trainer = SFTTrainer(
         model=prepare_model(AutoModelForCausalLM.from_pretrained(options.model)),  # <- was options.model
         data_collator=RadixCollator(),  # <- was TRL's own; leave packing and padding_free off

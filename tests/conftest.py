@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which transformers does
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes"
 SYSTEM = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two, paper on shelf three."
 THINGS = {"apple": "one", "pear": "one", "plum": "one", "hammer": "two", "saw": "two", "file": "two", "card": "three"}
-FAMILIES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+FAMILIES_PAGE = ROOT / "docs" / "families.md"
 
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
@@ -119,9 +120,29 @@ def arguments(shop: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def print_behind(record_property: Callable[[str, Any], None]) -> Callable[[str, str], None]:
-    """`print_behind(section, line)`: a line of the summary after the run, with every number of workers."""
-    return lambda section, line: record_property("print_behind", json.dumps([section, line]))
+def printed_by(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`printed_by("fit", "--help")`: what a command that ends by itself prints, run in the project's folder.
+
+    In this process, which has imported what takes a new one seconds; `tests/radixtrain/test_main.py` starts a new one.
+    """
+
+    def run(*arguments: str) -> str:
+        from radixtrain.__main__ import main
+
+        monkeypatch.chdir(ROOT)
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        captured = capsys.readouterr()
+        assert stop.value.code in (None, 0), captured.err
+        return captured.out
+
+    return run
+
+
+@pytest.fixture
+def print_after(record_property: Callable[[str, Any], None]) -> Callable[[str, str], None]:
+    """`print_after(section, line)`: a line of the summary after the run, with every number of workers."""
+    return lambda section, line: record_property("print_after", json.dumps([section, line]))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -131,9 +152,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in reports
         if getattr(report, "when", "") == "call"
         for name, value in report.user_properties
-        if name in ("print_behind", "family")
+        if name in ("print_after", "family")
     ]
-    lines = sorted(value for name, value in recorded if name == "print_behind")
+    lines = sorted(value for name, value in recorded if name == "print_after")
     for section, group in groupby(lines, key=lambda entry: entry[0]):
         terminalreporter.section(section)
         for _, line in group:

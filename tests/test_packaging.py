@@ -35,7 +35,7 @@ def test_link_is_relative_and_resolves(name: str) -> None:
 
 @pytest.mark.parametrize("name", LINKED)
 def test_bare_name_is_not_ours(name: str) -> None:
-    """From the root, where the working directory is first on the path, the bare name finds none of our files."""
+    """In the root, which is first on the path then, the bare name finds none of our files."""
     code = f"import importlib.util, json; s = importlib.util.find_spec({name!r}); print(json.dumps(s and s.origin))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     origin = json.loads(found.stdout)

@@ -1,107 +1,132 @@
-"""The two arms of a benchmark on one model: what each computes, and how long it takes, in turns.
+"""The two arms of a benchmark: what each computes, and how long it takes, in turns.
 
-Arms are named by their attention strategy; None is the ordinary arm. Both have the same fused loss.
+`OrdinaryArm` is a Hugging Face model as it is, on padded batches; `RadixArm` is the prepared model, on unique tokens.
+Both have the loss of `radixtrain fit` (`radixtrain/hf/predictions.py`), fused with the head if that is one matrix.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from radixtrain.bench.work import MicroBatch, Work
-from radixtrain.hf.prepare import backbone_of, prepare_model, restore_model
-from radixtrain.loss import linear_cross_entropy
+from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.head import hidden_rows
+from radixtrain.hf.predictions import TARGET_KEYS, predict
+from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.tree.layout import INVERSE_INDICES, PREDICTOR_INDICES
 
-__all__ = ["hidden_states", "loss_terms", "run_step", "seconds_in_turns", "set_arm"]
+__all__ = ["Arm", "OrdinaryArm", "RadixArm", "seconds_in_turns"]
 
-TARGET_KEYS = ("shift_labels", "radix_prediction_rows", "radix_loss_weights")
-ORDINARY_KEYS = ("input_ids", "attention_mask", "position_ids")
 K = TypeVar("K")
 
 
-def set_arm(model: PreTrainedModel, arm: str | None, kernel: str) -> None:
-    """Make the model ready for the batches of an arm."""
-    if arm is None:
+@dataclass(frozen=True, kw_only=True)
+class Arm(ABC):
+    """One way to compute a step. plain_head: `has_plain_head(model)`."""
+
+    plain_head: bool
+
+    @abstractmethod
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Make the model ready for the batches of this arm."""
+
+    @abstractmethod
+    def batches(self, work: Work) -> list[MicroBatch]:
+        """The micro-batches that make the step together."""
+
+    def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
+        """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
+        for batch in self.batches(work):
+            yield predict(model, batch.tensors, self.plain_head).loss_sum() / work.num_labels
+
+    def run_step(self, model: PreTrainedModel, work: Work) -> None:
+        """What is timed: every micro-batch forward and, in a `step`, backward."""
+        is_step = work.cell.mode == "step"
+        with nullcontext() if is_step else torch.no_grad():
+            for term in self.loss_terms(model, work):
+                if is_step:
+                    term.backward()
+
+    def hidden_states(self, model: PreTrainedModel, work: Work) -> Tensor:
+        """(T, D), the last hidden state of every original token, sequence by sequence."""
+        of_sequence: dict[int, Tensor] = {}
+        for batch in self.batches(work):
+            lengths = [work.lengths[index] for index in batch.members]
+            states = self._token_states(model, batch, lengths).split(lengths)
+            of_sequence.update(zip(batch.members, states, strict=True))
+        return torch.cat([of_sequence[index] for index in range(len(work.lengths))])
+
+    @abstractmethod
+    def _token_states(self, model: PreTrainedModel, batch: MicroBatch, lengths: list[int]) -> Tensor:
+        """(T, D) of the sequences of a micro-batch, which have these lengths, back to back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrdinaryArm(Arm):
+    """Hugging Face's own attention, on padded batches."""
+
+    def __str__(self) -> str:
+        return "ordinary"
+
+    def prepare(self, model: PreTrainedModel) -> None:
         restore_model(model)
-    else:
-        prepare_model(model, attention=arm, kernel=kernel)
+
+    def batches(self, work: Work) -> list[MicroBatch]:
+        return work.ordinary
+
+    def _token_states(self, model: PreTrainedModel, batch: MicroBatch, lengths: list[int]) -> Tensor:
+        """Every token is selected as if it predicted; the padding on the right is not."""
+        places = torch.arange(batch.tensors["input_ids"].shape[1])
+        tokens = (places < torch.tensor(lengths)[:, None]).flatten().nonzero().squeeze(1)
+        return hidden_rows(parts_of(model), {**batch.tensors, PREDICTOR_INDICES: tokens.to(model.device)})
 
 
-def loss_terms(model: PreTrainedModel, work: Work, arm: str | None) -> Iterator[Tensor]:
-    """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
-    prefix = "" if arm is None else "radix_"
-    head = model.get_output_embeddings().weight
-    for batch in work.batches(arm):
-        hidden = _predicting_rows(model, batch, arm)
-        rows, weights = (batch.tensors[f"{prefix}{name}"] for name in ("prediction_rows", "loss_weights"))
-        yield linear_cross_entropy(hidden, head, batch.tensors["shift_labels"][0], rows, weights) / work.num_labels
+@dataclass(frozen=True, kw_only=True)
+class RadixArm(Arm):
+    """Tree attention on unique tokens. attention, kernel: as for `prepare_model`."""
+
+    attention: str
+    kernel: str = "auto"
+
+    def __str__(self) -> str:
+        return self.attention
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        prepare_model(model, attention=self.attention, kernel=self.kernel)
+
+    def batches(self, work: Work) -> list[MicroBatch]:
+        return work.radix_batches(self.attention)
+
+    def _token_states(self, model: PreTrainedModel, batch: MicroBatch, lengths: list[int]) -> Tensor:
+        """The model returns every row if the batch names no predictors."""
+        left_out = (*TARGET_KEYS, PREDICTOR_INDICES)
+        inputs = {name: value for name, value in batch.tensors.items() if name not in left_out}
+        return hidden_rows(parts_of(model), inputs)[batch.tensors[INVERSE_INDICES]]
 
 
-def run_step(model: PreTrainedModel, work: Work, arm: str | None) -> None:
-    """What is timed: every micro-batch forward and, in a `step`, backward."""
-    is_step = work.cell.mode == "step"
-    with nullcontext() if is_step else torch.no_grad():
-        for term in loss_terms(model, work, arm):
-            if is_step:
-                term.backward()
-
-
-def hidden_states(model: PreTrainedModel, work: Work, arm: str | None) -> Tensor:
-    """(T, D), the last hidden state of every original token, sequence by sequence."""
-    of_sequence: dict[int, Tensor] = {}
-    for batch in work.batches(arm):
-        lengths = [work.lengths[index] for index in batch.members]
-        if arm is None:
-            padded = _ordinary_hidden(model, batch)
-            states = [row[:length] for row, length in zip(padded, lengths, strict=True)]
-        else:
-            unique = _radix_hidden(model, batch, (*TARGET_KEYS, "radix_predictor_indices"))
-            states = list(unique[batch.tensors["radix_inverse_indices"]].split(lengths))
-        of_sequence.update(zip(batch.members, states, strict=True))
-    return torch.cat([of_sequence[index] for index in range(len(work.lengths))])
-
-
-def seconds_in_turns(
-    model: PreTrainedModel, runs: Mapping[K, tuple[Work, str | None]], kernel: str, repeats: int
-) -> dict[K, list[float]]:
-    """Seconds of each run (work and arm), A B A B ...; every step finds the parameters without gradients."""
+def seconds_in_turns(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:
+    """Seconds of each run, A B A B ...; every step finds the parameters without gradients."""
     device = next(model.parameters()).device
     seconds: dict[K, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        for name, (work, arm) in runs.items():
-            set_arm(model, arm, kernel)
+        for name, (arm, work) in runs.items():
+            arm.prepare(model)
             model.zero_grad(set_to_none=True)
             _wait_for(device)
             start = time.perf_counter()
-            run_step(model, work, arm)
+            arm.run_step(model, work)
             _wait_for(device)
             seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-def _predicting_rows(model: PreTrainedModel, batch: MicroBatch, arm: str | None) -> Tensor:
-    """(R, D)."""
-    if arm is not None:
-        return _radix_hidden(model, batch, TARGET_KEYS)
-    return _ordinary_hidden(model, batch).flatten(0, 1).index_select(0, batch.tensors["predictor_indices"])
-
-
-def _ordinary_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """(rows, longest, D)."""
-    inputs: dict[str, Any] = {name: batch.tensors[name] for name in ORDINARY_KEYS}
-    return backbone_of(model)(**inputs, use_cache=False).last_hidden_state
-
-
-def _radix_hidden(model: PreTrainedModel, batch: MicroBatch, left_out: tuple[str, ...]) -> Tensor:
-    """(R, D) of the rows that predict; (U, D) of all where the predictors are left out."""
-    inputs = {name: value for name, value in batch.tensors.items() if name not in left_out}
-    return backbone_of(model)(**inputs).last_hidden_state[0]
 
 
 def _wait_for(device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""The ordinary arm of sequences that differ in length: how many rows of a micro-batch are fastest here?
+"""The ordinary arm of sequences that differ in length: how many of them in a micro-batch are fastest here?
 
-Few rows have little padding, many keep the cores busy. A user would try, so the baseline is tried too.
+Few have little padding, many keep the cores busy. A user would try several, so the baseline is the fastest of several.
 """
 
 from __future__ import annotations
@@ -12,41 +12,44 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from radixtrain.bench.arms import run_step, seconds_in_turns, set_arm
-from radixtrain.bench.work import Work, with_ordinary_rows
+from radixtrain.bench.arms import OrdinaryArm, seconds_in_turns
+from radixtrain.bench.work import Work, with_ordinary_batch_size
 from radixtrain.errors import UserError
+from radixtrain.hf.head import has_plain_head
 
 __all__ = ["fastest_ordinary"]
 
 
 def fastest_ordinary(
-    model: PreTrainedModel, work: Work, rows: Sequence[int | None] = (8, 16, 32, None), repeats: int = 2
+    model: PreTrainedModel, work: Work, batch_sizes: Sequence[int | None] = (8, 16, 32, None), repeats: int = 2
 ) -> tuple[Work, dict[int, float]]:
-    """The work with its ordinary arm cut where it is fastest, and the seconds of a step for each number of rows.
+    """The work with its ordinary arm cut the fastest way, and the seconds of a step for each size of a micro-batch.
 
-    rows: numbers to try; None for all rows in one batch. Where memory does not hold them, their seconds are infinite.
-    repeats: turns of each, after one that is not timed; medians count.
+    batch_sizes: numbers of sequences to try; None for all in one batch. The seconds of a number that memory does not
+        hold are infinite.
+    repeats: turns of each, after one that is not timed; the median counts.
 
-    Raises UserError where memory holds none of them.
+    Raises UserError if memory holds none of them.
     """
     device = next(model.parameters()).device
     # sdpa is fastest without a mask; other kernels skip the padding that a mask shows them
     keep_mask = model.config._attn_implementation != "sdpa"
-    sizes = dict.fromkeys(min(size or len(work.lengths), len(work.lengths)) for size in rows)
-    tried = {size: with_ordinary_rows(work, size, keep_mask).to(device) for size in sizes}
-    runs = {size: (each, None) for size, each in tried.items() if _fits(model, each)}
+    sizes = dict.fromkeys(min(size or len(work.lengths), len(work.lengths)) for size in batch_sizes)
+    tried = {size: with_ordinary_batch_size(work, size, keep_mask).to(device) for size in sizes}
+    arm = OrdinaryArm(plain_head=has_plain_head(model))
+    runs = {size: (arm, each) for size, each in tried.items() if _fits(model, arm, each)}
     if not runs:
-        raise UserError(f"{work.cell}: the device's memory holds no ordinary micro-batch of {list(sizes)} rows")
-    turns = seconds_in_turns(model, runs, "auto", repeats)
+        raise UserError(f"{work.cell}: the device's memory holds no ordinary micro-batch of {list(sizes)} sequences")
+    turns = seconds_in_turns(model, runs, repeats)
     seconds = {size: statistics.median(turns[size]) if size in turns else math.inf for size in sizes}
     return tried[min(seconds, key=lambda size: seconds[size])], seconds
 
 
-def _fits(model: PreTrainedModel, work: Work) -> bool:
+def _fits(model: PreTrainedModel, arm: OrdinaryArm, work: Work) -> bool:
     """The turn that is not timed."""
-    set_arm(model, None, "auto")
+    arm.prepare(model)
     try:
-        run_step(model, work, None)
+        arm.run_step(model, work)
     except torch.OutOfMemoryError:
         return False
     finally:

@@ -1,7 +1,7 @@
 """What a benchmark measures: a model with random weights, and the sequences of one training step.
 
-A `Cell` is a point of the grid, whose sequences are random tokens behind prompts of a given length. `Rows` names
-sequences that were given, such as a batch of a user's own data.
+A `Cell` is a point of the grid: random tokens after shared prompts of a given length. A `GivenBatch` names sequences
+that were given, such as a batch of a user's own data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["Cell", "Mode", "ModelShape", "Rows", "Tree", "build_model", "features_of_cell"]
+__all__ = ["Cell", "GivenBatch", "Mode", "ModelShape", "Tree", "build_model", "features_of_cell"]
 
 Tree = Literal["flat", "nested"]
 Mode = Literal["step", "forward"]
@@ -36,7 +36,7 @@ class ModelShape:
         head_dim: width of a head.
         vocab_size: tokens of the vocabulary.
         tie_word_embeddings: whether the head is the embedding.
-        name: what the table calls it; null is layers x width.
+        name: in the table; null is layers x width.
     """
 
     num_hidden_layers: int = 4
@@ -73,7 +73,7 @@ class Cell:
     prompt_length, suffix_length: tokens of a sequence that others share, and its own, which bear the loss.
     tree: `flat`, one prompt for all; or `nested`, three levels: all sequences share the first half of the prompt, every
         four of them the second half, and each has a suffix of its own.
-    mode: `step`, forward and backward; or `forward` alone, without gradients.
+    mode: `step`, forward and backward; or `forward`, without gradients.
     """
 
     model: ModelShape
@@ -93,16 +93,15 @@ class Cell:
 
     @property
     def sequences(self) -> str:
-        """As the table says it."""
+        """As they are called in the table."""
         return f"{self.num_sequences} x ({self.prompt_length} + {self.suffix_length})"
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Given sequences, by the names that a table has for them.
+class GivenBatch:
+    """Given sequences, by their names in the table.
 
     sequences: what they are, such as `64 of train.jsonl`.
-    num_sequences: how many.
     """
 
     model: ModelShape
@@ -116,7 +115,7 @@ class Rows:
 
 
 def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """Random weights, the same ones every time."""
+    """A model with random weights, the same ones every time."""
     torch.manual_seed(0)
     options = {"dtype": dtype, "attn_implementation": attn_implementation}
     try:
@@ -135,7 +134,7 @@ def features_of_cell(cell: Cell) -> list[dict[str, np.ndarray]]:
 
 
 def _sequences_of_cell(cell: Cell) -> list[np.ndarray]:
-    """Token ids, random but the same every time. Branches differ from their first token on."""
+    """Random token ids, the same ones every time. Branches differ from their first token on."""
     rng = np.random.default_rng(0)
 
     def branches(number: int, length: int) -> list[np.ndarray]:

@@ -1,13 +1,13 @@
 """Before a step is timed: do both arms compute the same?
 
-Of a `step` the loss and every parameter's gradient are compared, of a `forward` the loss and the last hidden state of
-every token.
+In a `step` the loss and the gradient of every parameter are compared, in a `forward` the loss and the last hidden state
+of every token:
 
-- float32: directly with the ordinary arm, at most `DIRECT_BAR` apart in relative L2;
+- float32: with the ordinary arm, at most `DIRECT_BAR` apart in relative L2;
 - bfloat16: both arms with the ordinary model on the same weights in float32, one sequence at a time;
 - `float64_truth`: both arms with the same in float64.
 
-The last two are held to the bars of `radixtrain verify`, which follow from the ordinary arm's own rounding.
+The last two have the bars of `radixtrain verify`, which follow from the rounding of the ordinary arm.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from radixtrain.bench.arms import hidden_states, loss_terms, set_arm
+from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm
 from radixtrain.bench.work import Work
 from radixtrain.errors import UserError
-from radixtrain.verification.equivalence import EquivalenceReport, compare_gradients
-from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_alone, weights_in
-from radixtrain.verification.report import Rung
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_one_by_one, weights_in
+from radixtrain.verification.report import EquivalenceReport, Rung
 
 __all__ = ["check_arms"]
 
@@ -31,18 +31,17 @@ OUTPUT = "last_hidden_state"
 
 
 def check_arms(
-    model: PreTrainedModel, work: Work, attention: Sequence[str], kernel: str, float64_truth: bool
-) -> dict[str, float]:
-    """The worst error of each strategy. UserError that names the parameter where one is not the ordinary arm's."""
-    set_arm(model, None, kernel)
-    ordinary = _answer(model, work, None)
-    truth = _truth(model, work, float64_truth) or ordinary
+    model: PreTrainedModel, work: Work, ordinary: OrdinaryArm, radix: Sequence[RadixArm], float64_truth: bool
+) -> dict[RadixArm, float]:
+    """The worst error of each radix arm. Raises UserError that names the parameter if one is not the ordinary arm's."""
+    expected = _answer(model, work, ordinary)
+    truth = _truth(model, work, ordinary, float64_truth) or expected
     errors = {}
-    for arm in attention:
-        set_arm(model, arm, kernel)
+    for arm in radix:
+        found = _answer(model, work, arm)
         precision = str(model.dtype).removeprefix("torch.")
-        rung = compare_gradients(precision, truth, ordinary, _answer(model, work, arm))
-        reason = _apart(rung) if truth is ordinary else EquivalenceReport((rung,)).reason
+        rung = compare_gradients(precision, truth, expected, found)
+        reason = _apart(rung) if truth is expected else EquivalenceReport((rung,)).reason
         if reason:
             raise UserError(f"{work.cell}, {arm}: {reason}. Its times would compare different things")
         errors[arm] = rung.worst.radix
@@ -50,7 +49,7 @@ def check_arms(
 
 
 def _apart(rung: Rung) -> str:
-    """Why two float32 runs are not the same, naming the tensor; empty where they are."""
+    """Why two float32 runs are not the same, with the name of the tensor; empty if they are."""
     worst = rung.worst
     if not worst.radix <= DIRECT_BAR:
         radix, ordinary, _ = worst.values
@@ -66,23 +65,25 @@ def _apart(rung: Rung) -> str:
     return ""
 
 
-def _truth(model: PreTrainedModel, work: Work, in_float64: bool) -> Gradients | None:
-    """The answer of the ordinary model in a wider dtype; None for float32, unless it is to be float64."""
+def _truth(model: PreTrainedModel, work: Work, ordinary: OrdinaryArm, in_float64: bool) -> Gradients | None:
+    """The answer of the ordinary model in a wider dtype; None for a float32 model without `in_float64`."""
     if not in_float64 and model.dtype == torch.float32:
         return None
+    ordinary.prepare(model)
     with float64_throughout(model) if in_float64 else weights_in(model, torch.float32):
         if work.cell.mode == "forward":
-            return _answer(model, work, None)
-        return _on_host(gradients_of(model, lambda: ordinary_alone(model, work.features)))
+            return _answer(model, work, ordinary)
+        return _on_host(gradients_of(model, lambda: ordinary_one_by_one(model, work.features)))
 
 
-def _answer(model: PreTrainedModel, work: Work, arm: str | None) -> Gradients:
-    """Loss and gradients, or loss and hidden states, of an arm; on the host, where two more sets of them find room."""
+def _answer(model: PreTrainedModel, work: Work, arm: Arm) -> Gradients:
+    """Loss and gradients, or loss and hidden states, of an arm; on the host, which has room for two more of them."""
+    arm.prepare(model)
     if work.cell.mode == "step":
-        return _on_host(gradients_of(model, lambda: loss_terms(model, work, arm)))
+        return _on_host(gradients_of(model, lambda: arm.loss_terms(model, work)))
     with torch.no_grad():
-        loss = sum(term.item() for term in loss_terms(model, work, arm))
-        return _on_host(Gradients(loss, {OUTPUT: hidden_states(model, work, arm)}))
+        loss = sum(term.item() for term in arm.loss_terms(model, work))
+        return _on_host(Gradients(loss, {OUTPUT: arm.hidden_states(model, work)}))
 
 
 def _on_host(answer: Gradients) -> Gradients:

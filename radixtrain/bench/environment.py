@@ -1,4 +1,4 @@
-"""What a measured number depends on beside the shapes: date, commit, machine, threads, versions."""
+"""What a measured number depends on besides the shapes: date, commit, machine, threads, versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["environment", "header"]
 
 
 def environment(device: torch.device, dtype: str) -> dict[str, Any]:
-    """Column to value, for a file of numbers. No names of hosts, no paths."""
+    """Column to value, for a file of numbers. Names no host and no path."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
@@ -30,7 +30,7 @@ def environment(device: torch.device, dtype: str) -> dict[str, Any]:
 
 
 def header(device: torch.device, dtype: str, repeats: int) -> str:
-    """The same in a line, for people, with the load of the moment."""
+    """The same in one line, for people, with the load of the machine at that moment."""
     facts = environment(device, dtype)
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
@@ -42,14 +42,14 @@ def header(device: torch.device, dtype: str, repeats: int) -> str:
 
 
 def _processor() -> str:
-    """The CPU's model, or its architecture alone."""
+    """The CPU's model, or only its architecture if the model is unknown."""
     described = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in described.splitlines() if line.startswith("model name")]
     return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()
 
 
 def _commit() -> str:
-    """Of the repository that this file is in, `-dirty` where it was changed; empty for an installed package."""
+    """The commit of the repository that holds this file, `-dirty` if changed; empty for an installed package."""
     for command in (["ls-files", "--error-unmatch", __file__], ["describe", "--always", "--dirty", "--exclude=*"]):
         try:
             done = subprocess.run(

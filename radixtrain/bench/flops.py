@@ -1,10 +1,11 @@
 """Floating-point operations of a step, before and after deduplication: the speed-up that the arithmetic allows.
 
-Counted per forward pass, a multiply-add as two; the backward pass costs twice as much in both arms, so ratios are those
-of a training step.
+They are counted for a forward pass, a multiply-add as two. The backward pass costs twice as much in both arms, so the
+ratio is that of a training step.
 
 - linear layers: 2 x parameters x tokens (T against U);
-- attention: 4 x heads x head_dim x (query, key) pairs a layer: `sum L (L + 1) / 2` against the trie's;
+- attention: 2 x heads x (head dim of keys + of values) x (query, key) pairs a layer: `sum L (L + 1) / 2` against those
+  of the trie;
 - head and loss: 2 x hidden x vocabulary x rows (labelled tokens against distinct predictors).
 """
 
@@ -15,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from radixtrain.errors import UserError
+from radixtrain.hf.shape import ModelDimensions
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["StepFlops", "ideal_speedup", "ordinary_flops", "unique_flops"]
+__all__ = ["StepFlops", "ordinary_flops", "unique_flops"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,9 @@ class StepFlops:
 
 
 def ordinary_flops(config: Any, plan: PrefixPlan, num_labels: int) -> StepFlops:
-    """Every sequence for itself, without padding.
+    """Each sequence computed in full, without padding.
 
-    config: a Hugging Face text configuration of a dense decoder (hidden_size, intermediate_size, ...).
+    config: a Hugging Face configuration of a dense decoder. UserError if it does not say its dimensions.
     num_labels: labelled tokens.
     """
     lengths = np.diff(plan.cu_seqlens)
@@ -44,7 +47,7 @@ def ordinary_flops(config: Any, plan: PrefixPlan, num_labels: int) -> StepFlops:
 
 
 def unique_flops(config: Any, plan: PrefixPlan, num_predictors: int) -> StepFlops:
-    """Unique tokens alone: a node attends to its own path.
+    """Only unique tokens: each attends to its own path.
 
     num_predictors: distinct rows that predict.
     """
@@ -54,18 +57,14 @@ def unique_flops(config: Any, plan: PrefixPlan, num_predictors: int) -> StepFlop
     return _flops(config, plan.num_unique_tokens, pairs, num_predictors)
 
 
-def ideal_speedup(config: Any, plan: PrefixPlan, num_labels: int, num_predictors: int) -> float:
-    """Operations of the ordinary batch over those of the deduplicated one."""
-    return ordinary_flops(config, plan, num_labels).total / unique_flops(config, plan, num_predictors).total
-
-
 def _flops(config: Any, num_tokens: int, num_pairs: int, num_predictions: int) -> StepFlops:
-    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    queries, keys = heads * head_dim, (config.num_key_value_heads or heads) * head_dim
-    parameters = layers * (hidden * (2 * queries + 2 * keys) + 3 * hidden * config.intermediate_size)
+    model = ModelDimensions.of(config)
+    if model.intermediate_size is None:
+        raise UserError(f"{type(config).__name__} does not say the width of its MLP, so its flops cannot be counted")
+    parameters = model.attention_parameters + model.mlp_parameters(model.intermediate_size)
+    per_pair = model.num_attention_heads * (model.head_dim + model.v_head_dim)
     return StepFlops(
-        linear=2.0 * parameters * num_tokens,
-        attention=4.0 * layers * queries * num_pairs,
-        head=2.0 * hidden * config.vocab_size * num_predictions,
+        linear=2.0 * model.num_hidden_layers * parameters * num_tokens,
+        attention=2.0 * model.num_hidden_layers * per_pair * num_pairs,
+        head=2.0 * model.hidden_size * model.vocab_size * num_predictions,
     )

@@ -1,16 +1,16 @@
 """One training step, ordinary and on unique tokens: is it the same, how long does it take, and how much memory?
 
 Both arms run the same weights on the same sequences in one process, and take turns (A B A B ...), so that a machine
-that slows down slows both. The ordinary arm is the best that a user has: Hugging Face's own attention on padded rows
-(the sequences of a `Cell` are equally long, so there is no padding), the head on labelled tokens alone, and the same
-fused loss. Batches lie on the device before the clock starts: plans are made in a trainer's DataLoader workers.
+that slows down slows both. The ordinary arm is the best that a user has: Hugging Face's own attention on padded batches
+(the sequences of a `Cell` are equally long, so there is no padding), the head only on tokens that predict, and the same
+loss. Batches are on the device before the clock starts, because a trainer makes plans in its DataLoader workers.
 
-Work is measured only if both arms compute the same (`radixtrain/bench/check.py`). Untimed passes come first: that
-check, then memory.
+Work is measured only if both arms compute the same (`radixtrain/bench/check.py`). That check and then memory come
+first, untimed.
 
     model = build_model(shape, device, dtype, "sdpa")
     results = measure(model, make_work(Cell(shape, 512, 64, 16)), Settings())
-    results = measure(model, work_of(Rows(shape, "my rows", len(features)), features), Settings())
+    results = measure(model, work_of(GivenBatch(shape, "my data", len(features)), features), Settings())
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from radixtrain.bench.arms import run_step, seconds_in_turns, set_arm
-from radixtrain.bench.cells import Cell, ModelShape, Rows, build_model
+from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, seconds_in_turns
+from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model
 from radixtrain.bench.check import check_arms
 from radixtrain.bench.memory import peak_bytes
 from radixtrain.bench.work import Work, make_work, work_of
+from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
 
 __all__ = [
     "Cell",
+    "GivenBatch",
     "Measured",
     "ModelShape",
-    "Rows",
     "Settings",
     "Work",
     "build_model",
@@ -55,17 +56,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """One attention strategy on one piece of work, beside the ordinary arm. What needs an ordinary arm that was not
-    timed is None.
+    """One attention strategy on one piece of work, beside the ordinary arm.
 
     num_tokens, num_unique_tokens: T without padding, and U.
-    ideal_speedup: the ratio of floating-point operations (`radixtrain.bench.flops`).
+    ideal_speedup: the ratio of floating-point operations (`radixtrain/bench/flops.py`).
     ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran one after the other.
     *_peak_bytes: see `_peak`.
     error: the worst relative L2 distance of a gradient (or of the outputs) to what it was checked against.
+
+    Whatever depends on the ordinary arm is None if that was not timed.
     """
 
-    cell: Cell | Rows
+    cell: Cell | GivenBatch
     attention: str
     num_tokens: int
     num_unique_tokens: int
@@ -89,12 +91,12 @@ class Measured:
 
     @property
     def measured_speedup(self) -> float | None:
-        """The median turn's."""
+        """Of the median turn."""
         return statistics.median(self.speedups) if self.speedups else None
 
     @property
     def lowest_speedup(self) -> float | None:
-        """Far from the highest, the machine was busy with something else."""
+        """If it is far from the highest, the machine was busy with something else."""
         return min(self.speedups, default=None)
 
     @property
@@ -129,7 +131,7 @@ class Measured:
 
     @property
     def radix_tokens_per_second(self) -> float:
-        """Effective: original tokens, not computed ones."""
+        """Original tokens, not computed ones."""
         return self.num_tokens / self.radix_seconds
 
     @property
@@ -139,7 +141,7 @@ class Measured:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Ordinary peak over radix peak: as a speed-up, the higher the better."""
+        """Ordinary peak over radix peak; like a speed-up, the higher the better."""
         return None if self.ordinary_peak_bytes is None else self.ordinary_peak_bytes / self.radix_peak_bytes
 
 
@@ -149,38 +151,41 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     Raises UserError that names the parameter if an arm does not compute what the ordinary one does.
     """
     work = work.to(next(model.parameters()).device)
-    arms: tuple[str | None, ...] = (None, *settings.attention) if settings.ordinary else settings.attention
+    plain_head = has_plain_head(model)
+    ordinary = OrdinaryArm(plain_head=plain_head)
+    radix = [RadixArm(attention=name, kernel=settings.kernel, plain_head=plain_head) for name in settings.attention]
+    timed: list[Arm] = [ordinary, *radix] if settings.ordinary else [*radix]
     try:
-        errors = check_arms(model, work, settings.attention, settings.kernel, settings.float64_truth)
-        peaks = {arm: _peak(model, work, arm, settings.kernel) for arm in arms}
-        turns = seconds_in_turns(model, {arm: (work, arm) for arm in arms}, settings.kernel, settings.repeats)
+        errors = check_arms(model, work, ordinary, radix, settings.float64_truth)
+        peaks = {arm: _peak(model, work, arm) for arm in timed}
+        turns = seconds_in_turns(model, {arm: (arm, work) for arm in timed}, settings.repeats)
     finally:
         restore_model(model)
         model.zero_grad(set_to_none=True)
     return [
         Measured(
             cell=work.cell,
-            attention=f"auto: {work.choices}" if attention == "auto" and work.auto else attention,
+            attention=f"auto: {work.choices}" if arm.attention == "auto" and work.auto else arm.attention,
             num_tokens=work.num_tokens,
-            num_unique_tokens=work.num_unique_tokens(attention),
+            num_unique_tokens=work.num_unique_tokens(arm.attention),
             ideal_speedup=work.ideal_speedup(model.config),
-            ordinary_turns=tuple(turns.get(None, ())),
-            radix_turns=tuple(turns[attention]),
-            ordinary_peak_bytes=peaks.get(None),
-            radix_peak_bytes=peaks[attention],
-            error=errors[attention],
+            ordinary_turns=tuple(turns.get(ordinary, ())),
+            radix_turns=tuple(turns[arm]),
+            ordinary_peak_bytes=peaks.get(ordinary),
+            radix_peak_bytes=peaks[arm],
+            error=errors[arm],
         )
-        for attention in settings.attention
+        for arm in radix
     ]
 
 
-def _peak(model: PreTrainedModel, work: Work, arm: str | None, kernel: str) -> int:
+def _peak(model: PreTrainedModel, work: Work, arm: Arm) -> int:
     """Most bytes that a step adds to what is there before it: weights, batch and, in a `step`, every gradient.
 
-    The gradients are there as in the second micro-batch of an optimizer step, so what is counted is activations, the
-    fused loss with its gradient of the head, and the one gradient at a time that is about to be added.
+    The gradients are there as in the second micro-batch of an optimizer step. So what is counted is activations, the
+    loss with its gradient of the head, and the one gradient at a time that autograd is about to add.
     """
-    set_arm(model, arm, kernel)
+    arm.prepare(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if work.cell.mode == "step" else None
-    return peak_bytes(lambda: run_step(model, work, arm), next(model.parameters()).device)
+    return peak_bytes(lambda: arm.run_step(model, work), next(model.parameters()).device)

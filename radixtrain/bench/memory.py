@@ -1,10 +1,10 @@
-"""The most memory that a piece of code holds at once, beyond what was there before it began.
+"""The most memory that a piece of code holds at once, beyond what was held before it began.
 
 On CUDA this is what torch's caching allocator counts (`torch.cuda.max_memory_allocated`). On CPU it is the running sum
-of torch's own allocations and frees as its profiler records them, which is exact and the same every time: buffers
-inside operators and what autograd saves are in it, rounding to pages, Python's objects, scratch memory of the math
-libraries and what other threads allocate for themselves are not. The resident set of the process would be none of this:
-it holds the high-water mark of everything that ran before.
+of torch's own allocations and frees, as its profiler records them, which is exact and the same every time. It counts
+buffers inside operators and what autograd saves, but not rounding to pages, Python's objects, scratch memory of the
+math libraries, and what other threads allocate for themselves. The resident set of the process would not do: it is the
+high-water mark of everything that ran before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["peak_bytes"]
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Bytes of the highest point that torch's allocations on `device` reach while `run` runs, above where they began.
+    """How many bytes torch's allocations on `device` rise while `run` runs, at most.
 
     On CPU the profiler slows `run` down, so do not time it here.
     """

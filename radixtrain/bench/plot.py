@@ -11,7 +11,7 @@ __all__ = ["draw"]
 
 
 def draw(results: Sequence[Measured], path: Path) -> None:
-    """Measured against ideal, a point for each result, on the diagonal where all that the arithmetic allows is had."""
+    """Measured against ideal, a point for each result; points on the diagonal reach the ideal."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table for people and as a CSV for programs."""
+"""Results as a table for people and as a CSV for programs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from radixtrain.bench.measure import Measured
 
 __all__ = ["print_table", "table", "write_csv"]
 
-# What the CSV says of a result; `COLUMNS` is what the table says, and how.
+# Columns of the CSV: attributes of the model's configuration, of the cell and of the result.
 SHAPE_FIELDS = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size",
-)  # fmt: skip
+    *("num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+)
 CELL_FIELDS = ("sequences", "prompt_length", "suffix_length", "num_sequences", "tree", "mode")
 RESULT_FIELDS = (
-    "attention", "num_tokens", "num_unique_tokens", "r", "ideal_speedup", "measured_speedup", "lowest_speedup",
-    "highest_speedup", "efficiency", "ordinary_seconds", "radix_seconds", "lowest_radix_seconds",
-    "highest_radix_seconds", "microseconds_per_unique_token", "ordinary_tokens_per_second", "radix_tokens_per_second",
-    "ordinary_peak_bytes", "radix_peak_bytes", "memory_ratio", "error",
-)  # fmt: skip
-NOTHING = "-"  # of a number that was not measured
+    *("attention", "num_tokens", "num_unique_tokens", "r"),
+    *("ideal_speedup", "measured_speedup", "lowest_speedup", "highest_speedup", "efficiency"),
+    *("ordinary_seconds", "radix_seconds", "lowest_radix_seconds", "highest_radix_seconds"),
+    *("microseconds_per_unique_token", "ordinary_tokens_per_second", "radix_tokens_per_second"),
+    *("ordinary_peak_bytes", "radix_peak_bytes", "memory_ratio", "error"),
+)
+NOTHING = "-"  # in place of a number that was not measured
+# Columns of the table.
 COLUMNS: dict[str, Callable[[Measured], str]] = {
     "model": lambda m: str(m.cell.model),
     "sequences": lambda m: m.cell.sequences,
@@ -46,20 +48,20 @@ COLUMNS: dict[str, Callable[[Measured], str]] = {
     "memory\nratio": lambda m: _number(m.memory_ratio, ".2f"),
     "worst\nerror": lambda m: f"{m.error:.1e}",
 }
-NUM_TEXT_COLUMNS = 5
+NUM_TEXT_COLUMNS = 5  # the first ones, aligned on the left
 
 
 def print_table(results: Sequence[Measured]) -> None:
-    """A table, or where the terminal is too narrow for it a block for each result: no number is ever cut."""
+    """A table, or a block for each result if the terminal is too narrow: no number is ever cut."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     sys.stdout.write("\n".join(table(results, width)) + "\n")
     sys.stdout.flush()
 
 
 def table(results: Sequence[Measured], width: int | None = None) -> list[str]:
-    """Lines. A column that says nothing of any result is left out.
+    """The lines of the table. A column that is empty for every result is left out.
 
-    width: of the terminal, in characters; None where lines may be long.
+    width: of the terminal, in characters; None if lines may be long.
     """
     shown = {name: [show(measured) for measured in results] for name, show in COLUMNS.items()}
     shown = {name: cells for name, cells in shown.items() if any(cell.strip(NOTHING) for cell in cells)}
@@ -74,7 +76,7 @@ def table(results: Sequence[Measured], width: int | None = None) -> list[str]:
 
 
 def write_csv(path: Path, results: Iterable[Measured], environment: dict[str, Any]) -> None:
-    """A row for each result, the columns of `environment` in each. What was not measured is empty."""
+    """A line for each result, with the columns of `environment` in each. What was not measured is empty."""
     rows = [{**_row(measured), **environment} for measured in results]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -83,7 +85,7 @@ def write_csv(path: Path, results: Iterable[Measured], environment: dict[str, An
 
 
 def _blocks(shown: dict[str, list[str]]) -> list[str]:
-    """A line for each number, an empty one behind each result."""
+    """A line for each number, and an empty one after each result."""
     names = [name.replace("-\n", "").replace("\n", " ") for name in shown]
     lines = []
     for cells in zip(*shown.values(), strict=True):

@@ -1,8 +1,8 @@
 """The work of one measured step: sequences, cut into the micro-batches of both arms, and the arithmetic of each.
 
-The ordinary arm is the best that a user has: rows sorted by length, padded on the right, and the head on labelled
-tokens alone. `sdpa` is not even told of the padding: causal attention never looks to the right, and without a mask it
-has its fastest kernel.
+The ordinary arm is the best that a user has: sequences sorted by length and padded on the right, and the head only on
+tokens that predict. `sdpa` does not receive the padding mask: causal attention never looks to the right, and without a
+mask it has its fastest kernel.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.bench.cells import Cell, Rows, features_of_cell
+from radixtrain.bench.cells import Cell, GivenBatch, features_of_cell
 from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.tree.cost_model import CHOICES, StepCost
+from radixtrain.tree.layout import LOSS_WEIGHTS, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["MicroBatch", "Work", "make_work", "with_choices", "with_ordinary_rows", "work_of"]
+__all__ = ["MicroBatch", "Work", "make_work", "with_choices", "with_ordinary_batch_size", "work_of"]
 
-UNTIMED_TOKENS = 16384  # rows x length of an ordinary micro-batch that is there for the check alone
+UNTIMED_TOKENS = 16384  # tokens of an ordinary micro-batch that is only checked
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """A collated batch, and the sequences that are in it, by index."""
+    """A collated batch, and which sequences of the work are in it."""
 
     members: list[int]
     tensors: dict[str, Any]
@@ -41,20 +42,20 @@ class MicroBatch:
         return MicroBatch(self.members, moved)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Work:
     """One step, in both arms.
 
-    cell: what it is called.
+    cell: its name.
     features: the sequences, as a collator takes them.
     lengths: tokens of each.
     num_labels: labelled tokens, the divisor of the loss.
-    ordinary, radix: micro-batches that make the step together.
+    ordinary, radix: micro-batches that make the step together, of either arm.
     plans: of each micro-batch in `radix`.
-    auto: the same as `radix` with what a calibration chose for each, or None.
+    auto: as `radix`, with what a calibration chose for each micro-batch; None without a calibration.
     """
 
-    cell: Cell | Rows
+    cell: Cell | GivenBatch
     features: Sequence[Mapping[str, Any]]
     lengths: list[int]
     num_labels: int
@@ -64,24 +65,18 @@ class Work:
     auto: list[MicroBatch] | None = None
 
     def to(self, device: torch.device) -> Work:
-        ordinary, radix, auto = (
-            [batch.to(device) for batch in arm or ()] for arm in (self.ordinary, self.radix, self.auto)
-        )
-        return replace(self, ordinary=ordinary, radix=radix, auto=auto or None)
+        auto = None if self.auto is None else [batch.to(device) for batch in self.auto]
+        ordinary, radix = ([batch.to(device) for batch in batches] for batches in (self.ordinary, self.radix))
+        return replace(self, ordinary=ordinary, radix=radix, auto=auto)
 
-    def batches(self, arm: str | None) -> list[MicroBatch]:
-        """Of an arm: None is the ordinary one, `auto` what the calibration chose, any other a strategy by name."""
-        if arm is None:
-            return self.ordinary
-        return self.auto if arm == "auto" and self.auto is not None else self.radix
+    def radix_batches(self, attention: str) -> list[MicroBatch]:
+        """For a strategy by name, or for `auto`: what the calibration chose, if there is one."""
+        return self.auto if attention == "auto" and self.auto is not None else self.radix
 
     @property
     def choices(self) -> str:
         """What the calibration chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
-        chosen = [
-            f"{CHOICES[batch.tensors['radix_strategy']]}/{batch.tensors['radix_min_shared_tokens']}"
-            for batch in self.auto or ()
-        ]
+        chosen = [f"{CHOICES[batch.tensors[STRATEGY]]}/{batch.tensors[MIN_SHARED_TOKENS]}" for batch in self.auto or ()]
         return ", ".join(dict.fromkeys(chosen))
 
     @property
@@ -89,13 +84,13 @@ class Work:
         """T, without padding."""
         return sum(self.lengths)
 
-    def num_unique_tokens(self, arm: str) -> int:
-        """U, what an arm on unique tokens computes: a prefix that is in two micro-batches counts twice."""
-        return sum(batch.tensors["input_ids"].numel() for batch in self.batches(arm))
+    def num_unique_tokens(self, attention: str) -> int:
+        """U, what a radix arm computes: a prefix that is in two micro-batches counts twice."""
+        return sum(batch.tensors["input_ids"].numel() for batch in self.radix_batches(attention))
 
     def ideal_speedup(self, config: Any) -> float:
         """Floating-point operations of the ordinary arm, without its padding, over those of the radix arm."""
-        predictors = [len(batch.tensors["radix_predictor_indices"]) for batch in self.radix]
+        predictors = [len(batch.tensors[PREDICTOR_INDICES]) for batch in self.radix]
         unique = (unique_flops(config, *each).total for each in zip(self.plans, predictors, strict=True))
         return self._ordinary_flops(config) / sum(unique)
 
@@ -104,8 +99,8 @@ class Work:
         return self._ordinary_flops(config) * (3 if self.cell.mode == "step" else 1) / 1e12
 
     def _ordinary_flops(self, config: Any) -> float:
-        """Of a forward pass. A sequence costs the same in any micro-batch, so those of the radix arm will do."""
-        labels = [int(batch.tensors["radix_loss_weights"].sum()) for batch in self.radix]
+        """Of a forward pass. A sequence costs the same in any micro-batch, so the radix ones are counted."""
+        labels = [int(batch.tensors[LOSS_WEIGHTS].sum()) for batch in self.radix]
         return sum(ordinary_flops(config, *each).total for each in zip(self.plans, labels, strict=True))
 
 
@@ -113,46 +108,58 @@ def make_work(cell: Cell, is_ordinary_timed: bool = True) -> Work:
     """Collate a cell, on the host: one micro-batch in each arm, without padding.
 
     is_ordinary_timed: False cuts the ordinary arm into micro-batches of at most `UNTIMED_TOKENS`, so that it can be
-        checked against where a single batch would find no memory.
+        checked against even if memory does not hold a single batch.
     """
     length = cell.prompt_length + cell.suffix_length
     return work_of(cell, features_of_cell(cell), None if is_ordinary_timed else max(1, UNTIMED_TOKENS // length))
 
 
 def work_of(
-    cell: Cell | Rows, features: Sequence[Mapping[str, Any]], rows: int | None = None, max_tokens: int | None = None
+    cell: Cell | GivenBatch,
+    features: Sequence[Mapping[str, Any]],
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
 ) -> Work:
     """Collate given sequences, on the host.
 
     features: as a `RadixCollator` takes them.
-    rows: of an ordinary micro-batch; None for a single one.
-    max_tokens: most unique tokens of a radix micro-batch; None for a single one.
+    batch_size: sequences of an ordinary micro-batch; None for a single micro-batch.
+    max_tokens: most unique tokens of a radix micro-batch; None for a single micro-batch.
 
-    Raises UserError where no token bears loss.
+    Raises UserError if no token bears loss.
     """
     step = StepCollator(max_tokens=max_tokens)(features)
-    if not step["num_labels"]:
+    if not step.num_labels:
         raise UserError(f"{cell}: no token bears loss, so there is no step to measure")
     arrays = all_feature_arrays(features)
-    radix = [MicroBatch(*each) for each in zip(step["members"], step["micro_batches"], strict=True)]
-    plans = [_plan([arrays[index] for index in batch.members]) for batch in radix]
-    lengths = [len(feature.input_ids) for feature in arrays]
-    return Work(cell, features, lengths, step["num_labels"], _padded(arrays, rows, False), radix, plans)
+    radix = _micro_batches(step)
+    return Work(
+        cell=cell,
+        features=features,
+        lengths=[len(feature.input_ids) for feature in arrays],
+        num_labels=step.num_labels,
+        ordinary=_padded(arrays, batch_size, keep_mask=False),
+        radix=radix,
+        plans=[_plan([arrays[index] for index in batch.members]) for batch in radix],
+    )
 
 
 def with_choices(work: Work, step_cost: StepCost, max_tokens: int | None = None) -> Work:
-    """The same work with the arm `auto`; on the host. max_tokens: as for `work_of`."""
-    step = StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features)
-    auto = [MicroBatch(*each) for each in zip(step["members"], step["micro_batches"], strict=True)]
-    return replace(work, auto=auto)
+    """The same work with the batches of `auto`; on the host. max_tokens: as for `work_of`."""
+    return replace(work, auto=_micro_batches(StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features)))
 
 
-def with_ordinary_rows(work: Work, rows: int | None, keep_mask: bool = False) -> Work:
-    """The same work, its ordinary arm cut anew; on the host.
+def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool = False) -> Work:
+    """The same work with its ordinary arm cut anew; on the host.
 
-    keep_mask: tell attention which tokens are padding, for kernels that skip them.
+    batch_size: as for `work_of`.
+    keep_mask: give attention the padding mask, for kernels that skip what it hides.
     """
-    return replace(work, ordinary=_padded(all_feature_arrays(work.features), rows, keep_mask))
+    return replace(work, ordinary=_padded(all_feature_arrays(work.features), batch_size, keep_mask))
+
+
+def _micro_batches(step: Step) -> list[MicroBatch]:
+    return [MicroBatch(*each) for each in zip(step.members, step.micro_batches, strict=True)]
 
 
 def _plan(arrays: Sequence[FeatureArrays]) -> PrefixPlan:
@@ -161,10 +168,10 @@ def _plan(arrays: Sequence[FeatureArrays]) -> PrefixPlan:
     return build_prefix_plan(np.concatenate(ids), cu_seqlens, packed_positions(arrays))
 
 
-def _padded(arrays: Sequence[FeatureArrays], rows: int | None, keep_mask: bool) -> list[MicroBatch]:
-    """Longest first, so many rows at a time."""
+def _padded(arrays: Sequence[FeatureArrays], batch_size: int | None, keep_mask: bool) -> list[MicroBatch]:
+    """Padded batches of so many sequences, the longest first."""
     order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index].input_ids))
-    size = rows or len(order)
+    size = batch_size or len(order)
     batches = []
     for members in (order[start : start + size] for start in range(0, len(order), size)):
         tensors = PaddedCollator().collate([arrays[index] for index in members])

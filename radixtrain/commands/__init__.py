@@ -1,1 +1,35 @@
-"""Commands beside Lightning's verbs, one file each."""
+"""The commands of `python -m radixtrain`: a row of this table each, run by a module of this folder.
+
+`radixtrain/__main__.py` makes the usage, the dispatch and the error for an unknown command from it. A module's
+`run(argv)` gets the command's name and its arguments. The table imports none of these modules, so `--help` is instant.
+"""
+
+from typing import NamedTuple
+
+__all__ = ["COMMANDS", "Command", "commands_of"]
+
+
+class Command(NamedTuple):
+    """name: as it is typed. module: the file in this folder that runs it. example: shown in the usage."""
+
+    name: str
+    module: str
+    help: str
+    example: str = ""
+
+
+TABLE = (
+    Command("fit", "lightning", "fine-tune", example="fit --config configs/sft.yaml"),
+    Command("validate", "lightning", "loss on data.validation_file"),
+    Command("test", "lightning", "loss on data.test_file"),
+    Command("predict", "lightning", "log-probability of every labelled token of data.predict_file"),
+    Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
+    Command("export", "export", "a checkpoint as a Hugging Face folder"),
+    Command("bench", "bench", "time and memory of a step on this machine, with and without deduplication"),
+)
+COMMANDS = {command.name: command for command in TABLE}
+
+
+def commands_of(module: str) -> tuple[str, ...]:
+    """The names of the commands that a module of this folder runs."""
+    return tuple(command.name for command in TABLE if command.module == module)

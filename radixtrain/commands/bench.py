@@ -1,6 +1,6 @@
-"""`radixtrain bench`: what deduplication is worth on this machine, over a grid of shapes, beside what it could be.
+"""`radixtrain bench`: how much faster deduplication is on this machine, over a grid of shapes, beside the ideal.
 
-`bench` needs torch, transformers and NumPy alone; `run`, its command line, needs jsonargparse too.
+`bench` needs only torch, transformers and NumPy; `run`, its command line, needs jsonargparse too.
 """
 
 from __future__ import annotations
@@ -46,47 +46,61 @@ def bench(
     csv: str | None = None,
     plot: str | None = None,
 ) -> None:
-    """Time a training step, deduplicated and not, in turns in one process. What is a list makes the grid larger.
+    """Time a training step, deduplicated and not, in turns in one process. A list as a value makes the grid larger.
 
     Args:
         models: Qwen3 shapes with random weights: num_hidden_layers, hidden_size, intermediate_size (null: 3 x
             hidden_size), num_attention_heads (null: hidden_size / head_dim), num_key_value_heads (null: half of those),
             head_dim, vocab_size, tie_word_embeddings, name (in the table).
         prompt_length: tokens that sequences share; 0 for none.
-        suffix_length: tokens of each sequence's own; these bear the loss.
+        suffix_length: tokens of each sequence after them; these bear the loss.
         num_sequences: sequences of the batch; 1 has nothing to share.
         tree: flat, one prompt for all; nested, three levels: half of the prompt shared by all, the other half by every
             four sequences, then the suffixes.
         mode: step, forward and backward; forward, without gradients.
         attention: strategies on unique tokens, timed in turns with the ordinary arm and one another. auto is what the
-            calibration of this machine chooses, `min_shared_tokens` included; the table says what that was.
+            calibration of this machine chooses, together with `min_shared_tokens`; the table shows the choice.
         kernel: of the attention on unique tokens.
         attn_implementation: of the ordinary arm: Hugging Face's sdpa, flash_attention_2, eager.
         device: where it runs.
         dtype: of weights and computation.
         repeats: turns of each arm; medians are reported.
-        ordinary: whether the ordinary arm is timed. Without it every number of unique tokens can be, and the check
-            stays: the ordinary arm runs once, untimed, in micro-batches of at most 16,384 tokens.
-        float64_truth: compare gradients with a float64 run of the ordinary model, one sequence at a time, to the bars
-            of `radixtrain verify`; several steps' time. Without it float32 is compared with the ordinary arm itself
+        ordinary: whether the ordinary arm is timed. Without it larger cells fit into memory, and the check stays: the
+            ordinary arm runs once, untimed, in micro-batches of at most 16,384 tokens.
+        float64_truth: compare gradients with a float64 run of the ordinary model, one sequence at a time, by the bars
+            of `radixtrain verify`; takes as long as several steps. Without it float32 is compared with the ordinary arm
             (at most 1e-5 apart, relative L2 of each tensor), bfloat16 with the ordinary model in float32.
         max_teraflops: leave out cells whose ordinary step (or forward) takes more than so many 1e12 floating-point
             operations; a desktop core does about 0.1 of them in a second.
         num_threads: of torch on CPU; null leaves torch's choice.
-        csv: a file to write, a row for each cell and strategy, as soon as it is measured.
+        csv: a file to write, a line for each cell and strategy, as soon as it is measured.
         plot: a .png or .svg file to write: measured against ideal speed-up. Needs matplotlib.
 
     Raises:
-        UserError: an arm's gradient is not the ordinary one's, so that times mean nothing; or a key cannot be met.
+        UserError: the gradient of an arm is not the ordinary one, so that times mean nothing; or a key cannot be met.
     """
-    check_options(repeats, max_teraflops, num_threads, device, dtype, ordinary, csv, plot)
+    check_options(
+        repeats=repeats,
+        num_threads=num_threads,
+        device=device,
+        dtype=dtype,
+        csv=csv,
+        max_teraflops=max_teraflops,
+        plot=plot,
+        ordinary=ordinary,
+    )
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     cells = grid(models, prompt_length, suffix_length, num_sequences, tree, mode)
     target, weights = torch.device(device), getattr(torch, dtype)
     head_dim = max(cell.model.head_dim for cell in cells)
-    arms = strategies(attention, kernel, target, weights, head_dim)
-    settings = Settings(arms, kernel, repeats, float64_truth, ordinary)
+    settings = Settings(
+        attention=strategies(attention, kernel, target, weights, head_dim),
+        kernel=kernel,
+        repeats=repeats,
+        float64_truth=float64_truth,
+        ordinary=ordinary,
+    )
     print(header(target, dtype, repeats), flush=True)  # noqa: T201
     results: list[Measured] = []
     try:
@@ -103,41 +117,45 @@ def bench(
 
 def run(argv: Sequence[str]) -> None:
     """The command line of `bench`."""
-    from jsonargparse import ArgumentParser, set_parsing_settings  # here, so that `bench` can do without
+    from jsonargparse import ArgumentParser, set_parsing_settings  # here, so that `bench` does not need it
 
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=["radixtrain"])
     disable_progress_bar()
     parser = ArgumentParser(prog="radixtrain bench", exit_on_error=False)
     parser.add_argument("--config", action="config", help="A YAML file with these keys; later keys override it.")
     parser.add_function_arguments(bench)
-    options = parser.instantiate(parser.parse_args(list(argv))).as_dict()
+    options = parser.instantiate(parser.parse_args(list(argv)[1:])).as_dict()
     bench(**{name: value for name, value in options.items() if name != "config"})
 
 
 def _measure(
-    cells: list[Cell], settings: Settings, device: torch.device, dtype: torch.dtype, attn_implementation: str,
+    cells: list[Cell],
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    attn_implementation: str,
     max_teraflops: float | None,
-) -> Iterator[list[Measured]]:  # fmt: skip
-    """The results cell by cell; what is left out is said, on stderr as the progress is."""
+) -> Iterator[list[Measured]]:
+    """The results cell by cell. Progress and what is left out go to stderr."""
     number = 0
     for shape, group in groupby(cells, key=lambda cell: cell.model):
         model = None
         for cell in group:
             number += 1
-            where = f"[{number}/{len(cells)}] {cell}"
+            progress = f"[{number}/{len(cells)}] {cell}"
             work = make_work(cell, settings.ordinary)
             teraflops = work.ordinary_teraflops(shape.config())
             if max_teraflops is not None and teraflops > max_teraflops:
-                _say(f"{where}: left out: {teraflops:.2f} teraflops are above max_teraflops")
+                _say(f"{progress}: left out: {teraflops:.2f} teraflops are above max_teraflops")
                 continue
-            _say(where)
+            _say(progress)
             try:
                 model = build_model(shape, device, dtype, attn_implementation) if model is None else model
                 if "auto" in settings.attention:
                     work = with_choices(work, calibrate(model, kernel=settings.kernel))
                 yield measure(model, work, settings)
             except torch.OutOfMemoryError:
-                _say(f"{where}: left out: the device's memory does not hold it")
+                _say(f"{progress}: left out: the device's memory does not hold it")
 
 
 def _say(line: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from radixtrain.data.chat import load_tokenizer
+from radixtrain.data.tokenization import load_tokenizer
 from radixtrain.training.checkpoint import check_model_folder, read_checkpoint, save_hf_folder
 from radixtrain.training.module import RadixModule
 
@@ -19,7 +19,7 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
 
     Args:
         ckpt_path: a `.ckpt` written by `fit`, in `<output_dir>/checkpoints` of that run.
-        output_dir: the folder to write: absent, empty, or a model of before, which is replaced as a whole.
+        output_dir: the folder to write: absent, empty, or an earlier model, which is replaced as a whole.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
 
     Raises:
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> None:
     """The command line of `export`."""
     parser = ArgumentParser(prog="radixtrain export", exit_on_error=False)
     parser.add_function_arguments(export)
-    folder = export(**parser.parse_args(list(argv)).as_dict())
+    folder = export(**parser.parse_args(list(argv)[1:]).as_dict())
     print(f"model: {folder}")  # noqa: T201
 
 

@@ -1,8 +1,4 @@
-"""The command line: `python -m radixtrain <command>`. Lightning's verbs, typed configuration, one-line errors.
-
-Exit codes: 0 done, 1 what the user can mend (data, model, a request that cannot be met), 2 usage (an unknown key, a
-wrong type), 130 interrupted, 143 terminated (a checkpoint was written).
-"""
+"""`radixtrain fit`, `validate`, `test`, `predict` and `verify`: Lightning's command line with radixtrain's settings."""
 
 from __future__ import annotations
 
@@ -20,18 +16,22 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.data.chat import load_tokenizer
+from radixtrain.commands import commands_of
 from radixtrain.data.datamodule import SFTData
+from radixtrain.data.tokenization import load_tokenizer
 from radixtrain.errors import UserError, first_line
 from radixtrain.training.callbacks import PredictionWriter, ProgressLine, RunSummary, SaveOnSigterm
-from radixtrain.training.checkpoint import check_model_folder, save_hf_folder
+from radixtrain.training.checkpoint import check_checkpoint_file, check_model_folder, save_hf_folder
 from radixtrain.training.module import RadixModule
 from radixtrain.training.trainer import Trainer
 
-__all__ = ["COMMANDS", "RadixCLI", "run"]
+__all__ = ["RadixCLI", "run"]
 
-COMMANDS = ("fit", "validate", "test", "predict", "verify")
-DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; trainer.max_steps alone means that many steps
+NAMES = commands_of("lightning")
+DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
+# What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
+# CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
+REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError)
 ALLOWED_IMPORTS = ("radixtrain", "lightning", "torch", "transformers")
 
 
@@ -57,10 +57,10 @@ class RadixCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         given_by_us = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
-        return dict.fromkeys(COMMANDS, given_by_us)
+        return dict.fromkeys(NAMES, given_by_us)
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would put the checkpoint's settings in the place of what was typed. What was typed runs."""
+        """Does nothing: Lightning would replace the settings that were typed with those of the checkpoint."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A CSV logger and a checkpoint of the last step unless the configuration names others."""
@@ -71,9 +71,10 @@ class RadixCLI(LightningCLI):
         if config.max_epochs is None and config.max_steps == -1:
             kwargs["max_epochs"] = DEFAULT_EPOCHS
         _check_trainer_settings(config)
+        callbacks = self._callbacks(config, output_dir)
         try:
-            trainer = super().instantiate_trainer(**kwargs, callbacks=self._callbacks(config, output_dir))
-        except (ValueError, TypeError, MisconfigurationException) as error:
+            trainer = super().instantiate_trainer(**kwargs, callbacks=callbacks)
+        except REFUSED_BY_LIGHTNING as error:
             raise UserError(f"trainer: {first_line(error)}") from None
         if trainer.world_size != 1:
             raise UserError(
@@ -83,7 +84,7 @@ class RadixCLI(LightningCLI):
         return trainer
 
     def _callbacks(self, config: Any, output_dir: Path) -> list[Any]:
-        """The configuration's own, ours, and the progress line and checkpoints that it does not replace."""
+        """Those of the configuration, then ours; the progress line and checkpoints only if it has none of its own."""
         checkpoints = output_dir / "checkpoints"
         self.summary = RunSummary(output_dir)
         callbacks = [
@@ -99,7 +100,7 @@ class RadixCLI(LightningCLI):
         return callbacks
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Checkpoints are read as weights, never as code, unless someone asks for it."""
+        """Checkpoints are read as weights, never as code, unless `weights_only` says otherwise."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if subcommand != "verify" and kwargs.get("weights_only") is None:
             kwargs["weights_only"] = True
@@ -110,8 +111,8 @@ class RadixCLI(LightningCLI):
         if subcommand == "fit":
             check_model_folder(self.model_folder, [self.model.hparams.model_name_or_path])
         ckpt_path = self.config_init[subcommand].get("ckpt_path")
-        if ckpt_path not in (None, "last", "best", "hpc") and not Path(ckpt_path).is_file():
-            raise UserError(f"ckpt_path: no such file: {ckpt_path}")
+        if ckpt_path not in (None, "last", "best", "hpc"):
+            check_checkpoint_file(ckpt_path)
         self.datamodule.setup(subcommand)
         self.model.configure_model()
         super()._run_subcommand(subcommand)
@@ -128,11 +129,11 @@ class RadixCLI(LightningCLI):
         data = self.datamodule.hparams
         tokenizer = load_tokenizer(data.model_name_or_path, data.chat_template_path)
         folder = save_hf_folder(self.model.model, tokenizer, self.model_folder)
-        self.summary.print_closing_lines(self.trainer, self.model, folder)
+        self.summary.print_closing_lines(self.trainer, self.model.speed, folder)
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run one of Lightning's verbs. Raises UserError, or jsonargparse's ArgumentError, for `main` to print."""
+    """Run one of Lightning's commands. `main` prints the errors: UserError, or jsonargparse's ArgumentError."""
     _quiet()
     # A `class_path` is imported before its type is checked, so a configuration could run anything.
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
@@ -145,13 +146,13 @@ def run(argv: Sequence[str]) -> None:
         trainer_defaults={"devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
         save_config_kwargs={"overwrite": True},
         auto_configure_optimizers=False,
-        parser_kwargs={"prog": "radixtrain", **strict, **{name: dict(strict) for name in COMMANDS}},
+        parser_kwargs={"prog": "radixtrain", **strict, **{name: dict(strict) for name in NAMES}},
         args=list(argv),
     )
 
 
 def _check_trainer_settings(config: Any) -> None:
-    """Refuse what Lightning would do to a step behind our back, with the key that does it here."""
+    """Refuse Lightning's settings that would change a step; each error names the key that does it here."""
     if config.accumulate_grad_batches != 1:
         raise UserError(
             "trainer.accumulate_grad_batches: a step is cut by data.max_tokens; set data.batch_size instead"
@@ -175,7 +176,7 @@ def _data_seed(seed: Any) -> int:
 
 
 def _quiet() -> None:
-    """Our own log lines, and of the libraries' what a user can act on."""
+    """Show our own log lines, and only those of the libraries that a user can act on."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("radixtrain").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric"):

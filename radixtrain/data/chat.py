@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from radixtrain.data.conversation import Conversation, check_encodable
 from radixtrain.data.formats import Row
 from radixtrain.data.messages import check_messages, from_sharegpt
+from radixtrain.data.report import EncodeReport
 from radixtrain.data.sample import Sample, check_bears_loss, check_vocabulary, sample_from_tokens
 from radixtrain.data.tokenization import Draft, DraftTokenizer, load_tokenizer
 from radixtrain.errors import DataError, UserError
@@ -19,31 +20,16 @@ from radixtrain.errors import DataError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatEncoder", "EncodeReport", "Sample", "load_tokenizer"]
+__all__ = ["ChatEncoder", "load_tokenizer"]
 
-ROWS_PER_BLOCK = 32  # rendered and tokenised before the next ones: a long agent row alone holds some 100,000 tokens
+ROWS_PER_BLOCK = 32  # rendered and tokenised at once: a single long agent row can hold 100,000 tokens
 
 ROW_KINDS = "messages, prompt + completion, conversations, text or input_ids"
 
 
-@dataclass
-class EncodeReport:
-    """What became of the rows. `encode_all` adds to it."""
-
-    num_rows: int = 0
-    num_bad_rows: int = 0
-    """Given to `on_error`."""
-    num_dropped_rows: int = 0
-    """Left without a sample, because `excess_length_strategy: drop` took all of them."""
-    num_samples: int = 0
-    """Kept, the truncated ones among them."""
-    num_dropped_samples: int = 0
-    num_truncated_samples: int = 0
-
-
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Turns rows into samples. What a row holds is read off its keys, by the first of these that is there:
+    """Turns rows into samples. The keys of a row tell its kind, by the first of these that it has:
 
     - `input_ids`, with `labels`, or `assistant_masks` and `completion_mask` (1 = loss), else loss on every token;
     - `messages` `[{role, content, tool_calls?, reasoning_content? ...}]`;
@@ -54,24 +40,26 @@ class ChatEncoder:
     Chats may carry the columns `tools` (a list, or its JSON) and `chat_template_kwargs`. Plain text gets the
     tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
     `input_ids [5, 6, 7, 8]` and `labels [-100, -100, 7, 8]`.
+
+    vocab_size: rows of the model's embedding, more than any token id. Default: the tokenizer's length.
+    max_length: longest sample, in tokens.
+    assistant_only_loss: loss on the assistant's turns only; otherwise a chat is one sample with loss on every token.
+    completion_only_loss: loss on the completion only, in rows that have one.
+    split_turns: one sample per assistant turn, rendered as the model sees it at inference and ending with the token at
+        which it stops generating. Otherwise one sample per chat, with loss on what the template's generation markers
+        enclose.
+    excess_length_strategy: what is done with samples longer than `max_length`; truncate keeps their start.
+    chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
     """
 
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None = None
-    """Rows of the model's embedding: every token id is below. Default: the tokenizer's length."""
     max_length: int | None = None
-    """Longest sample, in tokens."""
     assistant_only_loss: bool = True
-    """Loss on the assistant's turns only; otherwise a chat is one sample with loss on every token."""
     completion_only_loss: bool = True
-    """Loss on the completion only, in rows that have one."""
     split_turns: bool = True
-    """One sample per assistant turn, rendered as the model sees it at inference and ending where it stops generating.
-    Otherwise one sample per chat, with loss where the template's generation markers say."""
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
-    """What is done with samples longer than `max_length`; truncate keeps their start."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, for instance `enable_thinking: false`. Those of a row win."""
 
     def __post_init__(self) -> None:
         if self.excess_length_strategy not in ("raise", "drop", "truncate"):
@@ -81,7 +69,7 @@ class ChatEncoder:
             raise UserError(f"max_length: expected at least 2 tokens, found {self.max_length}")
 
     def encode(self, row: Row) -> list[Sample]:
-        """The samples of one row; none when all are dropped for their length. Raises as `encode_all`."""
+        """The samples of one row; none if all are dropped for their length. Raises as `encode_all`."""
         return self.encode_all([row])[0]
 
     def encode_all(
@@ -92,15 +80,13 @@ class ChatEncoder:
     ) -> list[list[Sample]]:
         """The samples of many rows, tokenised together; entry i belongs to row i.
 
-        Args:
-            rows: from `read_rows`.
-            on_error: receives what is wrong with a row, whose entry stays empty. Without it the first one raises.
-            report: is added to.
+        rows: from `read_rows`.
+        on_error: receives what is wrong with a row, whose entry stays empty. Without it the first one raises.
+        report: counts that are added to.
 
-        Raises:
-            DataError: a row cannot be used: its keys or roles are unknown, the template drops or changes a part of it,
-                a token is outside the vocabulary, it is longer than `max_length`, or no token of it bears loss.
-            UserError: the chat template is missing, invalid, or lacks the generation markers that are asked for.
+        Raises DataError if a row cannot be used: its keys or roles are unknown, the template drops or changes a part of
+        it, a token is outside the vocabulary, it is longer than `max_length`, or no token of it bears loss. Raises
+        UserError if the chat template is missing, invalid, or lacks the generation markers that are asked for.
         """
         report = EncodeReport() if report is None else report
         remaining = iter(rows)
@@ -202,7 +188,7 @@ class ChatEncoder:
         return kept
 
     def _fit(self, sample: Sample) -> Sample | None:
-        """The sample within `max_length`; None when it is dropped."""
+        """The sample within `max_length`; None if it is dropped."""
         check_vocabulary(sample, self._vocab_size)
         if self.max_length is None or len(sample.input_ids) <= self.max_length:
             check_bears_loss(sample)

@@ -18,27 +18,28 @@ if TYPE_CHECKING:
 __all__ = ["Conversation", "check_encodable"]
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
-MENDS = "set chat_template_path to a template"
+FIX = "set chat_template_path to a template"
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Checked messages and the chat template that renders them.
 
-    Every method raises DataError when the template cannot render the messages, and UserError when there is no usable
+    messages: as `check_messages` returns them.
+    template_kwargs: variables of the template: `tools`, `documents`, `enable_thinking` and others that it reads.
+
+    Every method raises DataError if the template cannot render the messages, and UserError if there is no usable
     template.
     """
 
     tokenizer: PreTrainedTokenizerBase
     messages: list[dict[str, Any]]
-    """As `check_messages` returns them."""
     where: str
     template_kwargs: dict[str, Any]
-    """Variables of the template: `tools`, `documents`, `enable_thinking` and whatever else it reads."""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
-            raise UserError(f"the tokenizer has no chat template; {MENDS}, or use rows with prompt/completion or text")
+            raise UserError(f"the tokenizer has no chat template; {FIX}, or use rows with prompt/completion or text")
         if taken := sorted(set(self.template_kwargs) & _reserved_names()):
             reason = f"chat_template_kwargs: {', '.join(taken)} cannot be set; expected variables of the template"
             raise DataError(self.where, reason)
@@ -52,11 +53,11 @@ class Conversation:
         return self._checked(self.messages, self._render(self.messages))
 
     def prompt_and_target(self, start: int, end: int) -> tuple[str, str]:
-        """What the model reads before message `start`, and what it is to write up to message `end`.
+        """What the model reads before message `start`, and what it should write up to message `end`.
 
-        The prompt is rendered from `messages[:start]` alone, as at inference, so it ends in the generation prompt.
-        Templates render a turn differently when others follow (Qwen3 drops earlier thinking); `messages[end:]` are
-        therefore unseen.
+        The prompt is rendered from only `messages[:start]`, as at inference, so it ends in the generation prompt.
+        Templates render a turn differently when others follow (Qwen3 drops earlier thinking), so `messages[end:]` are
+        not rendered.
         """
         if start == 0:
             reason = "turn 1 is the assistant's, with no prompt before it"
@@ -68,19 +69,19 @@ class Conversation:
             reason = f"the chat template renders the prompt of turn {start + 1} differently with and without its answer"
             at = next((i for i, pair in enumerate(zip(prompt, full, strict=False)) if len({*pair}) == 2), len(full))
             found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
-            raise DataError(self.where, f"{reason} ({found}); {MENDS} that renders both alike")
+            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike")
         return prompt, full[len(prompt) :]
 
     def tokens_and_mask(self) -> tuple[list[int], list[int]]:
-        """The whole conversation's token ids, and 1 where the template's `{% generation %}` markers say assistant."""
-        mends = f"set split_turns: true, or {MENDS} with generation markers"
+        """The whole conversation's token ids, and 1 for each inside the template's `{% generation %}` markers."""
+        fix = f"set split_turns: true, or {FIX} with generation markers"
         template = self.tokenizer.get_chat_template(None, self.template_kwargs.get("tools"))
         if not GENERATION_MARKER.search(template):
-            raise UserError(f"the chat template has no {{% generation %}} markers to find assistant turns by; {mends}")
+            raise UserError(f"the chat template has no {{% generation %}} markers to find assistant turns by; {fix}")
         self.text()
         encoding = self._apply(self.messages, return_dict=True, return_assistant_tokens_mask=True)
         if not any(encoding["assistant_masks"]):
-            raise DataError(self.where, f"the chat template's generation markers mark no token; {mends}")
+            raise DataError(self.where, f"the chat template's generation markers mark no token; {fix}")
         return encoding["input_ids"], encoding["assistant_masks"]
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
@@ -93,7 +94,7 @@ class Conversation:
             return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
-        except Exception as error:  # a template runs as a program, and fails in as many ways
+        except Exception as error:  # a template is a program and may raise anything
             reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
             raise DataError(self.where, reason) from error
 
@@ -102,7 +103,7 @@ class Conversation:
         for name, content in self._must_occur(messages):
             # Some templates print a tool's result as a JSON string.
             if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-                raise DataError(self.where, f"the chat template dropped {name}; {MENDS} that renders it")
+                raise DataError(self.where, f"the chat template dropped {name}; {FIX} that renders it")
         return text
 
     def _must_occur(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -123,7 +124,7 @@ def _reserved_names() -> set[str]:
 
 
 def check_encodable(text: str, where: str) -> None:
-    """Raises DataError when a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
+    """Raises DataError if a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

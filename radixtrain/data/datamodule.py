@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning as L
@@ -12,10 +13,12 @@ import numpy as np
 from transformers import AutoConfig
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.data.chat import ChatEncoder, EncodeReport, load_tokenizer
+from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
+from radixtrain.data.report import EncodeReport
 from radixtrain.data.sample import Sample
-from radixtrain.data.steps import StepDataset, StepLoader, StepSampler
+from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features_of
+from radixtrain.data.tokenization import load_tokenizer
 from radixtrain.errors import DataError, UserError, first_line
 from radixtrain.tree.cost_model import StepCost
 
@@ -33,8 +36,8 @@ class SFTData(L.LightningDataModule):
         validation_file: rows for the validation loss. Without it, see `val_size`.
         test_file: rows for `test` and, without `predict_file`, for `predict`.
         predict_file: rows for `predict`.
-        val_size: rows taken out of `train_file` for validation where there is no `validation_file`: a share below 1, or
-            a number of conversations.
+        val_size: rows taken out of `train_file` for validation if there is no `validation_file`: a share below 1, or a
+            number of conversations.
         batch_size: conversations in one optimizer step. Its gradient does not depend on how the step is cut.
         max_tokens: unique tokens in one micro-batch, which is what memory is spent on.
         max_length: longest sample, in tokens; none is cut silently, see `excess_length_strategy`.
@@ -47,10 +50,10 @@ class SFTData(L.LightningDataModule):
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
         chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
-        seed: of that order and of `val_size`; on the command line it is `seed_everything`, and 42 where that
+        seed: of that order and of `val_size`; on the command line it is `seed_everything`, and 42 if that
             is true or false and not a number.
-        min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch; auto chooses for each
-            batch, together with the attention strategy, by a calibration of this machine that is measured once.
+        min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; auto chooses for each batch,
+            together with the attention strategy, by a calibration of this machine that is measured once.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
         dataloader_num_workers: processes that collate and build plans ahead of the training step.
         model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
@@ -87,10 +90,12 @@ class SFTData(L.LightningDataModule):
         super().__init__()
         self.save_hyperparameters()
         self.conversations: dict[str, Conversations] = {}
+        self.step_cost: Callable[[], StepCost | None] | None = None
+        """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
         self._check_sizes()
 
     def setup(self, stage: str) -> None:
-        """Read, render and tokenise what this stage needs, once."""
+        """Read, render and tokenise what this stage needs, unless that has been done."""
         wanted = {
             "fit": ("train", "validation"),
             "verify": ("train", "validation"),
@@ -129,7 +134,7 @@ class SFTData(L.LightningDataModule):
         return {"conversations": len(rows), **sizes, "rows": zlib.crc32(tokens)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """UserError where the checkpoint was written over other data: its place in the order would mean nothing."""
+        """UserError if the checkpoint belongs to other data: its place in their order would mean nothing here."""
         if "train" not in self.conversations:
             return
         here = self.state_dict()
@@ -145,35 +150,29 @@ class SFTData(L.LightningDataModule):
         """Optimizer steps in an epoch of training."""
         return -(-len(self.conversations["train"]) // self.hparams.batch_size)
 
-    def step_collator(self, merge_labels: bool = True, module: Any = None) -> StepCollator:
-        """What makes an optimizer step of sequences.
-
-        module: the `RadixModule` whose cost `min_shared_tokens: auto` goes by; default: the trainer's. Without one
-            every branch is taken.
-        """
+    def step_collator(self, merge_labels: bool = True) -> StepCollator:
+        """What makes an optimizer step of sequences. Calls `step_cost`, which may calibrate."""
         hparams = self.hparams
         is_auto = hparams.min_shared_tokens == "auto"
-        cost = self._step_cost(module) if is_auto and hparams.dedup else None
-        least = 1 if is_auto else hparams.min_shared_tokens
-        sizes = hparams.dedup, hparams.max_tokens, merge_labels, least, hparams.pad_to_multiple_of
-        return StepCollator(*sizes, step_cost=cost)
+        return StepCollator(
+            dedup=hparams.dedup,
+            max_tokens=hparams.max_tokens,
+            merge_labels=merge_labels,
+            min_shared_tokens=1 if is_auto else hparams.min_shared_tokens,
+            pad_to_multiple_of=hparams.pad_to_multiple_of,
+            step_cost=self.step_cost() if is_auto and hparams.dedup and self.step_cost else None,
+        )
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:
         """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
         indices = list(self._sampler("train", self.hparams.shuffle_dataset))[index]
-        return StepDataset(self.conversations["train"], self.step_collator()).features(indices)
-
-    def _step_cost(self, module: Any) -> StepCost | None:
-        module = module or getattr(self.trainer, "lightning_module", None)
-        return module.step_cost() if hasattr(module, "step_cost") else None
+        return features_of(sample for each in indices for sample in self.conversations["train"][each])
 
     def _sampler(self, split: str, shuffle: bool) -> StepSampler:
         return StepSampler(len(self.conversations[split]), self.hparams.batch_size, shuffle, self.hparams.seed)
 
     def _loader(self, split: str, shuffle: bool = False, merge_labels: bool = True) -> StepLoader:
-        os.environ.setdefault(
-            "TOKENIZERS_PARALLELISM", "false"
-        )  # tokenising is done; its threads do not survive a fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
         workers = self.hparams.dataloader_num_workers
         return StepLoader(
             StepDataset(self.conversations[split], self.step_collator(merge_labels)),
@@ -189,18 +188,22 @@ class SFTData(L.LightningDataModule):
             raise UserError("data.model_name_or_path is missing: whose tokenizer reads the rows?")
         tokenizer = load_tokenizer(hparams.model_name_or_path, hparams.chat_template_path)
         encoder = ChatEncoder(
-            tokenizer, _vocabulary(hparams.model_name_or_path), hparams.max_length,
-            hparams.assistant_only_loss, hparams.completion_only_loss, hparams.split_turns,
-            hparams.excess_length_strategy, hparams.chat_template_kwargs or {},
-        )  # fmt: skip
+            tokenizer,
+            vocab_size=_vocab_size(hparams.model_name_or_path),
+            max_length=hparams.max_length,
+            assistant_only_loss=hparams.assistant_only_loss,
+            completion_only_loss=hparams.completion_only_loss,
+            split_turns=hparams.split_turns,
+            excess_length_strategy=hparams.excess_length_strategy,
+            chat_template_kwargs=hparams.chat_template_kwargs or {},
+        )
         on_error = _report_bad_row if hparams.on_bad_row == "skip" else None
         report = EncodeReport()
-        conversations = [
-            samples for samples in encoder.encode_all(read_rows(path, on_error), on_error, report) if samples
-        ]
-        logger.info("%s: %s", path, _summary(report))
+        encoded = encoder.encode_all(read_rows(path, on_error), on_error, report)
+        conversations = [samples for samples in encoded if samples]
+        logger.info("%s: %s", path, report)
         if not conversations:
-            raise UserError(f"{path}: none of its {report.num_rows} rows can be used; {_summary(report)}")
+            raise UserError(f"{path}: none of its {report.num_rows} rows can be used; {report}")
         return conversations
 
     def _split_validation(self) -> None:
@@ -238,24 +241,13 @@ class SFTData(L.LightningDataModule):
             )
 
 
-def _vocabulary(model_name_or_path: str) -> int:
-    """Rows of the model's embedding: a token id at or above it would be an index error, on CUDA a lost device."""
+def _vocab_size(model_name_or_path: str) -> int:
+    """Rows of the model's embedding. A token id outside of it raises IndexError, and on CUDA the device is lost."""
     try:
         config = AutoConfig.from_pretrained(model_name_or_path)
     except (OSError, ValueError) as error:
         raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {first_line(error)}") from None
     return int(config.get_text_config().vocab_size)
-
-
-def _summary(report: EncodeReport) -> str:
-    parts = [f"{report.num_rows} rows, {report.num_samples} samples"]
-    for count, what in (
-        (report.num_bad_rows, "bad rows skipped"),
-        (report.num_dropped_samples, "samples dropped for their length"),
-        (report.num_truncated_samples, "samples truncated"),
-    ):
-        parts += [f"{count} {what}"] if count else []
-    return ", ".join(parts)
 
 
 def _report_bad_row(error: DataError) -> None:

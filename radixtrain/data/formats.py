@@ -16,27 +16,27 @@ TOO_DEEP = "not valid JSON: nested too deeply to be read"
 
 
 class Row(NamedTuple):
-    """One row of a data file, as it was read."""
+    """One row of a data file, as it was read.
+
+    fields: column name to value.
+    where: `train.jsonl:17` (line, counted from 1) or `train.parquet:row 17` (row, counted from 1).
+    """
 
     fields: dict[str, Any]
-    """Column name to value."""
     where: str
-    """`train.jsonl:17` (line, counted from 1) or `train.parquet:row 17` (row, counted from 1)."""
 
 
 def read_rows(path: str | os.PathLike[str], on_error: Callable[[DataError], None] | None = None) -> Iterator[Row]:
     """Yields the rows of a file in their order, one at a time.
 
-    Args:
-        path: a `.jsonl`, `.json` (an array of objects) or `.parquet` file, or a folder written by `save_to_disk`.
-        on_error: receives what is wrong with a row, and reading goes on with the next one. Without it the first
-            bad row raises.
+    path: a `.jsonl`, `.json` (an array of objects) or `.parquet` file, or a folder written by `save_to_disk`.
+    on_error: receives what is wrong with a row, and reading goes on with the next one. Without it the first bad row
+        raises.
 
-    Raises:
-        UserError: at the call, when there is no such file or its kind is unknown; while reading, when the file holds
-            no rows or is not what its name says.
-        DataError: a row is not a JSON object, holds a key twice, is not UTF-8, or holds half of a surrogate pair.
-            A `.json` array that does not parse raises it too, whatever `on_error` is: no row can be told from another.
+    Raises UserError at the call if there is no such file or its kind is unknown, and while reading if the file holds no
+    rows or is not of the kind that its name says. Raises DataError if a row is not a JSON object, holds a key twice, is
+    not UTF-8, or holds half of a surrogate pair. A `.json` array that does not parse raises it even with `on_error`,
+    since it has no rows to go on with.
     """
     path = os.fspath(path)
     return _deliver(path, _reader(path)(path), on_error)

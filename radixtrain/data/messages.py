@@ -17,13 +17,11 @@ SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 def check_messages(messages: Any, where: str, field: str = "messages") -> list[Message]:
     """The messages with their text parts joined and their null keys gone, ready for a chat template.
 
-    Args:
-        messages: a list of `{"role", "content", ...}`. Further keys (`reasoning_content`, `name` ...) pass through.
-        where: file and line, for the error.
-        field: the column they came from, for the error.
+    messages: a list of `{"role", "content", ...}`. Further keys (`reasoning_content`, `name` ...) pass through.
+    where: file and line, for the error.
+    field: the column they came from, for the error.
 
-    Raises:
-        DataError: no list, an empty list, an unknown role, content that is no text, tool calls of the wrong kind.
+    Raises DataError for no list, an empty list, an unknown role, content that is no text, tool calls of the wrong kind.
     """
     if not isinstance(messages, list) or not messages:
         expected = "expected a non-empty list of {role, content}"
@@ -32,10 +30,9 @@ def check_messages(messages: Any, where: str, field: str = "messages") -> list[M
 
 
 def from_sharegpt(conversations: Any, where: str) -> list[Message]:
-    """ShareGPT's `[{"from": "human", "value": ...}]` as messages; `check_messages` has still to see them.
+    """ShareGPT's `[{"from": "human", "value": ...}]` as messages, not checked yet: give them to `check_messages`.
 
-    Raises:
-        DataError: no list of `{from, value}`, or a speaker other than human, gpt and system.
+    Raises DataError for no list of `{from, value}`, and for a speaker other than human, gpt and system.
     """
     if not isinstance(conversations, list) or not conversations:
         expected = "expected a non-empty list of {from, value}"

@@ -1,4 +1,4 @@
-"""A token sequence with labels, and what makes one fit to train on."""
+"""A token sequence with labels, and the checks before training on it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import numpy as np
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.errors import DataError
 
-__all__ = ["IGNORE_INDEX", "Sample", "check_bears_loss", "check_vocabulary", "sample_from_tokens"]
+__all__ = ["Sample", "check_bears_loss", "check_vocabulary", "sample_from_tokens"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One sequence to train on."""
+    """One sequence to train on.
+
+    input_ids: (L,), int64. token ids.
+    labels: (L,), int64. `labels[t]` is the target at position t, predicted from t - 1; -100 bears no loss.
+    where: file and line of the row it came from.
+    """
 
     input_ids: np.ndarray
-    """(L,), int64. Token ids."""
     labels: np.ndarray
-    """(L,), int64. `labels[t]` is the target at position t, predicted from t - 1; -100 bears no loss."""
     where: str
-    """File and line of the row it came from."""
 
 
 def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> Sample:
     """A sample from a row's own token columns.
 
-    Args:
-        fields: `input_ids`, and `labels`; or else `assistant_masks` and `completion_mask`, 1 where a token bears loss.
-            Without any of the three all tokens bear loss.
-        where: file and line, for the error.
-        completion_only_loss: whether `completion_mask` counts, as in TRL.
+    fields: `input_ids`, and `labels`; or else `assistant_masks` and `completion_mask`, 1 for a token that bears loss.
+        Without any of the three all tokens bear loss.
+    where: file and line, for the error.
+    completion_only_loss: whether `completion_mask` counts, as in TRL.
 
-    Raises:
-        DataError: a column is not a list of integers, differs in length from `input_ids`, or a mask is not 0 and 1.
+    Raises DataError if a column is not a list of integers or differs in length from `input_ids`, or a mask is not 0
+    and 1.
     """
     input_ids = _integers(fields, "input_ids", where)
     if "labels" in fields:
@@ -49,7 +50,7 @@ def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss:
 
 
 def check_vocabulary(sample: Sample, vocab_size: int) -> None:
-    """Raises DataError at the first token id that is no row of the embedding, and the first label that is no class."""
+    """Raises DataError at the first token id or label that is outside the vocabulary."""
     known = f"the vocabulary (0..{vocab_size - 1})"
     outside = (sample.input_ids < 0) | (sample.input_ids >= vocab_size)
     if outside.any():
@@ -64,7 +65,7 @@ def check_vocabulary(sample: Sample, vocab_size: int) -> None:
 
 
 def check_bears_loss(sample: Sample, hint: str = "") -> None:
-    """Raises DataError when nothing can be learned: the first token is never predicted, so its label does not count."""
+    """Raises DataError if nothing can be learned: the first token is never predicted, so its label does not count."""
     if not (sample.labels[1:] != IGNORE_INDEX).any():
         found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
         raise DataError(sample.where, f"no token bears loss: {found}{hint}")

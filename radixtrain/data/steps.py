@@ -1,26 +1,27 @@
-"""Optimizer steps as a data set: which conversations make a step, and where a run that is resumed goes on."""
+"""Optimizer steps as a data set: which conversations make a step, and with which step a resumed run goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.sample import Sample
 
-__all__ = ["StepDataset", "StepLoader", "StepSampler"]
+__all__ = ["StepDataset", "StepLoader", "StepSampler", "features_of"]
 
 
-class StepDataset(Dataset[dict[str, Any]]):
+class StepDataset(Dataset[Step]):
     """Maps a list of conversation indices to the collated optimizer step; runs in the DataLoader worker.
 
     conversations: samples of each; the samples of one conversation are drawn together.
     collator: cuts and collates.
 
-    A step carries `rows` beside the collator's entries: where each of its sequences came from, for error messages.
+    A step knows the file and line that each of its sequences came from.
     """
 
     def __init__(self, conversations: Sequence[Sequence[Sample]], collator: StepCollator):
@@ -30,18 +31,18 @@ class StepDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.conversations)
 
-    def __getitem__(self, indices: list[int]) -> dict[str, Any]:
-        rows = [sample.where for index in indices for sample in self.conversations[index]]
-        return {**self.collator(self.features(indices)), "rows": rows}
-
-    def features(self, indices: list[int]) -> list[dict[str, Any]]:
-        """The sequences of these conversations, as the collator takes them."""
+    def __getitem__(self, indices: list[int]) -> Step:
         samples = [sample for index in indices for sample in self.conversations[index]]
-        return [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
+        return replace(self.collator(features_of(samples)), where=tuple(sample.where for sample in samples))
+
+
+def features_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+    """Samples as a collator takes them."""
+    return [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
 
 
 class StepSampler(Sampler[list[int]]):
-    """Lists of conversation indices, one a step. The order of an epoch depends on `seed` and the epoch's number alone.
+    """Lists of conversation indices, one for each step. The order depends only on `seed` and the number of the epoch.
 
     num_conversations, batch_size: in conversations; the last step of an epoch may hold fewer.
     shuffle: a new permutation each epoch; otherwise the order of the file.
@@ -57,7 +58,7 @@ class StepSampler(Sampler[list[int]]):
         return -(-self.num_conversations // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Decides at once, and not when the first step is asked for: `start` holds for one pass only."""
+        """The iterator of a list, not a generator: `start` is for one pass only, so it is read now."""
         order = np.arange(self.num_conversations)
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_conversations)
@@ -70,26 +71,27 @@ class StepSampler(Sampler[list[int]]):
 
 
 class StepLoader:
-    """A DataLoader over steps that knows how many it handed out, so that a resumed run goes on with the next one.
+    """A DataLoader over steps that counts how many it handed out, so that a resumed run goes on with the next one.
 
-    Lightning stores `state_dict()` in its checkpoints, and tells `sampler` the epoch. Nothing is skipped by reading it:
-    the sampler starts later. A wrapper and not a subclass, because Lightning rebuilds DataLoaders around their sampler.
+    Lightning stores `state_dict()` in its checkpoints, and sets the epoch of `sampler`. A resumed run does not read the
+    steps that it skips: the sampler starts later. A wrapper and not a subclass, because Lightning rebuilds DataLoaders
+    around their sampler.
     """
 
     batch_sampler = None  # Lightning's `predict` asks for it
 
     def __init__(self, dataset: StepDataset, sampler: StepSampler, **options: Any):
         self.sampler = sampler
-        self.loader: DataLoader[dict[str, Any]] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
+        self.loader: DataLoader[Step] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
         self.handed_out = 0
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Step]:
         self.handed_out = self.sampler.start
         steps = iter(self.loader)
-        self.sampler.start = 0  # Lightning leaves a pass at its last step, so nothing behind the loop is sure to run
+        self.sampler.start = 0  # Lightning leaves a pass at its last step, so code after the loop may never run
         for step in steps:
             self.handed_out += 1
             yield step

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from radixtrain.data.sample import IGNORE_INDEX, Sample
+from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.data.sample import Sample
 from radixtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,14 +21,16 @@ TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the c
 
 
 class Draft(NamedTuple):
-    """A sample before tokenisation."""
+    """A sample before tokenisation.
+
+    form: plain text begins and ends with the tokenizer's BOS and EOS; a chat has what its template wrote; a turn ends
+        with the token at which the model stops generating.
+    """
 
     prompt: str
     target: str
     where: str
     form: Literal["plain", "chat", "turn"]
-    """plain text begins and ends with the tokenizer's BOS and EOS; a chat template has written its own; a turn ends
-    where the model stops generating."""
     prompt_bears_loss: bool = False
 
 
@@ -39,7 +42,7 @@ class DraftTokenizer:
         self.eos = tokenizer.eos_token or ""
         self.bos_ids = [i for i in tokenizer("")["input_ids"][:1] if i == tokenizer.bos_token_id]
         self.special_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        # SentencePiece puts a space before the first word of a text, where a target never is.
+        # SentencePiece puts a space before the first word of a text, but a target follows its prompt.
         newline, letter, both = self._token_ids(["\n", "a", "\na"])
         self.marks_text_start = both != newline + letter
 
@@ -70,11 +73,11 @@ class DraftTokenizer:
 
     def _target_ids(self, drafts: list[Draft], prompts: list[list[int]]) -> list[list[int]]:
         targets = [self._ended(draft) for draft in drafts]
-        alone = self._token_ids(targets)
+        separate = self._token_ids(targets)
         if not self.marks_text_start:
-            return alone
+            return separate
         joint = self._token_ids([draft.prompt + target for draft, target in zip(drafts, targets, strict=True)])
-        trios = zip(prompts, joint, alone, strict=True)
+        trios = zip(prompts, joint, separate, strict=True)
         return [both[len(ids) :] if ids and both[: len(ids)] == ids else target for ids, both, target in trios]
 
     def _token_ids(self, texts: list[str]) -> list[list[int]]:
@@ -86,14 +89,12 @@ class DraftTokenizer:
 
 
 def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or Hugging Face model id.
+    """The tokenizer of a model folder or hub name.
 
-    Args:
-        path: `model_name_or_path`.
-        chat_template_path: a Jinja file whose template replaces the tokenizer's own.
+    path: `model_name_or_path`.
+    chat_template_path: a Jinja file whose template replaces the tokenizer's own.
 
-    Raises:
-        UserError: either cannot be read.
+    Raises UserError if either cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -101,7 +102,7 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # from a missing file to a parse error inside the Rust library
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        expected = "expected a model folder with tokenizer.json or a Hugging Face model id"
+        expected = "expected a model folder with tokenizer.json or a hub name"
         raise UserError(f"no tokenizer in {path}: {expected}; {reason}") from error
     if chat_template_path is not None:
         tokenizer.chat_template = _read_template(chat_template_path)

@@ -1,11 +1,11 @@
 """Refuses PEFT adapters that do not compute each token by itself.
 
-A radix batch is the unique tokens of all rows in one row, each computed once. An adapter that looks along this row,
-averages over the batch or draws at random computes something else there than in an ordinary batch. `EXACT` lists the
-kinds that were measured: their gradient is that of each sequence by itself. Every other kind is refused by its name,
-also one that a later version of PEFT adds.
+A radix batch is one line of the unique tokens of all sequences, each computed once. An adapter that looks along this
+line, averages over the batch or draws at random computes something else there than in an ordinary batch. `EXACT` lists
+the kinds that were measured: their gradient is that of each sequence by itself. Every other kind is refused by its
+name, also one that a later version of PEFT adds.
 
-PEFT is not imported. The configurations that it leaves on the model say enough.
+In a forward pass PEFT is not imported: the configurations that it leaves on the model say enough.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from radixtrain.errors import UserError
+from radixtrain.hf.backbone import pretrained_model_of
 
-__all__ = ["EXACT", "NOT_EXACT", "check_adapters", "draws_in_adapters"]
+__all__ = ["EXACT", "NOT_EXACT", "check_adapters", "check_not_shared", "draws_in_adapters"]
 
 # Name of a `PeftType` -> its settings that create an `nn.Dropout`, which `radixtrain/hf/dropout.py` checks.
 EXACT: dict[str, tuple[str, ...]] = {
@@ -57,17 +58,17 @@ EXACT: dict[str, tuple[str, ...]] = {
     "WAVEFT": (),
 }
 
-VIRTUAL_TOKENS = "puts tokens of its own in front of every row"
-VIRTUAL_KEYS = "puts keys and values of its own in front of every row"
+VIRTUAL_TOKENS = "puts tokens of its own in front of every sequence"
+VIRTUAL_KEYS = "puts keys and values of its own in front of every sequence"
 NOT_EXACT = {
     "CARTRIDGE": VIRTUAL_KEYS,
     "CPT": VIRTUAL_TOKENS,
     "LILY": "mixes its experts by their mean over all tokens of a batch",
     "MULTITASK_PROMPT_TUNING": VIRTUAL_TOKENS,
-    "POLY": "draws a mixture of skills for the task of each row",
+    "POLY": "draws a mixture of skills for the task of each sequence",
     "PREFIX_TUNING": VIRTUAL_KEYS,
     "PROMPT_TUNING": VIRTUAL_TOKENS,
-    "PVERA": "draws noise for every token, once for a shared one where an ordinary batch draws once per copy",
+    "PVERA": "draws noise for every token, once for a shared one, but an ordinary batch draws once per copy",
     "P_TUNING": VIRTUAL_TOKENS,
     "SHADOW": "runs a second network beside the model, which would attend without the tree",
     "XLORA": "runs the model once more, for the hidden states of every original token",
@@ -75,7 +76,8 @@ NOT_EXACT = {
 
 # Settings that make an exact kind inexact, and what to do.
 BREAKING = {
-    "alora_invocation_tokens": "PEFT looks for these tokens once in the whole batch, not in each row; leave it out",
+    "alora_invocation_tokens": "PEFT looks for these tokens once in the whole batch, not in each sequence; leave it "
+    "out",
     "layer_replication": "the copied layers have a configuration of their own, so tree attention does not reach them; "
     "leave it out",
 }
@@ -98,8 +100,30 @@ def check_adapters(holders: Iterable[nn.Module], allowed: tuple[str, ...]) -> No
             _check_draws(name, config, holder, allowed)
 
 
+def check_not_shared(model: nn.Module) -> None:
+    """Refuse an adapter on a matrix that two modules share: it would be merged into both of them.
+
+    model: wrapped by PEFT.
+
+    Raises UserError that names both modules.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    modules = dict(pretrained_model_of(model).named_modules())
+    holders = [(path, p) for path, module in modules.items() for p in module._parameters.values()]
+    for path, layer in modules.items():
+        weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, BaseTunerLayer) else None
+        if weight is not None:
+            others = [holder for holder, p in holders if p is weight and not f"{holder}.".startswith(f"{path}.")]
+            if others:
+                raise UserError(
+                    f"model.lora_target_modules: {path} shares its weight with {others[0]} (tie_word_embeddings), so "
+                    f"merging the adapter would change both; leave it out, or train a checkpoint that does not share it"
+                )
+
+
 def draws_in_adapters(model: nn.Module, setting: str) -> bool:
-    """Whether an adapter draws at random by this setting, in its layers and not in a dropout module."""
+    """Whether an adapter draws at random by this setting, in its layers, not in a dropout module."""
     configs = (getattr(model, "peft_config", None) or {}).values()
     return any(getattr(config, setting, None) and setting not in EXACT.get(_kind(config), ()) for config in configs)
 
@@ -131,10 +155,10 @@ def _check_settings(name: str, config: Any) -> None:
 
 def _check_draws(name: str, config: Any, holder: nn.Module, allowed: tuple[str, ...]) -> None:
     """Refuse settings by which layers draw without an `nn.Dropout`, unless all of them are in evaluation mode."""
-    shown = EXACT[_kind(config)]
+    in_modules = EXACT[_kind(config)]
     for setting, value in vars(config).items():
         draws = setting == "monteclora_config" and value is not None
-        draws |= "drop" in setting and isinstance(value, float) and value > 0 and setting not in shown
+        draws |= "drop" in setting and isinstance(value, float) and value > 0 and setting not in in_modules
         if draws and setting not in allowed and _in_training(holder):
             raise UserError(
                 f"adapter {name!r} ({_kind(config)}) has {setting}={value}, which draws at random in every forward "
@@ -150,5 +174,5 @@ def _kind(config: Any) -> str:
 
 
 def _in_training(holder: nn.Module) -> bool:
-    """Whether a layer of PEFT is in training mode. They start in it, whatever mode the model is in."""
+    """Whether a layer of PEFT is in training mode, in which they start, whatever mode the model is in."""
     return any(layer.training for layer in holder.modules() if type(layer).__module__.startswith("peft."))

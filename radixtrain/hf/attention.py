@@ -1,8 +1,8 @@
 """The attention functions that every layer of a Hugging Face model calls: "radix" and "radix_eager".
 
 Registered beside "sdpa", they are chosen by name. "radix_eager" is for models whose soft-cap or sinks `sdpa` cannot
-compute. Without a plan they are `sdpa` and the model's own eager attention, mask included: generation and an ordinary
-padded batch behave as if nothing had been prepared. With one they are tree attention.
+compute. With a plan they are tree attention. Without one they are `sdpa` and the model's own eager attention, mask
+included: generation and an ordinary padded batch behave as if nothing had been prepared.
 
 The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
 (Nemotron, StableLM) find it on their mask, which every layer gets, in a recomputed forward pass too.
@@ -27,16 +27,12 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
-from radixtrain.hf.windows import call_on_mask, mask_function, told_by_mask, window_of
+from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window_on_mask
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
 __all__ = [
-    "ATTENTION_NAME",
-    "EAGER_NAME",
-    "RadixCall",
-    "radix_attention",
-    "radix_eager_attention",
-    "register_attention",
+    *("ATTENTION_NAME", "EAGER_NAME", "RadixCall"),
+    *("radix_attention", "radix_eager_attention", "register_attention"),
 ]
 
 ATTENTION_NAME = "radix"
@@ -65,9 +61,14 @@ def register_attention() -> None:
 
 
 def radix_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    radix_call: RadixCall | None = None, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    radix_call: RadixCall | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     """The attention function "radix", called by every layer: tree attention with a plan, `sdpa` without one.
 
     query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
@@ -76,32 +77,37 @@ def radix_attention(
     call = radix_call or _call_of(module, attention_mask, kwargs)
     if call is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return _attend(module, query, key, value, attention_mask, call, **kwargs)
+    return _attend(call, module, (query, key, value), attention_mask, kwargs)
 
 
 def radix_eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    radix_call: RadixCall | None = None, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    radix_call: RadixCall | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     """The attention function "radix_eager": as `radix_attention`, but without a plan the model's own eager function."""
     call = radix_call or _call_of(module, attention_mask, kwargs)
     if call is None:
         return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
-    return _attend(module, query, key, value, attention_mask, call, **kwargs)
+    return _attend(call, module, (query, key, value), attention_mask, kwargs)
 
 
 def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> RadixCall | None:
     """The call of a layer that received no keyword arguments; None in an ordinary batch.
 
-    Raises UserError for a radix batch whose plan did not reach the layer: only our hook makes such a mask, and only a
-    batch that did not pass the hook still has its flat entries.
+    Raises UserError for a radix batch whose plan did not reach the layer. It is known by its mask, which only our hook
+    makes, or by its flat entries, which only a batch that did not pass the hook still has.
     """
     if any(name.startswith(PREFIX) for name in kwargs):
         raise UserError(
             f"{_name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
             f"call the prepared model or its backbone, not a part of it, its forward method or another model"
         )
-    if told_by_mask(attention_mask) is None:
+    if window_on_mask(attention_mask) is None:
         return None
     call = call_on_mask(attention_mask)
     if call is None:
@@ -117,39 +123,56 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise UserError(
-            f"{_name_of(module)} has no eager attention beside it to run an ordinary batch with; call restore_model"
+            f"{_name_of(module)} has no eager attention in its file to run an ordinary batch with; call restore_model"
         )
     return eager
 
 
 @torch.compiler.disable  # host integers and kernels of its own: traced, it would be compiled anew for every tree
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, call: RadixCall,
-    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Tree attention of one layer, by the keyword arguments that Hugging Face's layers give their attention."""
-    _check_call(module, dropout, {**kwargs, "softcap": softcap, "s_aux": s_aux})
-    longest = call.layout.max_seqlen
-    window = window_of(_name_of(module), attention_mask, kwargs.get("sliding_window"), longest, call.window_may_bind)
-    cannot = call.chosen == "cascade" and window is not None and window < longest
-    attention = call.attention if call.chosen is None or cannot else call.chosen
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the head dim before padding
-    rows_first = (_as_autocast(x[0]).transpose(0, 1) for x in (query, key, value))
+    call: RadixCall,
+    layer: nn.Module,
+    heads: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Tensor | None,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, None]:
+    """Tree attention of one layer. heads: query, key, value. options: what Hugging Face's layers pass by keyword."""
+    _check_options(layer, options)
+    window = _window(call, layer, attention_mask, options)
+    scaling, (query, _, value) = options.get("scaling"), heads
     try:
         out_UNH = tree_attention(
-            *_of_one_head_dim(*rows_first), call.layout, attention=attention, kernel=call.kernel,
-            scale=scale, softcap=softcap, window=window, sinks=s_aux,
-        )  # fmt: skip
-    except ValueError as error:
-        told = f" attends to the last {window} tokens, and this batch has a sequence of {longest}"
-        raise UserError(f"{_name_of(module)}{told if window else ''}: {error}") from None
-    call.calls.append(id(module))
+            *_of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
+            call.layout,
+            attention=_strategy(call, window),
+            kernel=call.kernel,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
+            softcap=options.get("softcap"),
+            window=window,
+            sinks=options.get("s_aux"),
+        )
+    except UserError as error:  # a request that this layer cannot meet
+        longest = call.layout.max_seqlen
+        why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
+        raise UserError(f"{_name_of(layer)}{why}: {error}") from None
+    call.calls.append(id(layer))
     return out_UNH[None, ..., : value.shape[-1]], None
 
 
+def _window(call: RadixCall, layer: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> int | None:
+    """The window of a layer if it binds in this batch."""
+    argument = options.get("sliding_window")
+    return window_of(_name_of(layer), attention_mask, argument, call.layout.max_seqlen, call.window_may_bind)
+
+
+def _strategy(call: RadixCall, window: int | None) -> str:
+    """The collator's choice if it made one. It does not know windows, and cascade cannot keep one that binds."""
+    is_lost = call.chosen == "cascade" and window is not None
+    return call.attention if call.chosen is None or is_lost else call.chosen
+
+
 def _as_autocast(x: Tensor) -> Tensor:
-    """As autocast does for `scaled_dot_product_attention`: norms leave q and k in float32, projections v in 16 bits."""
+    """As autocast casts for `scaled_dot_product_attention`: norms leave q and k in float32, v comes in 16 bits."""
     device_type = x.device.type
     return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
 
@@ -157,7 +180,7 @@ def _as_autocast(x: Tensor) -> Tensor:
 def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Zeros after the narrower of queries and values: they add nothing to a score, and columns of zeros to the output.
 
-    Queries and keys grow alike, so that two that do not fit each other still do not.
+    Queries and keys get the same number of zeros, so that two head dims that do not fit are still refused.
     """
     scored, valued = query.shape[-1], value.shape[-1]
     if scored < valued:
@@ -167,20 +190,20 @@ def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return query, key, value
 
 
-def _check_call(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
+def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuse what a layer asks for and tree attention does not compute."""
     layer = _name_of(module)
-    if dropout:
-        raise UserError(f"{layer} asks for attention dropout {dropout}; set attention_dropout to 0")
-    if kwargs.get("position_bias") is not None:
+    if options.get("dropout"):
+        raise UserError(f"{layer} asks for attention dropout {options['dropout']}; set attention_dropout to 0")
+    if options.get("position_bias") is not None:
         raise UserError(f"{layer} adds a position_bias to its scores, which tree attention does not compute")
     for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
-        if kwargs[key] is None and getattr(module, attribute, None) is not None:
+        if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(
                 f"{layer} has {attribute} and does not hand it to its attention function as {key}, so tree attention "
                 f"would leave it out; train it with dedup: false"
             )
-    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+    if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
 
 

@@ -5,21 +5,46 @@
         Gemma3Model                    the backbone, hooks sit here       `backbone_of`
           Gemma3TextModel              the text decoder, layers are here  `text_decoder_of`
 
-In a model of text only the backbone is the text decoder.
+In a text-only model the backbone is the text decoder. `parts_of` finds all three.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["backbone_of", "is_text", "pretrained_model_of", "text_decoder_of", "with_rows"]
+__all__ = ["Parts", "backbone_of", "is_text", "parts_of", "pretrained_model_of", "text_decoder_of", "with_rows"]
 
 NOT_TEXT = re.compile("vision|image|visual|audio")
+
+
+class Parts(NamedTuple):
+    """The parts of a model, found once: the model without its wrapper, its backbone, its text decoder."""
+
+    base: PreTrainedModel
+    backbone: Any
+    decoder: Any
+
+    @property
+    def name(self) -> str:
+        """The class of the model, for errors."""
+        return type(self.base).__name__
+
+    @property
+    def head(self) -> Any:
+        """The output embeddings; None for a bare backbone."""
+        return self.base.get_output_embeddings()
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """The parts of a `PreTrainedModel`, or of one wrapped by PEFT. TypeError for anything else."""
+    base = pretrained_model_of(model)
+    backbone = _backbone_of(base)
+    return Parts(base, backbone, text_decoder_of(backbone))
 
 
 def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
@@ -39,8 +64,11 @@ def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
 
 def backbone_of(model: nn.Module) -> Any:
     """The module that returns `last_hidden_state`: the model without its head."""
-    model = pretrained_model_of(model)
-    backbone: Any = model.base_model
+    return _backbone_of(pretrained_model_of(model))
+
+
+def _backbone_of(base: PreTrainedModel) -> Any:
+    backbone: Any = base.base_model
     while backbone.get_output_embeddings() is not None:  # it has a head itself: Llama 4, Kosmos 2.5
         inner = next((part for part in _parts_of(backbone) if part is not backbone), None)
         if inner is None:
@@ -51,7 +79,7 @@ def backbone_of(model: nn.Module) -> Any:
 
 
 def _parts_of(model: Any) -> Iterator[Any]:
-    """Where a model may keep its backbone, by Hugging Face's own rules first."""
+    """The places where a model may keep its backbone, Hugging Face's own rules first."""
     yield model.base_model
     yield model.get_decoder()
     yield getattr(model, "model", model)

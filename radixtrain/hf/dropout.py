@@ -1,41 +1,47 @@
-"""Refuses what draws at random: a shared token would draw once, but an ordinary batch draws once per copy."""
+"""Refuses what draws at random: a shared token would draw once, but an ordinary batch draws once per copy.
+
+`without_dropout` and `evaluating` turn it off for a while, to compare or to measure.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
+from radixtrain.hf.adapters import draws_in_adapters
+from radixtrain.hf.backbone import Parts, pretrained_model_of
 
-__all__ = ["check_drawing_modules", "check_dropout", "check_noise", "draws_in_settings"]
+__all__ = ["check_drawing_modules", "check_dropout", "check_noise", "evaluating", "without_dropout"]
 
-Dropout = nn.modules.dropout._DropoutNd
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DRAWS = re.compile(r"drop(out|$)|pdrop|layerdrop|jitter")
 NOT_IN_THE_DECODER = re.compile("classifier|summary")
 
 
-def check_dropout(base: PreTrainedModel, decoder: nn.Module, allowed: tuple[str, ...]) -> None:
+def check_dropout(parts: Parts, allowed: tuple[str, ...]) -> None:
     """Refuse a model's random settings and dropout modules, before it trains.
 
     A dropout module in evaluation mode does not draw. If it does at a later batch, `check_drawing_modules` refuses it.
 
-    base: names the model in errors. decoder: its text decoder. allowed: as `allow_dropout` of `prepare_model`.
+    allowed: as `allow_dropout` of `prepare_model`.
     """
-    for name, value in _settings(base.config.get_text_config().to_dict()):
+    for name, value in _settings(parts.base):
         last = name.rpartition(".")[2]
-        random = DRAWS.search(last) and not NOT_IN_THE_DECODER.search(last)
-        if random and isinstance(value, float) and value > 0 and last not in allowed:
+        is_random = DRAWS.search(last) and not NOT_IN_THE_DECODER.search(last)
+        if is_random and isinstance(value, float) and value > 0 and last not in allowed:
             raise UserError(
-                f"{type(base).__name__} has {name}={value}: a shared token would draw once where an ordinary batch "
-                f"draws once per copy; set it to 0, or allow it by name: allow_dropout=[{last!r}]"
+                f"{parts.name} has {name}={value}: a shared token would draw once, but an ordinary batch draws once "
+                f"per copy; set it to 0, or allow it by name: allow_dropout=[{last!r}]"
             )
-    for part in (decoder, base.get_output_embeddings()):
+    for part in (parts.decoder, parts.head):
         if part is not None:
-            check_drawing_modules(part, allowed, root=base)
+            check_drawing_modules(part, allowed, root=parts.base)
 
 
 def check_drawing_modules(decoder: nn.Module, allowed: tuple[str, ...], root: nn.Module | None = None) -> None:
@@ -53,43 +59,79 @@ def check_noise(decoder: Any, allowed: tuple[str, ...]) -> None:
     noise = getattr(decoder.get_input_embeddings(), "neftune_noise_alpha", None)
     if noise and decoder.training and "neftune" not in allowed:
         raise UserError(
-            f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token where an ordinary batch "
+            f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token, but an ordinary batch "
             f"draws one per copy; remove it, or prepare_model(..., allow_dropout=['neftune'])"
         )
 
 
-def draws_in_settings(base: PreTrainedModel, name: str) -> bool:
-    """Whether a model has this setting, anywhere in its configuration, above 0."""
-    settings = _settings(base.config.get_text_config().to_dict())
-    return any(value for setting, value in settings if setting.rpartition(".")[2] == name)
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, then every module's own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
-def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its dotted name, those of nested parts included (DBRX: `ffn_config.moe_jitter_eps`)."""
+@contextmanager
+def without_dropout(model: nn.Module, allowed: Collection[str]) -> Iterator[None]:
+    """Inside, nothing draws at random, so that two passes can be compared.
+
+    model: a `PreTrainedModel`, or one wrapped by PEFT. allowed: as `allow_dropout` of `prepare_model`.
+
+    Dropout modules get p = 0. What draws and is not a module stops only in evaluation mode, which is set if `allowed`
+    names it.
+    """
+    modules = [(module, module.p) for module in model.modules() if isinstance(module, DROPOUTS)]
+    with evaluating(model) if _draws_beyond_modules(model, allowed) else nullcontext():
+        for module, _ in modules:
+            module.p = 0.0
+        try:
+            yield
+        finally:
+            for module, p in modules:
+                module.p = p
+
+
+def _draws_beyond_modules(model: nn.Module, allowed: Collection[str]) -> bool:
+    """Whether an allowed name is NEFTune or a setting, of the model or of an adapter, that is not a dropout module."""
+    drawing = {name.rpartition(".")[2] for name, value in _settings(pretrained_model_of(model)) if value}
+    return any(name == "neftune" or name in drawing or draws_in_adapters(model, name) for name in allowed)
+
+
+def _settings(base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Every setting of the text by its dotted name, with those of nested parts (DBRX: `ffn_config.moe_jitter_eps`)."""
+    yield from _dotted(base.config.get_text_config().to_dict())
+
+
+def _dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _settings(value, f"{prefix}{name}.")
+            yield from _dotted(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Dropout]:
+def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Any]:
     """The dropout modules with p > 0 that no name on their path allows.
 
     It walks the modules at every pass, which takes 0.3 ms of one core for 28 layers with LoRA (2,385 modules). Counting
     them, `len(list(root.modules()))`, takes 1.0 ms and misses an adapter that replaced another, or another `p`.
     """
-    row = [root]
-    while row:
-        yield from [module for module in row if isinstance(module, Dropout) and module.p > 0]
-        inner = [module._modules for module in row if module._modules]
-        row = [child for named in inner for name, child in named.items() if name not in allowed and child is not None]
+    level = [root]
+    while level:
+        yield from [module for module in level if module.__dict__.get("p") and isinstance(module, DROPOUTS)]
+        inner = [module._modules for module in level if module._modules]
+        level = [child for named in inner for name, child in named.items() if name not in allowed and child is not None]
 
 
-def _dropout_refused(root: nn.Module, module: Dropout) -> UserError:
+def _dropout_refused(root: nn.Module, module: Any) -> UserError:
     path = next(path for path, other in root.named_modules() if other is module)
     return UserError(
-        f"dropout p={module.p} at {path!r}: a shared token would draw one mask where an ordinary batch draws one per "
+        f"dropout p={module.p} at {path!r}: a shared token would draw one mask, but an ordinary batch draws one per "
         f"copy; set it to 0 (LoRA: lora_dropout), or allow it by name: allow_dropout=[{_short_name(path)!r}]"
     )
 

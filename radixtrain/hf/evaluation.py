@@ -1,9 +1,10 @@
-"""Evaluation in Hugging Face's `Trainer`: the loss of a radix batch is right, its logits are not those of rows.
+"""Evaluation in Hugging Face's `Trainer`: the loss of a radix batch is right, its logits are not those of examples.
 
-A radix batch gives one list of predictions for all its rows, `[1, P, V]`, in the order of the tree. `compute_metrics`
-and `Trainer.predict` read the first axis as rows, so that a batch of 16 rows would be measured as one. The collator
-does not know what its batches are for, and the `Trainer` takes `labels` from the batch before it calls the model, so
-neither can give it rows. The model can see who calls it: this check runs inside the call, and reads the stack.
+A radix batch gives one list of predictions for all its examples, `[1, P, V]`, in the order of the tree.
+`compute_metrics` and `Trainer.predict` take the first axis for examples, so that 16 of them would be measured as one.
+The collator does not know what its batches are for, and the `Trainer` takes `labels` from the batch before it calls the
+model, so neither can return logits by example. But the `Trainer` calls the model, so this check, which runs inside the
+call, reads the stack.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def check_evaluation(model: nn.Module) -> None:
     if trainer is not None:
         raise UserError(
             f"{trainer} uses the logits of this evaluation (compute_metrics, predict) as one row per example, but a "
-            f"batch of RadixCollator has one list of predictions for all its rows, in the order of the tree, so "
-            f"metrics of rows would be wrong. Evaluate on ordinary batches, which a prepared model computes as before: "
+            f"batch of RadixCollator has one list of predictions for all its examples, in the order of the tree, so "
+            f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before: "
             f"with a subclass of {trainer} that sets self.data_collator to DataCollatorForSeq2Seq(tokenizer) while it "
             f"makes the evaluation's DataLoader (recipes/hf_trainer_metrics.py), or after training with "
             f"Trainer(model=model, args=args, data_collator=DataCollatorForSeq2Seq(tokenizer), compute_metrics=...)"

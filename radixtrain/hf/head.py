@@ -27,8 +27,10 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.backbone import backbone_of, pretrained_model_of, text_decoder_of, with_rows
+from radixtrain.hf.backbone import Parts, parts_of, with_rows
+from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.positions import padding_idx_of_positions
+from radixtrain.tree.layout import PREDICTOR_INDICES
 
 __all__ = ["has_plain_head", "hidden_rows", "logits_rows"]
 
@@ -40,9 +42,9 @@ LARGE = 1000.0  # a row of order one shows a bias, one of this order a soft-cap
 SAME_ROW = 1e-2  # relative L2: rounding of 16 bits stays below it, the influence of another row does not
 # Settings of transformers' configurations that change the logits, for the meta device, where nothing can be measured.
 HEAD_SETTINGS = (
-    "final_logit_softcapping", "logits_scaling", "logit_scale", "logits_soft_cap", "output_logit_soft_cap",
-    "lm_head_multiplier", "dim_model_base",
-)  # fmt: skip
+    *("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_soft_cap", "output_logit_soft_cap"),
+    *("lm_head_multiplier", "dim_model_base"),
+)
 
 
 def has_plain_head(model: nn.Module) -> bool:
@@ -59,47 +61,50 @@ def has_plain_head(model: nn.Module) -> bool:
     Raises UserError if the model computes no logits from `input_ids` only, or if its logits are not computed row by row
     from its backbone's `last_hidden_state`.
     """
-    base = pretrained_model_of(model)
-    reason = _why_not_plain(base)
-    name = type(base).__name__
+    parts = parts_of(model)
+    reason = _why_not_plain(parts)
     if reason is None:
-        logger.info("the head of %s is one matrix product: head and loss are fused", name)
+        logger.info("the head of %s is one matrix product: head and loss are fused", parts.name)
     else:
-        logger.info("the head of %s %s: its own head is used, which holds [P, vocab] logits", name, reason)
+        logger.info("the head of %s %s: its own head is used, which holds [P, vocab] logits", parts.name, reason)
     return reason is None
 
 
-def hidden_rows(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     """(R, D). The hidden rows that predict.
 
+    parts: of the model, see `parts_of`.
     batch: for a prepared model, what a `RadixCollator` returns, without labels and shift_labels; for any other model,
-        `input_ids`, `attention_mask`, `position_ids` and `predictor_indices` of a `PaddedCollator`.
+        `input_ids`, `attention_mask`, `position_ids` and `radix_predictor_indices` of a `PaddedCollator`.
     """
-    backbone = backbone_of(model)
-    if "predictor_indices" not in batch:
-        return backbone(**batch).last_hidden_state[0]
-    hidden = backbone(**_ordinary_inputs(backbone, batch)).last_hidden_state
-    return _selected(hidden, batch["predictor_indices"])
+    if not _is_padded(batch):
+        return parts.backbone(**batch).last_hidden_state[0]
+    hidden = parts.backbone(**_ordinary_inputs(parts.decoder, batch)).last_hidden_state
+    return _selected(hidden, batch[PREDICTOR_INDICES])
 
 
-def logits_rows(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """(R, V). The logits of the hidden rows that predict, by the model's own head. batch: as for `hidden_rows`."""
-    base: Any = pretrained_model_of(model)
-    if "predictor_indices" not in batch:
+def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
+    """(R, V). The logits of the hidden rows that predict, by the model's own head. Arguments: as for `hidden_rows`."""
+    base: Any = parts.base
+    if not _is_padded(batch):
         return base(**batch).logits[0]
-    backbone = backbone_of(model)
-    with _only_rows(backbone, batch["predictor_indices"]):
-        return base(**_ordinary_inputs(backbone, batch)).logits[0]
+    with _only_rows(parts.backbone, batch[PREDICTOR_INDICES]):
+        return base(**_ordinary_inputs(parts.decoder, batch)).logits[0]
 
 
-def _ordinary_inputs(backbone: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _is_padded(batch: Mapping[str, Any]) -> bool:
+    """Whether it is an ordinary batch. Only these have an attention mask."""
+    return "attention_mask" in batch
+
+
+def _ordinary_inputs(decoder: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """An ordinary batch for a model.
 
     RoBERTa and its relatives count positions from `padding_idx + 1` if none are given. The collator counts from 0, so
     these models do not get its positions.
     """
     given = {name: batch[name] for name in ORDINARY_KEYS}
-    if padding_idx_of_positions(text_decoder_of(backbone)) is not None:
+    if padding_idx_of_positions(decoder) is not None:
         positions = given["position_ids"]
         counted = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         if torch.equal(positions, counted):  # waits for the device, in the ordinary arm of these models
@@ -108,7 +113,7 @@ def _ordinary_inputs(backbone: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
-    return hidden.flatten(0, 1)[indices]
+    return hidden.flatten(0, 1).index_select(0, indices)
 
 
 @contextmanager
@@ -125,27 +130,26 @@ def _only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def _why_not_plain(base: PreTrainedModel) -> str | None:
-    """What the head does besides one matrix product, None if nothing."""
-    head: Any = base.get_output_embeddings()
-    rows, logits = _logits_of_random_rows(base, head)
+def _why_not_plain(parts: Parts) -> str | None:
+    """Why the loss needs the model's own head; None if the head is one matrix product."""
+    head = parts.head
+    rows, logits = _logits_of_random_rows(parts)
     if type(head) is not nn.Linear:
-        return f"is no plain nn.Linear ({type(head).__module__}.{type(head).__qualname__})"
-    beyond = _parameters_beyond(base, head)
+        return f"is not a plain nn.Linear ({type(head).__module__}.{type(head).__qualname__})"
+    beyond = _parameters_beyond(parts)
     if beyond:
         return f"has parameters besides its last matrix ({beyond[0]})"
-    if rows.is_meta:
-        return _changed_by_settings(base)
-    return None if _is_product(logits, rows, head) else "does more than one matrix product"
+    return _changed_by_settings(parts.base) if rows.is_meta else _why_not_product(logits, rows, head)
 
 
-def _is_product(logits: Tensor, rows: Tensor, head: nn.Linear) -> bool:
-    """False for a head that is all zero, since its logits say nothing."""
+def _why_not_product(logits: Tensor, rows: Tensor, head: nn.Linear) -> str | None:
     if rows.shape[1] != head.in_features:
-        return False
+        return "does more than one matrix product"
     product = linear(rows, head.weight, head.bias)
     wide = torch.promote_types(product.dtype, logits.dtype)
-    return torch.equal(product.to(wide), logits.to(wide)) and bool(product.any())
+    if not torch.equal(product.to(wide), logits.to(wide)):
+        return "does more than one matrix product"
+    return None if product.any() else "is all zero, so its logits do not show whether it is one matrix product"
 
 
 def _changed_by_settings(base: PreTrainedModel) -> str | None:
@@ -154,15 +158,16 @@ def _changed_by_settings(base: PreTrainedModel) -> str | None:
     return f"changes its logits ({found[0]}={getattr(config, found[0])})" if found else None
 
 
-def _parameters_beyond(base: PreTrainedModel, head: nn.Module) -> list[str]:
+def _parameters_beyond(parts: Parts) -> list[str]:
     """Names of the parameters that are neither the backbone's nor the output embeddings'."""
-    known = {id(parameter) for module in (backbone_of(base), head) for parameter in module.parameters()}
-    return [name for name, parameter in base.named_parameters() if id(parameter) not in known]
+    known = {id(parameter) for module in (parts.backbone, parts.head) for parameter in module.parameters()}
+    return [name for name, parameter in parts.base.named_parameters() if id(parameter) not in known]
 
 
 @torch.no_grad()
-def _logits_of_random_rows(base: PreTrainedModel, head: Any) -> tuple[Tensor, Tensor]:
+def _logits_of_random_rows(parts: Parts) -> tuple[Tensor, Tensor]:
     """Three rows a, b, a, (3, D), and the logits that the model computes from them, (3, V)."""
+    base, head = parts.base, parts.head
     weight = getattr(head, "weight", None)
     like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else next(base.parameters())
     # The second is for backbones that end with a projection (OPT).
@@ -171,14 +176,14 @@ def _logits_of_random_rows(base: PreTrainedModel, head: Any) -> tuple[Tensor, Te
     for width in dict.fromkeys(filter(None, widths)):
         rows = _random_rows(width, like)
         try:
-            logits = _logits_of(base, rows)
+            logits = _logits_of(parts, rows)
         except Exception as error:  # a model that expects other inputs may raise anything
             errors.append(f"{type(error).__name__}: {first_line(error)}")
             continue
-        _check_rows(base, logits)
+        _check_rows(parts.name, logits)
         return rows, logits[0]
     raise UserError(
-        f"{type(base).__name__} computes no logits from input_ids only ({errors[-1]}), so its loss cannot be computed "
+        f"{parts.name} computes no logits from input_ids only ({errors[-1]}), so its loss cannot be computed "
         f"from the rows that predict"
     )
 
@@ -192,18 +197,19 @@ def _random_rows(width: int, like: Tensor) -> Tensor:
     return torch.stack([small, LARGE * large, small]).to(like.dtype)
 
 
-def _logits_of(base: Any, rows: Tensor) -> Tensor:
+def _logits_of(parts: Parts, rows: Tensor) -> Tensor:
     """(1, R, V). The logits of the model if its backbone returned these rows, (R, D)."""
     ids = torch.arange(1, NUM_TOKENS + 1, device=rows.device)[None]
-    with _evaluating(base), _returning(backbone_of(base), rows):
+    base: Any = parts.base
+    with evaluating(base), _returning(parts.backbone, rows):
         return base(input_ids=ids).logits
 
 
-def _check_rows(base: PreTrainedModel, logits: Tensor) -> None:
-    """Each row of logits has to depend on one hidden row, not on the others."""
+def _check_rows(name: str, logits: Tensor) -> None:
+    """Each row of logits has to depend on only one hidden row. name: the class of the model."""
     if logits.shape[:2] != (1, 3):
         raise UserError(
-            f"{type(base).__name__} makes logits {list(logits.shape)} of 3 hidden rows, not those of its backbone's "
+            f"{name} makes logits {list(logits.shape)} of 3 hidden rows, not those of its backbone's "
             f"last_hidden_state, so its loss cannot be computed from the rows that predict"
         )
     if logits.is_meta:
@@ -211,8 +217,8 @@ def _check_rows(base: PreTrainedModel, logits: Tensor) -> None:
     first, _, again = logits[0].double()
     if not (first - again).norm() <= SAME_ROW * first.norm():
         raise UserError(
-            f"the head of {type(base).__name__} gives a hidden row other logits if other rows are beside it, so its "
-            f"loss cannot be computed from the rows that predict"
+            f"the head of {name} gives a hidden row other logits if other rows are beside it, so its loss cannot be "
+            f"computed from the rows that predict"
         )
 
 
@@ -239,15 +245,3 @@ def _returning(backbone: Any, rows: Tensor) -> Iterator[None]:
             del backbone.forward
         else:
             backbone.forward = own
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, then every module's own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -15,21 +15,36 @@ that every layer ran it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from radixtrain.collators.unprepared import PREPARED, allow_watch, end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, register_attention
-from radixtrain.hf.backbone import backbone_of, pretrained_model_of, text_decoder_of
+from radixtrain.hf.backbone import Parts, backbone_of, parts_of, pretrained_model_of
 from radixtrain.hf.hooks import BackboneHooks
 from radixtrain.hf.refusals import check_choice, check_model, not_reached
 
-__all__ = ["ATTENTION_NAME", "backbone_of", "prepare_model", "prepared_options", "pretrained_model_of", "restore_model"]
+__all__ = ["prepare_model", "prepared_options", "restore_model"]
 
-STATE = "_radixtrain"
+STATE = "_radixtrain_state"
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What `restore_model` needs.
+
+    options: keyword arguments of `prepare_model`. previous: each part's configuration and its attention before.
+    """
+
+    options: dict[str, Any]
+    previous: list[tuple[Any, str]]
+    handles: list[RemovableHandle]
 
 
 def prepare_model(
@@ -38,14 +53,14 @@ def prepare_model(
     """Make a model accept the batches of a `RadixCollator`, and still the ordinary ones. Returns the same model.
 
     model: a `PreTrainedModel` for causal language modelling, its bare backbone, or one wrapped by PEFT. In a multimodal
-        model the text decoder is prepared: rows of text share, rows with images run as ordinary batches. Preparing
-        again replaces the earlier choice.
-    attention: `auto`, `cascade`, `path`, `expand` or `reference`; see `radixtrain.attention`. With `auto`, batches of a
-        collator that has a `step_cost` bring their own choice.
+        model the text decoder is prepared: text shares, ordinary batches with images run as before. Preparing again
+        replaces the earlier choice.
+    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `radixtrain.attention`. With `auto`, a
+        collator that has a `step_cost` chooses for each batch.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`.
-    allow_dropout: names to accept: of a dropout module or a module around it, one part of its path without dots (such
-        as `lora_dropout`), or of a random setting of the model or of an adapter. A shared token then draws once, while
-        an ordinary batch draws once per copy: still dropout, but no longer the same gradient.
+    allow_dropout: names of what may draw at random: a dropout module or a module around it, by one part of its path
+        without dots (such as `lora_dropout`), or a setting of the model or of an adapter. A shared token then draws
+        once, while an ordinary batch draws once per copy: still dropout, but no longer the same gradient.
 
     Soft-capping, sinks, sliding windows, latent attention and router losses (`output_router_logits`) are computed
     exactly.
@@ -53,71 +68,70 @@ def prepare_model(
     Raises UserError, naming the layer and the reason, for a class whose head or loss does not predict next tokens, for
     attention that is not exact (linear or sparse attention, attention dropout), for positions that are not counted
     from 0, for adapters that do not compute each token by itself, for a dropout > 0 that draws and is not allowed, and
-    for a choice that cannot be met. What depends on the batch, or is added later, is refused at the first batch that it
-    would change.
+    for an attention or kernel that cannot run. What depends on the batch, or is added later, is refused at the first
+    batch that it would change.
     """
     allowed = tuple(allow_dropout)
-    base = pretrained_model_of(model)
-    backbone = backbone_of(model)
-    decoder = text_decoder_of(backbone)
+    parts = parts_of(model)
     check_adapters(model.modules(), allowed)
-    check_model(base, backbone, decoder, allowed)
-    check_choice(decoder, attention, kernel)
+    check_model(parts, allowed)
+    check_choice(parts.decoder, attention, kernel)
     restore_model(model)
-    _check_owner(backbone)
-    previous = [(config, config._attn_implementation) for config in _configs(base.config)]
-    register_attention()
-    eager = decoder.config._attn_implementation == "eager" or not decoder._supports_sdpa
-    name = EAGER_NAME if eager else ATTENTION_NAME
-    base.set_attn_implementation(name)
-    if decoder.config._attn_implementation != name:
-        _set_back(previous)
-        raise not_reached(base)
-    for_images = getattr(decoder.config, "cross_attention_layers", None) or ()  # Llama 3.2 Vision: text skips them
-    num_layers = decoder.config.num_hidden_layers - len(for_images)
-    hooks = BackboneHooks(base, attention, kernel, num_layers, allowed)
-    handles = [
-        backbone.register_forward_pre_hook(hooks.before, with_kwargs=True),
-        backbone.register_forward_hook(hooks.after, with_kwargs=True),
-    ]
-    head = base.get_output_embeddings()
-    if head is not None:
-        handles += [
-            base.register_forward_pre_hook(hooks.head.enter),
-            base.register_forward_hook(hooks.head.leave),
-            head.register_forward_pre_hook(hooks.head.at_head),
-        ]
+    _check_owner(parts.backbone)
+    previous = _set_attention(parts)
+    hooks = BackboneHooks(parts.base, attention, kernel, _num_text_layers(parts.decoder.config), allowed)
     options = {"attention": attention, "kernel": kernel, "allow_dropout": allowed}
-    setattr(base, STATE, (previous, handles, options))
+    setattr(parts.base, STATE, _State(options, previous, hooks.install(parts.backbone)))
+    setattr(parts.backbone, PREPARED, True)
+    end_watch()
     return model
 
 
 def prepared_options(model: nn.Module) -> dict[str, Any] | None:
     """The keyword arguments that `prepare_model` was given, or None for a model that is not prepared."""
     state = getattr(pretrained_model_of(model), STATE, None)
-    return None if state is None else state[2]
+    return None if state is None else state.options
 
 
 def restore_model(model: ModelT) -> ModelT:
     """Undo `prepare_model`: removes the hooks and sets the attention back. Any other model is not changed."""
     base = pretrained_model_of(model)
-    if hasattr(base, STATE):
-        previous, handles, _ = getattr(base, STATE)
-        for handle in handles:
+    state = getattr(base, STATE, None)
+    if state is not None:
+        for handle in state.handles:
             handle.remove()
         delattr(base, STATE)
-        _set_back(previous)
+        delattr(backbone_of(base), PREPARED)
+        _set_back(state.previous)
+        allow_watch()
     return model
 
 
 def _check_owner(backbone: nn.Module) -> None:
     """Refuse a backbone that was prepared by itself, or with another model around it: two sets of hooks would run."""
-    owners = [getattr(hook, "__self__", None) for hook in backbone._forward_pre_hooks.values()]
-    if any(isinstance(owner, BackboneHooks) for owner in owners):
+    if hasattr(backbone, PREPARED):
         raise UserError(
             f"{type(backbone).__name__} is prepared already, by itself or with another model around it; call "
             f"restore_model with what was prepared first"
         )
+
+
+def _num_text_layers(config: Any) -> int:
+    """The layers that text runs through: in Llama 3.2 Vision it skips those that attend to images."""
+    return config.num_hidden_layers - len(getattr(config, "cross_attention_layers", None) or ())
+
+
+def _set_attention(parts: Parts) -> list[tuple[Any, str]]:
+    """Set our attention in every part of the model. Returns each part's configuration, and its attention before."""
+    previous = [(config, config._attn_implementation) for config in _configs(parts.base.config)]
+    register_attention()
+    is_eager = parts.decoder.config._attn_implementation == "eager" or not parts.decoder._supports_sdpa
+    name = EAGER_NAME if is_eager else ATTENTION_NAME
+    parts.base.set_attn_implementation(name)
+    if parts.decoder.config._attn_implementation != name:
+        _set_back(previous)
+        raise not_reached(parts)
+    return previous
 
 
 def _configs(config: Any) -> Iterator[Any]:

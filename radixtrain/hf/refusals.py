@@ -3,8 +3,7 @@
 Once, when a model is prepared, by its class, its configuration and its modules (`check_model`, `check_choice`); and on
 every radix batch, by what depends on the batch or was added since (`check_pass`): a trainer may add adapters with
 dropout, or noise on the embeddings, after `prepare_model`. What a layer asks its attention function for is checked in
-`radixtrain/hf/attention.py`. Random draws are in `radixtrain/hf/dropout.py`, positions in `radixtrain/hf/positions.py`,
-adapters in `radixtrain/hf/adapters.py`.
+`radixtrain/hf/attention.py`, random draws in `dropout.py`, positions in `positions.py`, adapters in `adapters.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import is_text
+from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.positions import check_batch_positions, check_model_positions, why_padding_matters
+from radixtrain.hf.shape import ModelDimensions
 from radixtrain.hf.windows import only_full_attention
 from radixtrain.tree.layout import TreeLayout
 
@@ -36,7 +35,7 @@ CAUSAL_CLASSES = {
 }
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")  # of classes that transformers does not list
 EXACT_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # chunks: see `_check_chunks`
-NOT_NEXT_TOKENS = {  # of the classes that are called causal
+NOT_NEXT_TOKENS = {  # classes that are called causal all the same
     "WhisperForCausalLM": "its loss takes labels that are shifted already",
     "MusicgenForCausalLM": "its rows are several codebooks",
     "MusicgenMelodyForCausalLM": "its rows are several codebooks",
@@ -44,29 +43,27 @@ NOT_NEXT_TOKENS = {  # of the classes that are called causal
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
 
 
-def check_model(base: PreTrainedModel, backbone: Any, decoder: Any, allowed: tuple[str, ...]) -> None:
+def check_model(parts: Parts, allowed: tuple[str, ...]) -> None:
     """Refuse a model that cannot compute a radix batch exactly, as far as this is known before the first batch.
 
-    base, backbone, decoder: see `radixtrain/hf/backbone.py`. allowed: as `allow_dropout` of `prepare_model`.
+    allowed: as `allow_dropout` of `prepare_model`.
     """
-    _check_class(base, backbone)
-    _check_layers(base, decoder)
-    if not _asks_the_interface(decoder):
-        raise not_reached(base)
-    check_model_positions(backbone, decoder)
-    check_dropout(base, decoder, allowed)
+    _check_class(parts)
+    _check_layers(parts.name, parts.decoder.config)
+    _check_attention(parts.name, parts.decoder.config)
+    if not _takes_function_from_interface(parts.decoder):
+        raise not_reached(parts)
+    check_model_positions(parts)
+    check_dropout(parts, allowed)
 
 
 def check_choice(decoder: Any, attention: str, kernel: str) -> None:
     """Refuse an unknown name, and a kernel that does not run on the device where the model is now."""
     if attention not in ("auto", *STRATEGIES) or kernel != "auto":
-        parameter = next(decoder.parameters())
+        weight = next(decoder.parameters())
         softcap = getattr(decoder.config, "attn_logit_softcapping", None) is not None
-        where = parameter.device, parameter.dtype, _head_dim(decoder.config)
-        try:
-            choose_attention(attention, kernel, *where, softcap=softcap)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        head_dim = ModelDimensions.of(decoder.config).widest_head_dim
+        choose_attention(attention, kernel, weight.device, weight.dtype, head_dim, softcap=softcap)
 
 
 def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]) -> None:
@@ -79,7 +76,7 @@ def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, a
     reason = why_padding_matters(decoder) if left_padded else None
     if reason:
         raise UserError(
-            f"a feature is padded on the left, where Hugging Face counts positions from the padding, and "
+            f"a feature is padded on the left, so Hugging Face counts its positions from the padding, and "
             f"{type(decoder).__name__} has {reason}; leave the padding to the collator, or give position_ids"
         )
     check_noise(decoder, allowed)
@@ -88,18 +85,18 @@ def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, a
             check_drawing_modules(part, allowed)
 
 
-def not_reached(base: PreTrainedModel) -> UserError:
+def not_reached(parts: Parts) -> UserError:
     """For a model whose layers compute their attention themselves."""
     return UserError(
-        f"{type(base).__name__} does not take its attention from AttentionInterface, so its layers cannot be "
-        f"reached; train it with dedup: false"
+        f"{parts.name} does not take its attention from AttentionInterface, so its layers cannot be reached; train it "
+        f"with dedup: false"
     )
 
 
-def _asks_the_interface(decoder: Any) -> bool:
+def _takes_function_from_interface(decoder: Any) -> bool:
     """Whether some attention layer of the text takes its function from AttentionInterface, judged by its source.
 
-    transformers looks at the whole file, which may also have a vision tower that does, and text layers that do not.
+    transformers judges by the whole file, in which a vision tower may take it and the text layers may not.
     """
     classes = {
         type(module)
@@ -112,28 +109,26 @@ def _asks_the_interface(decoder: Any) -> bool:
         return True
 
 
-def _check_class(base: PreTrainedModel, backbone: Any) -> None:
+def _check_class(parts: Parts) -> None:
     """Refuse a class whose head does not predict next tokens. A bare backbone may have any head of the user's own."""
-    name = type(base).__name__
+    base, backbone, _ = parts
+    name = parts.name
     if getattr(base.config, "is_encoder_decoder", False):
         raise UserError(f"{name} is not a plain decoder, but an encoder and a decoder; train it with dedup: false")
-    causal = any(
-        each.__name__ in CAUSAL_CLASSES or each.__name__.endswith(CAUSAL_ENDINGS) for each in type(base).__mro__
-    )
-    if not causal and backbone is not base:
+    ancestors = [each.__name__ for each in type(base).__mro__]
+    is_causal = any(each in CAUSAL_CLASSES or each.endswith(CAUSAL_ENDINGS) for each in ancestors)
+    if not is_causal and backbone is not base:
         raise UserError(
-            f"{name} is no causal language model: the labels of a RadixCollator are next tokens, which its head and "
+            f"{name} is not a causal language model: the labels of a RadixCollator are next tokens, which its head and "
             f"its loss do not expect. Use a ...ForCausalLM class, or train it without prepare_model"
         )
-    for each in type(base).__mro__:
-        if each.__name__ in NOT_NEXT_TOKENS:
-            raise UserError(f"{name} does not predict next tokens: {NOT_NEXT_TOKENS[each.__name__]}")
+    for each in ancestors:
+        if each in NOT_NEXT_TOKENS:
+            raise UserError(f"{name} does not predict next tokens: {NOT_NEXT_TOKENS[each]}")
 
 
-def _check_layers(base: PreTrainedModel, decoder: Any) -> None:
-    """Refuse attention that is not computed exactly, judged by the configuration."""
-    config = decoder.config
-    name = type(base).__name__
+def _check_layers(name: str, config: Any) -> None:
+    """Refuse layers of a kind that is not computed exactly. name: the class of the model."""
     if not hasattr(config, "num_hidden_layers"):
         raise UserError(f"{name} is not a plain decoder (one stack of num_hidden_layers); train it with dedup: false")
     for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
@@ -142,6 +137,10 @@ def _check_layers(base: PreTrainedModel, decoder: Any) -> None:
                 f"{name} layer {index} is {layer_type!r}: only {', '.join(EXACT_LAYERS)} compute a shared prefix once; "
                 f"train it with dedup: false"
             )
+
+
+def _check_attention(name: str, config: Any) -> None:
+    """Refuse attention that sees other tokens than plain causal attention, or draws at random."""
     for key, what in NOT_COMPUTED.items():
         if getattr(config, key, None):
             raise UserError(
@@ -155,7 +154,7 @@ def _check_layers(base: PreTrainedModel, decoder: Any) -> None:
         )
     if getattr(config, "attention_dropout", 0.0):
         raise UserError(
-            f"{name} has attention_dropout={config.attention_dropout}: a shared token would draw one mask where an "
+            f"{name} has attention_dropout={config.attention_dropout}: a shared token would draw one mask, but an "
             f"ordinary batch draws one per copy; set attention_dropout to 0"
         )
 
@@ -166,12 +165,5 @@ def _check_chunks(decoder: Any, max_seqlen: int) -> None:
     if chunk and chunk < max_seqlen and not only_full_attention(decoder.config):
         raise UserError(
             f"{type(decoder).__name__} attends within chunks of {chunk} tokens (attention_chunk_size), and this "
-            f"batch has a sequence of {max_seqlen}; set max_length to {chunk} or less, where the chunks change nothing"
+            f"batch has a sequence of {max_seqlen}; set max_length to {chunk} or less, and the chunks change nothing"
         )
-
-
-def _head_dim(config: Any) -> int:
-    """The head dim that tree attention runs with: of queries or of values, whichever is wider."""
-    latent = (getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
-    scored = sum(latent) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return max(scored, getattr(config, "v_head_dim", None) or 0)

@@ -1,4 +1,4 @@
-"""What other trainers do to a batch on its way to the model, and which of it destroys a radix batch.
+"""What other trainers do to a batch on its way to the model, and what of it destroys a radix batch.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis. A
 radix batch has no such axis: its `radix_` tensors have the lengths of the tree.

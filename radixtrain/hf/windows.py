@@ -1,10 +1,10 @@
-"""How the sliding window of a layer is found: by the mask that the layer would have had, whatever the model calls it.
+"""The sliding window of a layer, read from the mask that the layer would have had, whatever the model calls it.
 
 No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) gives mask creation
 
 - an empty 4-D tensor, which every model returns as it is, if no window may bind;
 - a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask as
-  wide as the window (`told_by_mask`), so that every layer gets the window that it would have obeyed.
+  wide as the window (`window_on_mask`), so that every layer gets the window that it would have obeyed.
 
 Both carry the call of the batch as an attribute (`call_on_mask`), for layers that get nothing else.
 """
@@ -21,13 +21,8 @@ from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
 
 __all__ = [
-    "call_on_mask",
-    "mask_function",
-    "no_mask",
-    "only_full_attention",
-    "told_by_mask",
-    "window_may_bind",
-    "window_of",
+    *("call_on_mask", "mask_function", "no_mask", "only_full_attention"),
+    *("window_may_bind", "window_of", "window_on_mask"),
 ]
 
 CALL = "_radix_call"
@@ -73,23 +68,26 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
                 f"the model of {type(kwargs.get('config')).__name__} adds a mask of its own to a sliding window, which "
                 f"tree attention does not compute; set max_length to {kwargs.get('local_size')} or less"
             )
-        told = torch.empty(1, 1, 0, kwargs.get("local_size") or 0, dtype=torch.bool, device=attention_mask.device)
-        return _with_call(told, call_on_mask(attention_mask))
+        width = kwargs.get("local_size") or 0
+        empty = torch.empty(1, 1, 0, width, dtype=torch.bool, device=attention_mask.device)
+        return _with_call(empty, call_on_mask(attention_mask))
 
     return mask
 
 
-def told_by_mask(attention_mask: Tensor | None) -> int | None:
+def window_on_mask(attention_mask: Tensor | None) -> int | None:
     """The window that `mask_function` wrote down as the width of a mask without rows; 0 is the whole past."""
     if attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[-2] != 0:
         return None
     return attention_mask.shape[-1]
 
 
-def window_of(layer: str, attention_mask: Tensor | None, told: int | None, longest: int, may_bind: bool) -> int | None:
+def window_of(
+    layer: str, attention_mask: Tensor | None, argument: int | None, longest: int, may_bind: bool
+) -> int | None:
     """The sliding window of a layer if it binds, else None.
 
-    layer: its name in errors. told: its argument `sliding_window`. longest: the batch's longest sequence, in tokens.
+    layer: its name in errors. argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
 
     `sdpa` and eager attention obey only the mask, flash attention only the argument `sliding_window`. Layers that leave
     the argument out obey their mask; a mask and an argument that contradict each other are refused.
@@ -99,17 +97,17 @@ def window_of(layer: str, attention_mask: Tensor | None, told: int | None, longe
             f"{layer} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention would leave "
             f"out; train it with dedup: false"
         )
-    masked = told_by_mask(attention_mask)
+    masked = window_on_mask(attention_mask)
     if masked is None and may_bind:
         raise UserError(
             f"{layer} gets a mask that transformers.masking_utils has not made, and its model has a sliding window "
             f"shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
         )
-    masked, told = (window if window and window < longest else None for window in (masked, told))
-    if told is not None and told != masked:
+    masked, argument = (window if window and window < longest else None for window in (masked, argument))
+    if argument is not None and argument != masked:
         raise UserError(
-            f"{layer} attends to the last {told} tokens by its sliding_window and to "
+            f"{layer} attends to the last {argument} tokens by its sliding_window and to "
             f"{f'the last {masked}' if masked else 'all'} by its mask, and this batch has a sequence of {longest}; "
-            f"set max_length to {told} or less, where the window changes nothing"
+            f"set max_length to {argument} or less, and the window changes nothing"
         )
     return masked

@@ -1,23 +1,30 @@
-"""What a run does beside its steps: the progress line, a checkpoint on SIGTERM, the closing lines, the predictions."""
+"""What a run does besides its steps: verify, show progress, save on SIGTERM, print closing lines, write predictions."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from radixtrain.training.module import RadixModule
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.datamodule import SFTData
+from radixtrain.errors import UserError
+from radixtrain.training.speed import Speed
+from radixtrain.verification.oracle import Features
+from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["PredictionWriter", "ProgressLine", "RunSummary", "SaveOnSigterm"]
+__all__ = ["PredictionWriter", "ProgressLine", "RunSummary", "SaveOnSigterm", "VerifyFirstBatch"]
+
+logger = logging.getLogger(__name__)
 
 SHOWN = {
     "loss": ("loss", "{:.4f}"),
@@ -30,8 +37,31 @@ SHOWN = {
 }
 
 
+class VerifyFirstBatch(L.Callback):
+    """Compares the gradient of the first optimizer step with ordinary Hugging Face's, and stops if they differ.
+
+    module: whose runs it compares; the trainer keeps the callback when it fits another one.
+    verify: sequences of a step and what cuts them -> the comparison, as `RadixModule.verify`.
+    """
+
+    def __init__(self, module: L.LightningModule, verify: Callable[[Features, StepCollator], EquivalenceReport]):
+        self.module = module
+        self.verify = verify
+
+    def on_train_start(self, trainer: Any, module: L.LightningModule) -> None:
+        if module is not self.module:
+            return
+        data = trainer.datamodule
+        if not isinstance(data, SFTData):
+            raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
+        report = self.verify(data.features_of_step(0), data.step_collator())
+        if not report.passed:
+            raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
+        logger.info("first batch verified:\n%s", report)
+
+
 class ProgressLine(TQDMProgressBar):
-    """Lightning's bar with short names and readable numbers. The loggers get the full names and all digits."""
+    """Lightning's bar with short names and readable numbers. Loggers receive the full names and all digits."""
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
@@ -41,8 +71,8 @@ class ProgressLine(TQDMProgressBar):
 class SaveOnSigterm(L.Callback):
     """Writes `interrupted.ckpt` after the step during which SIGTERM arrived; Lightning stops after it.
 
-    It is saved when `ModelCheckpoint` saves, since the progress that Lightning stores is meant for that moment. After a
-    signal at the end of an epoch, the checkpoint is what it would be after a signal in the last step. A signal during
+    It saves at the moment when `ModelCheckpoint` does, because the progress that Lightning stores is right then. After
+    a signal at the end of an epoch, the checkpoint is what it would be after a signal in the last step. A signal during
     validation has no step to wait for, and the state is saved as it is.
     """
 
@@ -65,7 +95,7 @@ class SaveOnSigterm(L.Callback):
 
 
 class RunSummary(L.Callback):
-    """Remembers where the loss began and prints where everything is."""
+    """Remembers the first loss; prints the closing lines: losses, speed, and the folders that were written."""
 
     def __init__(self, output_dir: Path):
         self.output_dir = output_dir
@@ -75,9 +105,9 @@ class RunSummary(L.Callback):
         if self.first_loss is None:
             self.first_loss = float(trainer.callback_metrics["loss"])
 
-    def print_closing_lines(self, trainer: L.Trainer, module: RadixModule, model_folder: Path) -> None:
-        """Loss, r, tokens per second, and the folders. Nothing where no step was taken."""
-        speed, metrics = module.speed, trainer.callback_metrics
+    def print_closing_lines(self, trainer: L.Trainer, speed: Speed, model_folder: Path) -> None:
+        """Loss, r, tokens per second, and the folders. Nothing if no step was taken."""
+        metrics = trainer.callback_metrics
         if self.first_loss is None or not speed.seconds:
             return
         effective, computed = speed.num_tokens / speed.seconds, speed.num_computed_tokens / speed.seconds
@@ -96,7 +126,7 @@ class RunSummary(L.Callback):
 
 
 class PredictionWriter(L.Callback):
-    """Writes `predictions.jsonl`: one line a sequence, with the log-probability of each labelled token.
+    """Writes `predictions.jsonl`: one line for each sequence, with the log-probability of each labelled token.
 
     {"row": "test.jsonl:1", "tokens": [3, 17], "logprobs": [-0.12, -0.03]}
 
@@ -138,13 +168,13 @@ def _progress_at_last_step(trainer: L.Trainer) -> Iterator[None]:
         *((progress, "completed") for progress in (loop.batch_progress.current, loop.batch_progress.total)),
         (loop, "_batches_that_stepped"),
     ]
-    for place, name in counts:
-        setattr(place, name, getattr(place, name) - is_over)
+    for progress, name in counts:
+        setattr(progress, name, getattr(progress, name) - is_over)
     try:
         yield
     finally:
-        for place, name in counts:
-            setattr(place, name, getattr(place, name) + is_over)
+        for progress, name in counts:
+            setattr(progress, name, getattr(progress, name) + is_over)
 
 
 def _say(line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from radixtrain.hf.prepare import restore_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_model_folder", "check_weights", "read_checkpoint", "save_hf_folder"]
+__all__ = ["check_checkpoint_file", "check_model_folder", "check_weights", "read_checkpoint", "save_hf_folder"]
 
-# What `save_pretrained` of models and tokenizers writes, by name: *.json would take somebody's data along.
+# What `save_pretrained` of models and tokenizers writes. Full names, since *.json would match a user's data too.
 MODEL_FILES = [
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter"),
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
@@ -28,16 +29,26 @@ MODEL_FILES = [
 ]
 
 
-def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
-    """A checkpoint that `fit` wrote: `hyper_parameters`, `state_dict` and what else Lightning keeps, on the CPU.
-
-    Raises UserError where there is no file, or no checkpoint of radixtrain in it. No code in it is run.
-    """
+def check_checkpoint_file(ckpt_path: str) -> None:
+    """UserError if there is no such file, or if it is not of torch's format (a zip file). Reads only its end."""
     if not Path(ckpt_path).is_file():
         raise UserError(f"ckpt_path: no such file: {ckpt_path}")
+    if not zipfile.is_zipfile(ckpt_path):
+        raise UserError(
+            f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain, or one that was not written to its end; those of "
+            f"a run are in its output_dir, in checkpoints/"
+        )
+
+
+def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
+    """A checkpoint that `fit` wrote: `hyper_parameters`, `state_dict` and whatever else Lightning keeps, on the CPU.
+
+    Raises UserError if there is no such file, or if it is no checkpoint of radixtrain. No code in it is run.
+    """
+    check_checkpoint_file(ckpt_path)
     try:
         checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch raises for a file that is no checkpoint, it is that
+    except Exception as error:  # torch raises many kinds for a file that is no checkpoint
         raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: {type(error).__name__}") from error
     if not isinstance(checkpoint, dict) or not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
         raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
@@ -45,22 +56,22 @@ def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """UserError where the weights of a checkpoint are not those of this module: another model, or LoRA and not."""
+    """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them."""
     here = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     there = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in (*here, *there):
         if here.get(name) != there.get(name):
             raise UserError(
                 f"ckpt_path: the checkpoint is of another model than the configuration's: {name} is "
-                f"{there.get(name, 'absent')} in it and {here.get(name, 'absent')} here; give the --model keys of the "
-                f"run that wrote it"
+                f"{there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} here; give the --model "
+                f"keys of the run that wrote it"
             )
 
 
 def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:
-    """The folder, if a model may be written there: absent, empty, or a model of before that can be replaced.
+    """The folder, if a model may be written there: absent, empty, or a previous model that can be replaced.
 
-    reads: files and folders that the run reads from; none of them may lie inside.
+    reads: files and folders that the run reads; none of them may lie inside.
 
     Raises UserError for anything else, since the folder is replaced as a whole.
     """
@@ -83,8 +94,8 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
 def save_hf_folder(model: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str | os.PathLike[str]) -> Path:
     """Write `model` and `tokenizer` so that `from_pretrained(output_dir)` loads them.
 
-    model: a `PreTrainedModel` or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
-        Loses its radix hooks.
+    model: a `PreTrainedModel`, or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
+        It loses its radix hooks.
     output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
     """
     target = check_model_folder(output_dir)

@@ -1,4 +1,4 @@
-"""A checkpoint -> a model that is ready to train: loaded, checked, with adapters, prepared for unique tokens."""
+"""A folder or hub name -> a model ready to train: loaded, checked, with adapters, prepared for unique tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from transformers import (
 )
 
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.prepare import prepare_model, pretrained_model_of
+from radixtrain.hf.adapters import check_not_shared
+from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.prepare import prepare_model
 
 __all__ = ["load_model", "load_trainable"]
 
@@ -41,18 +43,15 @@ def load_trainable(settings: Any) -> Any:
 
 
 def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) -> Any:
-    """A causal language model, or a multimodal one for rows of text. UserError, in one line, if it cannot be loaded."""
+    """A causal language model, or a multimodal one to train on text. UserError, in one line, if it cannot be loaded."""
     try:
         model = _auto_class(model_name_or_path).from_pretrained(
             model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
         )
     except (OSError, ValueError, ImportError) as error:
-        no_sdpa = attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error)
-        reason = (
-            "its soft-cap or sinks are beyond sdpa; set model.attn_implementation: eager"
-            if no_sdpa
-            else first_line(error)
-        )
+        reason = first_line(error)
+        if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
+            reason = "sdpa has no soft-cap and no sinks; set model.attn_implementation: eager"
         raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UserError(
@@ -94,32 +93,18 @@ def _with_lora(model: nn.Module, settings: Any) -> Any:
     if settings.lora_r < 1:
         raise UserError(f"model.lora_r must be at least 1, got {settings.lora_r}")
     config = LoraConfig(
-        task_type="CAUSAL_LM", r=settings.lora_r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
+        task_type="CAUSAL_LM",
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
         target_modules=settings.lora_target_modules,
-    )  # fmt: skip
+    )
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"model.lora_...: {first_line(error)}") from None
-    _check_not_shared(adapted)
+    check_not_shared(adapted)
     return adapted
-
-
-def _check_not_shared(model: nn.Module) -> None:
-    """Refuse an adapter on a matrix that two modules share: it would be merged into both of them."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    modules = dict(pretrained_model_of(model).named_modules())
-    holders = [(path, p) for path, module in modules.items() for p in module._parameters.values()]
-    for path, layer in modules.items():
-        weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, BaseTunerLayer) else None
-        if weight is not None:
-            others = [holder for holder, p in holders if p is weight and not f"{holder}.".startswith(f"{path}.")]
-            if others:
-                raise UserError(
-                    f"model.lora_target_modules: {path} shares its weight with {others[0]} (tie_word_embeddings), so "
-                    f"merging the adapter would change both; leave it out, or train a checkpoint that does not share it"
-                )
 
 
 def _num_parameters(model: nn.Module) -> tuple[int, int]:

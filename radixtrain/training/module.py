@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from transformers import get_scheduler
 
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
 from radixtrain.hf.calibration import calibrate
-from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
-from radixtrain.hf.prepare import pretrained_model_of
-from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
+from radixtrain.hf.head import has_plain_head
+from radixtrain.hf.predictions import PredictingRows, labelled_logprobs, predict
+from radixtrain.training.callbacks import VerifyFirstBatch
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
+from radixtrain.training.optimizer import adamw, num_steps_of_run, schedule
+from radixtrain.training.speed import Speed
 from radixtrain.tree.cost_model import Rates, StepCost
-from radixtrain.tree.layout import sequences_of
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
 from radixtrain.verification.step import verify_step
 
 __all__ = ["RadixModule"]
 
-logger = logging.getLogger(__name__)
-
-TARGET_KEYS = (
-    "shift_labels", "labels", "prediction_rows", "loss_weights", "radix_prediction_rows", "radix_loss_weights",
-    "radix_label_indices",
-)  # fmt: skip
-
 
 class RadixModule(L.LightningModule):
-    """Supervised fine-tuning with AdamW, warm-up and a schedule, normalised by the labelled tokens of the whole step.
+    """Supervised fine-tuning with AdamW, warm-up and a schedule. The loss is a mean over the labelled tokens of a step.
 
     Head and loss are fused if the head is one matrix. Any other head (layers before the matrix, scaled or capped
-    logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then memory for
-    these is bounded by `data.max_tokens` only. A line in the log says which it is.
+    logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then only
+    `data.max_tokens` bounds the memory for these. A line in the log says which it is.
 
     Args:
         model_name_or_path: a Hugging Face folder or hub name.
@@ -52,7 +45,7 @@ class RadixModule(L.LightningModule):
         attn_implementation: Hugging Face attention of the ordinary arm, with `dedup: false`.
         allow_dropout: dropout modules to accept by name although a shared token then draws one mask, not one per copy.
         learning_rate: peak, of AdamW.
-        lr_scheduler_type: what the learning rate does after the warm-up, of transformers' `get_scheduler`.
+        lr_scheduler_type: what the learning rate does after the warm-up; a schedule of transformers' `get_scheduler`.
         warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.
         weight_decay: on matrices; norms and biases have none.
         adam_beta1: decay of the first moment.
@@ -60,7 +53,7 @@ class RadixModule(L.LightningModule):
         adam_epsilon: added to the root of the second moment.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
         activation_checkpointing: recompute activations in the backward pass: less memory, a third more time.
-        use_peft: train LoRA adapters and leave the weights.
+        use_peft: train LoRA adapters and not the weights.
         lora_r: rank of the adapters.
         lora_alpha: their scale, times `1 / lora_r`.
         lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
@@ -68,7 +61,7 @@ class RadixModule(L.LightningModule):
             named if it is not tied to the embedding.
         dedup: False for the ordinary baseline: stock attention on padded batches.
         verify_first_batch: before training, compare the gradient of the first optimizer step with ordinary Hugging
-            Face's, and stop where they differ; see the command `verify`.
+            Face's, and stop if they differ; see the command `verify`.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
@@ -103,8 +96,9 @@ class RadixModule(L.LightningModule):
         self.automatic_optimization = False
         self.model: nn.Module | None = None
         self.plain_head: bool | None = None
-        self.speed = _Speed()
+        self.speed = Speed()
         self.rates: Rates | None = None
+        self.steps_per_epoch: int | None = None
         for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
             if self.hparams[name] < 0:
                 raise UserError(f"model.{name} must not be negative, got {self.hparams[name]}")
@@ -115,8 +109,21 @@ class RadixModule(L.LightningModule):
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Lightning adds them to the trainer's own."""
+        return [VerifyFirstBatch(self, self.verify)] if self.hparams.verify_first_batch else []
+
+    def setup(self, stage: str) -> None:
+        """Once the data are read: an `SFTData` receives the cost of this model, and gives its steps per epoch."""
+        trainer: Any = self.trainer
+        data = trainer.datamodule
+        self.steps_per_epoch = None
+        if isinstance(data, SFTData):
+            data.step_cost = self.step_cost
+            self.steps_per_epoch = data.steps_per_epoch if stage == "fit" else None
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The rates too: a run that is resumed on another machine chooses as it did before."""
+        """Adds the rates, so that a run that is resumed on another machine chooses as it did before."""
         checkpoint["radixtrain_rates"] = None if self.rates is None else asdict(self.rates)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -125,64 +132,49 @@ class RadixModule(L.LightningModule):
         self.rates = None if rates is None else Rates(**rates)
 
     def configure_optimizers(self) -> Any:
-        hparams = self.hparams
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(self, hparams.weight_decay),
-            lr=hparams.learning_rate,
-            betas=(hparams.adam_beta1, hparams.adam_beta2),
-            eps=hparams.adam_epsilon,
-        )
-        num_steps = _num_steps(self.trainer)
-        warmup = hparams.warmup_steps
-        num_warmup = round(warmup * num_steps) if warmup < 1 else int(warmup)
-        scheduler = get_scheduler(hparams.lr_scheduler_type, optimizer, num_warmup, num_steps)
+        optimizer = adamw(self, self.hparams)
+        scheduler = schedule(optimizer, self.hparams, num_steps_of_run(self.trainer, self.steps_per_epoch))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def training_step(self, step: dict[str, Any], index: int) -> None:
+    def training_step(self, step: Step, index: int) -> None:
         """One optimizer step over its micro-batches."""
         optimizer: Any = self.optimizers()
         scheduler: Any = self.lr_schedulers()
         optimizer.zero_grad()
         loss = torch.zeros((), device=self.device)
-        for batch in step["micro_batches"]:
-            share = self.loss_sum(batch) / step["num_labels"]
+        for batch in step.micro_batches:
+            share = self.loss_sum(batch) / step.num_labels
             self.manual_backward(share)
             loss += share.detach()
         grad_norm = self._clip()
-        _check_finite(loss, grad_norm, step["rows"], self.global_step)
+        _check_finite(loss, grad_norm, step.where, self.global_step)
         optimizer.step()
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
         self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
 
-    def validation_step(self, step: dict[str, Any], index: int) -> None:
+    def validation_step(self, step: Step, index: int) -> None:
         self._log_mean_loss("eval_loss", step)
 
-    def test_step(self, step: dict[str, Any], index: int) -> None:
+    def test_step(self, step: Step, index: int) -> None:
         self._log_mean_loss("test_loss", step)
 
-    def predict_step(self, step: dict[str, Any], index: int) -> list[dict[str, Any]]:
-        """Per sequence: where it came from, its labelled tokens, and the log-probability of each."""
-        records: list[dict[str, Any]] = [{"row": row, "tokens": [], "logprobs": []} for row in step["rows"]]
-        for batch, members in zip(step["micro_batches"], step["members"], strict=True):
-            targets = _Targets.of(batch)
-            logprobs = self._logprobs(batch, targets)
-            for sequence, label, logprob in _in_order(batch, targets.labels, logprobs):
+    def predict_step(self, step: Step, index: int) -> list[dict[str, Any]]:
+        """For each sequence its file row, or None, its labelled tokens, and the log-probability of each."""
+        rows = step.where or (None,) * sum(map(len, step.members))
+        records: list[dict[str, Any]] = [{"row": row, "tokens": [], "logprobs": []} for row in rows]
+        for batch, members in zip(step.micro_batches, step.members, strict=True):
+            logprobs = self._predict(batch).logprobs()
+            for sequence, label, logprob in labelled_logprobs(batch, logprobs):
                 records[members[sequence]]["tokens"].append(label)
                 records[members[sequence]]["logprobs"].append(logprob)
         return records
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""
-        targets = _Targets.of(batch)
-        rows, head = self._predicting(batch)
-        if head is None:
-            return logits_cross_entropy(rows, targets.labels, targets.rows, targets.weights)
-        return linear_cross_entropy(rows, head.weight, targets.labels, targets.rows, targets.weights, head.bias)
+        return self._predict(batch).loss_sum()
 
     def on_train_start(self) -> None:
-        if self.hparams.verify_first_batch:
-            self._verify_first_batch()
         self.speed.start()
 
     def on_train_epoch_start(self) -> None:
@@ -191,160 +183,61 @@ class RadixModule(L.LightningModule):
     def step_cost(self) -> StepCost | None:
         """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated.
 
-        None, and every branch is taken, for `attention: reference` and on a device that is neither a CPU nor CUDA.
+        None for `attention: reference` and on a device that is neither a CPU nor CUDA: then every branch is taken.
         """
         if self.model is None or self.hparams.attention == "reference" or self.device.type not in ("cpu", "cuda"):
             return None
         dtype = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else None
-        hparams = self.hparams
-        try:
-            cost = calibrate(
-                self.model, attention=hparams.attention, kernel=hparams.kernel, dtype=dtype, rates=self.rates
-            )
-        except ValueError as error:
-            raise UserError(f"model.kernel: {error}") from None
+        choices = {"attention": self.hparams.attention, "kernel": self.hparams.kernel}
+        cost = calibrate(self.model, **choices, dtype=dtype, rates=self.rates)
         self.rates = cost.rates
         return cost
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Whether an optimizer step of these sequences has the gradient that ordinary Hugging Face gives it.
 
-        features: the sequences of the step; see `SFTData.features_of_step`. collator: what cuts them in training.
+        features: the sequences of the step; see `SFTData.features_of_step`.
+        collator: what cuts them in training.
         """
         assert self.model is not None
         return verify_step(
-            self.model, self.loss_sum, features, collator,
-            attention=self.hparams.attention, kernel=self.hparams.kernel, precision=str(self.trainer.precision),
-        )  # fmt: skip
+            self.model,
+            self.loss_sum,
+            features,
+            collator,
+            attention=self.hparams.attention,
+            kernel=self.hparams.kernel,
+            precision=str(self.trainer.precision),
+        )
 
-    def _verify_first_batch(self) -> None:
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if not hasattr(data, "features_of_step"):
-            raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
-        collator = data.step_collator(module=self)
-        report = self.verify(data.features_of_step(0), collator)
-        if not report.passed:
-            raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
-        logger.info("first batch verified:\n%s", report)
-
-    def _logprobs(self, batch: dict[str, Any], targets: _Targets) -> Tensor:
-        """(P,). The log-probability of every prediction of a micro-batch."""
-        rows, head = self._predicting(batch)
-        if head is None:
-            return logits_logprobs(rows, targets.labels, targets.rows)
-        return prediction_logprobs(rows, head.weight, targets.labels, targets.rows, head.bias)
-
-    def _predicting(self, batch: dict[str, Any]) -> tuple[Tensor, nn.Linear | None]:
-        """Hidden rows that predict, (R, D), and the head that is to be fused; or their logits, (R, V), and None."""
+    def _predict(self, batch: dict[str, Any]) -> PredictingRows:
         assert self.model is not None
         if self.plain_head is None:  # a model that `configure_model` did not load
             self.plain_head = has_plain_head(self.model)
-        inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
-        if self.plain_head:
-            return hidden_rows(self.model, inputs), pretrained_model_of(self.model).get_output_embeddings()
-        return logits_rows(self.model, inputs), None
+        return predict(self.model, batch, self.plain_head)
 
     def _clip(self) -> Tensor:
         limit = self.hparams.max_grad_norm or float("inf")
         return nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], limit)
 
-    def _log_step(self, step: dict[str, Any], values: dict[str, Any]) -> None:
-        effective, computed = self.speed.add(step["num_tokens"], step["num_computed_tokens"])
-        ratio = step["num_tokens"] / step["num_computed_tokens"]
+    def _log_step(self, step: Step, values: dict[str, Any]) -> None:
+        effective, computed = self.speed.add(step.num_tokens, step.num_computed_tokens)
+        ratio = step.num_tokens / step.num_computed_tokens
         rates = {"packing_ratio": ratio, "tokens_per_second": effective, "computed_tokens_per_second": computed}
         self.log_dict({**values, **rates}, prog_bar=True, batch_size=1)
 
-    def _log_mean_loss(self, name: str, step: dict[str, Any]) -> None:
+    def _log_mean_loss(self, name: str, step: Step) -> None:
         """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens."""
-        loss = sum(self.loss_sum(batch) for batch in step["micro_batches"])
-        mean = loss / step["num_labels"]
-        self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step["num_labels"])
+        mean = sum(self.loss_sum(batch) for batch in step.micro_batches) / step.num_labels
+        self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
 
 
-class _Targets:
-    """What the predicting rows predict: labels (P), rows (P), weights (P), as `linear_cross_entropy` takes them."""
-
-    def __init__(self, labels: Tensor, rows: Tensor, weights: Tensor):
-        self.labels, self.rows, self.weights = labels, rows, weights
-
-    @classmethod
-    def of(cls, batch: dict[str, Any]) -> _Targets:
-        labels = batch["shift_labels"][0]
-        if "radix_predictor_indices" not in batch:
-            return cls(labels, batch["prediction_rows"], batch["loss_weights"])
-        if "radix_prediction_rows" in batch:
-            return cls(labels, batch["radix_prediction_rows"], batch["radix_loss_weights"])
-        bears_loss = labels >= 0  # one hidden row a prediction; the filler that keeps P apart from U weighs nothing
-        rows = torch.arange(len(labels), device=labels.device)
-        return cls(labels.clamp(min=0), rows, bears_loss.float())
-
-
-class _Speed:
-    """Tokens per second of the last step and of the whole run: effective ones (T) and computed ones (rows)."""
-
-    def __init__(self) -> None:
-        self.num_tokens = self.num_computed_tokens = 0
-        self.seconds = self.last = 0.0
-
-    def start(self) -> None:
-        self.last = time.perf_counter()
-
-    def add(self, num_tokens: int, num_computed_tokens: int) -> tuple[float, float]:
-        now = time.perf_counter()
-        elapsed, self.last = now - self.last, now
-        self.seconds += elapsed
-        self.num_tokens += num_tokens
-        self.num_computed_tokens += num_computed_tokens
-        return num_tokens / elapsed, num_computed_tokens / elapsed
-
-
-def _in_order(batch: dict[str, Any], labels: Tensor, logprobs: Tensor) -> list[tuple[int, int, float]]:
-    """(sequence of the micro-batch, label, log-probability) of every labelled token, in the order of the tokens."""
-    if "radix_label_indices" in batch:
-        kept = batch["shift_labels"][0] >= 0
-        tokens = batch["radix_label_indices"]
-        sequences = sequences_of(tokens, batch["radix_cu_seqlens"])
-    else:
-        kept = torch.ones_like(labels, dtype=torch.bool)
-        tokens = batch["predictor_indices"]
-        sequences = tokens // batch["input_ids"].shape[1]
-    order = tokens[kept].argsort(stable=True)
-    columns = (column[kept][order].tolist() for column in (sequences, labels, logprobs))
-    return list(zip(*columns, strict=True))
-
-
-def _check_finite(loss: Tensor, grad_norm: Tensor, rows: list[str], step: int) -> None:
-    """Stop before the optimizer step, with the rows that did it. The one place a step waits for the device."""
+def _check_finite(loss: Tensor, grad_norm: Tensor, where: Sequence[str], step: int) -> None:
+    """Stop before the optimizer step, naming the file rows. The only place where a step waits for the device."""
     if torch.isfinite(torch.stack([loss, grad_norm.to(loss.dtype)])).all():
         return
-    shown = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+    shown = ", ".join(where[:8]) + (f" and {len(where) - 8} more" if len(where) > 8 else "")
     raise UserError(
         f"loss {loss.item()} and grad_norm {grad_norm.item()} at step {step} are not both finite; the weights were "
         f"not changed. Rows of this step: {shown}"
     )
-
-
-def _num_steps(trainer: L.Trainer) -> int:
-    """Optimizer steps of the whole run.
-
-    Not `trainer.estimated_stepping_batches` where the data module knows: that sets up the loader before a checkpoint is
-    restored, after which Lightning (2.6.6) does not give it its state back, and a resumed run repeats data.
-    """
-    per_epoch = getattr(getattr(trainer, "datamodule", None), "steps_per_epoch", None)
-    if per_epoch is None:
-        return int(trainer.estimated_stepping_batches)
-    if trainer.max_epochs in (None, -1):
-        return trainer.max_steps
-    limit = trainer.limit_train_batches
-    per_epoch = min(per_epoch, limit) if isinstance(limit, int) else int(per_epoch * limit)
-    num_steps = per_epoch * int(trainer.max_epochs or 0)
-    return num_steps if trainer.max_steps == -1 else min(num_steps, trainer.max_steps)
-
-
-def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

@@ -1,4 +1,4 @@
-"""`radixtrain verify`: is the gradient of this model on these data that of ordinary Hugging Face?"""
+"""Lightning's trainer with `verify`: does this model have ordinary Hugging Face's gradient on these data?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer(L.Trainer):
-    """Lightning's trainer with one more verb."""
+    """Lightning's trainer with one more method, `verify`."""
 
     def verify(
         self,
@@ -30,19 +30,20 @@ class Trainer(L.Trainer):
 
         Args:
             num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
-            num_sequences: of each step only the first ones. Forward and backward run three times in float64 and twice
-                in every other precision, which takes a CPU its time with a large model.
-            ckpt_path: a `.ckpt` of the run, whose weights are taken.
+            num_sequences: only the first ones of each step. Forward and backward run three times in float64 and twice
+                in every other precision, which is slow for a large model on a CPU.
+            ckpt_path: a `.ckpt` of the run, whose weights are used.
 
         Raises:
-            UserError: a gradient or the loss is further from the truth than rounding can take it.
+            UserError: a gradient or the loss is further from the truth than rounding explains.
         """
         for name, number in (("num_steps", num_steps), ("num_sequences", num_sequences)):
             if number is not None and number < 1:
                 raise UserError(f"{name} must be at least 1, got {number}")
         self._place(model, ckpt_path)
         model.trainer = self
-        collator = datamodule.step_collator(module=model)
+        datamodule.step_cost = model.step_cost
+        collator = datamodule.step_collator()
         available = datamodule.steps_per_epoch
         failed: list[tuple[int, EquivalenceReport]] = []
         for index in range(min(num_steps, available)):
@@ -56,7 +57,7 @@ class Trainer(L.Trainer):
         print(f"verified: {min(num_steps, available)} of {available} steps of an epoch")  # noqa: T201
 
     def _place(self, model: RadixModule, ckpt_path: str | None) -> None:
-        """Weights of the checkpoint, in the precision and on the device of the run."""
+        """Load the weights of the checkpoint; convert and move the model as a run does."""
         if ckpt_path is not None:
             weights = read_checkpoint(ckpt_path)["state_dict"]
             check_weights(model, weights)

@@ -1,6 +1,6 @@
-"""Integer arrays of ragged batches: their lengths and bounds, ranges back to back, and the checks of what users give.
+"""Integer arrays of ragged batches: lengths, bounds and ranges, and the checks of the arrays that users give.
 
-NumPy only, like the plan.
+NumPy only, as for the plan.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def lengths_of(cu_seqlens: IntArray) -> IntArray:
 
 
 def cumulative(lengths: IntArray) -> IntArray:
-    """(n+1,). where each length starts when they lie back to back, and their sum."""
+    """(n+1,). the bounds of runs of these lengths, back to back: 0, and the sum up to each of them."""
     bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.add.accumulate(lengths, out=bounds[1:])
     return bounds
 
 
 def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """(sum of lengths,). the ranges [start, start + length), none of them empty, back to back: ones, added up."""
+    """(sum of lengths,). the ranges [start, start + length), none of them empty, back to back."""
     ends = np.add.accumulate(lengths)
     steps = np.ones(ends[-1] if len(ends) else 0, dtype=np.int64)
     steps[:1] = starts[:1]
@@ -51,7 +51,10 @@ def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 
 
 def validated_batch(input_ids: Any, cu_seqlens: Any, position_ids: Any) -> tuple[IntArray, IntArray, IntArray | None]:
-    """int64, of one dimension, of lengths that fit each other. `sort_sequences` finds negative tokens and positions."""
+    """The arrays of a batch as int64, or a ValueError that names the wrong one, its value and its place.
+
+    Negative tokens and positions are not looked for: `sort_sequences` finds them on the way.
+    """
     ids = _integers("input_ids", input_ids)
     bounds = _integers("cu_seqlens", cu_seqlens).copy()  # the plan keeps it and makes it read-only
     if not len(bounds) or bounds[0] != 0:
@@ -73,6 +76,12 @@ def validated_batch(input_ids: Any, cu_seqlens: Any, position_ids: Any) -> tuple
     return ids, bounds, positions
 
 
+def check_not_negative(name: str, values: IntArray) -> None:
+    if values.min(initial=0) < 0:
+        place = int((values < 0).argmax())
+        raise ValueError(f"{name} must not be negative: {name}[{place}] = {values[place]}")
+
+
 def _integers(name: str, values: Any) -> IntArray:
     array = np.asarray(values)
     if array.ndim != 1:
@@ -84,9 +93,3 @@ def _integers(name: str, values: Any) -> IntArray:
     if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} must fit into int64, got {array.max()}")
     return array.astype(np.int64, copy=False)
-
-
-def check_not_negative(name: str, values: IntArray) -> None:
-    if values.min(initial=0) < 0:
-        place = int((values < 0).argmax())
-        raise ValueError(f"{name} must not be negative: {name}[{place}] = {values[place]}")

@@ -1,8 +1,8 @@
-"""The prefix plan as tensors: what travels in a batch, moves to the device, and the attention strategies read.
+"""The prefix plan as tensors: they travel in a batch, move to the device, and the attention strategies read them.
 
-A batch carries it flat, under keys that start with `radix_`, as tensors and ints alone, so that Hugging Face,
-Accelerate and Lightning all move it. Everything that the host has to know for a kernel launch is an int that was
-computed in the DataLoader worker: on a device, nothing here is read back.
+A batch carries only tensors and ints, under keys that start with `radix_`, so that Hugging Face, Accelerate and
+Lightning all move it. Everything that the host has to know for a kernel launch is an int that was computed in the
+DataLoader worker: on a device, nothing here is read back.
 
 T packed tokens, U unique rows, B sequences, S segments, P predictions.
 """
@@ -18,15 +18,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.cascade import Level, blocked_pieces, packed_pieces
+from radixtrain.kernels.cascade import Level, bundled_pieces, packed_pieces
 from radixtrain.kernels.pieces import Piece
 from radixtrain.kernels.ragged import Ragged
+from radixtrain.kernels.tree_tiles import TreeTiles, tile_sizes, tree_tiles
 from radixtrain.tree.arrays import concatenate_ranges
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["PREFIX", "TreeLayout", "sequences_of"]
+__all__ = [
+    *("CU_SEQLENS", "INVERSE_INDICES", "LABEL_INDICES", "LEFT_PADDED", "LOSS_WEIGHTS", "MIN_SHARED_TOKENS"),
+    *("PREDICTION_ROWS", "PREDICTOR_INDICES", "PREFIX", "STRATEGY", "TreeLayout", "sequences_of"),
+]
 
-PREFIX = "radix_"
+PREFIX = "radix_"  # of every entry of a batch that a model without radixtrain does not know
+
+# The entries that are read by name. `RadixCollator` says which batches have them, and their shapes.
+PREDICTOR_INDICES = PREFIX + "predictor_indices"  # which unique row each predictor is
+PREDICTION_ROWS = PREFIX + "prediction_rows"  # which predictor each merged prediction belongs to
+LOSS_WEIGHTS = PREFIX + "loss_weights"  # how many original tokens each merged prediction stands for
+LABEL_INDICES = PREFIX + "label_indices"  # which original token each prediction is
+STRATEGY = PREFIX + "strategy"  # the attention strategy that the cost model chose: a place in its `CHOICES`
+MIN_SHARED_TOKENS = PREFIX + "min_shared_tokens"  # the smallest branch that the cost model chose
+LEFT_PADDED = PREFIX + "left_padded"  # 1 if positions were counted without the padding on the left
+CU_SEQLENS = PREFIX + "cu_seqlens"  # a field of `TreeLayout`, as is the next
+INVERSE_INDICES = PREFIX + "inverse_indices"
+TILES = PREFIX + "tiles_"  # begins the keys of the lists of tiles, if `RadixCollator` was asked for them
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +53,10 @@ class TreeLayout:
     cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S), path_cu_seqlens_q/k (E+1): int32, as kernels want them.
     max_seqlen, max_segment, max_new_tokens, max_path: longest sequence, segment, run of new rows, path; in tokens.
     max_position: largest position id, without padding rows; 0 if there is no row.
-    levels: one `Level` a level of the tree that has descendants.
+    levels: one `Level` for each level of the tree that has descendants.
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
+    tiles: the lists that `attention="tree"` walks, if they were asked for.
     """
 
     gather_indices: Tensor
@@ -60,10 +77,14 @@ class TreeLayout:
     max_path: int
     max_position: int
     levels: tuple[Level, ...]
+    tiles: TreeTiles | None = None
 
     @classmethod
-    def from_plan(cls, plan: PrefixPlan) -> TreeLayout:
-        """Copies to CPU tensors. Runs in the DataLoader worker."""
+    def from_plan(cls, plan: PrefixPlan, tiles: tuple[int, int] | None = None) -> TreeLayout:
+        """Copies to CPU tensors. Runs in the DataLoader worker.
+
+        tiles: None, or the rows of a held and of a walked block for `attention="tree"`; see `tile_sizes`.
+        """
         return cls(
             gather_indices=_int64(plan.gather_indices),
             inverse_indices=_int64(plan.inverse_indices),
@@ -78,25 +99,30 @@ class TreeLayout:
             max_new_tokens=_longest(plan.path_cu_seqlens_q),
             max_path=_longest(plan.path_cu_seqlens_k),
             max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
+            tiles=None if tiles is None else tree_tiles(plan.row_subtree_ends, *tiles),
             **_levels(plan),
         )
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> TreeLayout:
-        """From the `radix_` entries of a batch, wherever they are now. KeyError names a missing one."""
-        values = {field.name: batch[PREFIX + field.name] for field in fields(cls)}
-        return cls(**{**values, "levels": tuple(Level(*level) for level in values["levels"])})
+        """From the `radix_` entries of a batch, on whatever device they are now. KeyError names a missing one."""
+        values = {name: batch[PREFIX + name] for name in _names(cls) if name != "tiles"}
+        has_tiles = any(key.startswith(TILES) for key in batch)
+        tiles = TreeTiles(**{name: batch[TILES + name] for name in _names(TreeTiles)}) if has_tiles else None
+        return cls(**{**values, "levels": tuple(Level(*level) for level in values["levels"]), "tiles": tiles})
 
     def to_batch(self) -> dict[str, Any]:
-        """The flat entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
-        entries = {PREFIX + field.name: getattr(self, field.name) for field in fields(self)}
-        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
+        """The entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
+        entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name != "tiles"}
+        tiles = {} if self.tiles is None else {TILES + name: getattr(self.tiles, name) for name in _names(TreeTiles)}
+        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels), **tiles}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
-            for field in fields(self)
-            if isinstance(getattr(self, field.name), Tensor)
+        values = {name: getattr(self, name) for name in _names(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in values.items()
+            if isinstance(value, Tensor | TreeTiles)
         }
         return replace(self, **moved)
 
@@ -133,21 +159,33 @@ class TreeLayout:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The calls of `cascade`; the first meets every row."""
+        """The calls of `cascade`; the first covers every row."""
         if self.device.type == "cpu":
-            return blocked_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
+            return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
         return self.packed_pieces()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on the host without a mask that hides one branch from another."""
-        return blocked_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, block=1)
+        return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
+
+    @cached_property
+    def host_tiles(self) -> TreeTiles:
+        """The lists of `attention="tree"` for a layout on the host that has none."""
+        return tree_tiles(self.row_subtree_ends.numpy(), *tile_sizes(dtype=torch.float32))
 
     def packed_pieces(self) -> tuple[Piece, ...]:
-        """The calls of `cascade` on a device: one for all segments, and one a level of the tree."""
-        level_rows = self.level_queries, self.level_keys
-        bounds = self.level_cu_seqlens_q, self.level_cu_seqlens_k
-        return tuple(packed_pieces(self.segment_starts, self.max_segment, self.levels, *level_rows, *bounds))
+        """The calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
+        pieces = packed_pieces(
+            segment_starts=self.segment_starts,
+            max_segment=self.max_segment,
+            levels=self.levels,
+            level_queries=self.level_queries,
+            level_keys=self.level_keys,
+            level_cu_seqlens_q=self.level_cu_seqlens_q,
+            level_cu_seqlens_k=self.level_cu_seqlens_k,
+        )
+        return tuple(pieces)
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -187,11 +225,15 @@ def _cu_seqlens_per_level(lengths: np.ndarray, num_entries: np.ndarray) -> np.nd
 
 
 def _host_bounds(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[int, int, int, int], ...] | None:
-    """Bounds as host ints where the tensors are on the host anyway; None on a device, which is not waited for."""
+    """Bounds as host ints if the tensors are on the host; None on a device, because reading them would wait."""
     if cu_seqlens_q.device.type != "cpu":
         return None
     q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     return tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
+
+
+def _names(layout: Any) -> list[str]:
+    return [field.name for field in fields(layout)]
 
 
 def _longest(cu_seqlens: np.ndarray) -> int:

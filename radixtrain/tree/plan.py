@@ -1,15 +1,15 @@
-"""The prefix plan: which tokens of a packed ragged batch are the same computation, and where each one lives.
+"""The prefix plan: which tokens of a packed ragged batch are the same computation, and in which row it is done.
 
 Two tokens are the same node when their whole history of (token, position) is the same. The plan numbers the distinct
 nodes of that trie in depth-first pre-order, so that
 
 - a segment (an edge of the radix tree, a run of nodes without a branch) owns a contiguous range of unique rows;
-- all its descendants are the contiguous range right behind it;
+- all its descendants are the contiguous range right after it;
 - the tree mask is one integer per key: query q sees key k iff `k <= q < subtree_end(k)`.
 
-No pointer tree is walked. The sequences are sorted lexicographically, neighbours are compared once, and everything is
-read off the array of longest common prefixes (LCP), as a suffix array stands in for a suffix tree (Abouelhoda, Kurtz
-and Ohlebusch 2004, "lcp-intervals"). In sorted order the new tokens of a sequence are a contiguous suffix of it.
+No pointer tree is walked. The sequences are sorted and neighbours are compared once (`radixtrain/tree/sorting.py`).
+Everything is read off the array of longest common prefixes (LCP), as a suffix array replaces a suffix tree (Abouelhoda,
+Kurtz and Ohlebusch 2004, "lcp-intervals"). In sorted order the new tokens of a sequence are a contiguous suffix of it.
 
     sequences      sorted, with LCP        unique rows (U = 6)           segments
     0: 7 8 9       1: 7 8 5    lcp 0       row    0 1 2 3 4 5            [0, 2)  7 8  subtree_end 5
@@ -17,7 +17,7 @@ and Ohlebusch 2004, "lcp-intervals"). In sorted order the new tokens of a sequen
     2: 7 8 9 6     2: 7 8 9 6  lcp 3                                     [3, 5)  9 6  subtree_end 5
     3: 9           3: 9        lcp 0                                     [5, 6)  9    subtree_end 6
 
-NumPy only: this module runs in DataLoader workers and imports no torch.
+NumPy only: the plan is built in DataLoader workers, and nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class PrefixPlan:
         which are new.
     path_cu_seqlens_q: (E+1,). where the new rows of each path start, and U.
     num_padding: padding rows at the end of U. They are a segment of their own that nothing else sees, and one more path
-        behind those of the sequences.
+        after those of the sequences.
 
-    Attention needs more, which is worked out when it is first read:
+    Attention needs more, which is computed when it is first read:
 
     path_cu_seqlens_k: (E+1,). where each path starts in `path_keys`.
     path_keys: (T',). the rows of all paths, back to back: one varlen attention call, causal from the bottom right, that
@@ -132,29 +132,29 @@ class PrefixPlan:
 
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray]:
-        """`segment_starts` and `segment_parents`: cut where a path jumps, and behind where it jumps from."""
-        first_new, row_ahead = self.path_cu_seqlens_q[:-1], self._rows_ahead_of_paths()
-        jumps = row_ahead != first_new - 1
+        """`segment_starts`, `segment_parents`: cut before each row that a path jumps to, after each that it leaves."""
+        first_new, last_shared = self.path_cu_seqlens_q[:-1], self._last_shared_rows()
+        jumps = last_shared != first_new - 1
         jumps[:1] = True
-        here, ahead = first_new[jumps], row_ahead[jumps]
+        jumps_to, leaves = first_new[jumps], last_shared[jumps]
         is_start = np.zeros(self.num_rows + 1, dtype=bool)
-        is_start[here] = is_start[ahead + 1] = is_start[self.num_rows] = True
+        is_start[jumps_to] = is_start[leaves + 1] = is_start[self.num_rows] = True
         starts = is_start.nonzero()[0]
-        ahead_of_segment = starts[:-1] - 1
-        ahead_of_segment[starts.searchsorted(here)] = ahead
-        return read_only(starts), read_only(starts.searchsorted(ahead_of_segment, side="right") - 1)
+        row_before = starts[:-1] - 1
+        row_before[starts.searchsorted(jumps_to)] = leaves
+        return read_only(starts), read_only(starts.searchsorted(row_before, side="right") - 1)
 
-    def _rows_ahead_of_paths(self) -> IntArray:
-        """(E,). the row in front of the first new one of each path, -1 at a root."""
-        shared = lengths_of(self.path_cu_seqlens_k) - lengths_of(self.path_cu_seqlens_q)
-        row_ahead = np.full(len(shared), -1)
-        paths = shared.nonzero()[0]
-        row_ahead[paths] = self.inverse_indices[self.cu_seqlens[self.path_sequences[paths]] + shared[paths] - 1]
-        return row_ahead
+    def _last_shared_rows(self) -> IntArray:
+        """(E,). the row before the first new one of each path, -1 at a root."""
+        num_shared = lengths_of(self.path_cu_seqlens_k) - lengths_of(self.path_cu_seqlens_q)
+        rows = np.full(len(num_shared), -1)
+        paths = num_shared.nonzero()[0]
+        rows[paths] = self.inverse_indices[self.cu_seqlens[self.path_sequences[paths]] + num_shared[paths] - 1]
+        return rows
 
     @cached_property
     def subtree_ends(self) -> IntArray:
-        """Pre-order puts descendants right behind: an end travels up from the last child."""
+        """Pre-order puts descendants right after their segment, so the end of the last child travels up."""
         ends, parents = self.segment_starts[1:].tolist(), self.segment_parents.tolist()
         for segment in range(len(ends) - 1, -1, -1):
             parent = parents[segment]
@@ -172,7 +172,7 @@ class PrefixPlan:
 
     @property
     def depth(self) -> int:
-        """Levels of the radix tree; 1 where nothing branches, 0 for an empty batch."""
+        """Levels of the radix tree; 1 if nothing branches, 0 for an empty batch."""
         return int(self.segment_levels.max()) + 1 if self.num_segments else 0
 
     @cached_property
@@ -202,12 +202,12 @@ def build_prefix_plan(
     cu_seqlens: (B+1,), integer. where each sequence starts, and T. Empty sequences are allowed.
     position_ids: (T,), integer. positions in tokens; default: restart at 0 in every sequence. Tokens at different
         positions are never shared.
-    min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch: the run in front of it is
-        computed once per branch instead. What a branch point saves is the length of the run times (branches - 1).
+    min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch: the run before it is
+        computed once per branch instead. A branch point saves the length of the run times (branches - 1).
     pad_to_multiple_of: pad the unique rows to a multiple of this many; padding rows gather token 0 and are seen by
         none.
 
-    Raises ValueError, naming the offending value and its place, for anything that is not such a batch.
+    Raises ValueError that names the wrong value and its place for anything that is not such a batch.
 
     >>> plan = build_prefix_plan([1, 2, 3, 1, 2, 4], [0, 3, 6])
     >>> plan.gather_indices.tolist(), plan.inverse_indices.tolist()
@@ -217,10 +217,8 @@ def build_prefix_plan(
     `inverse_indices` for `scatter_indices`.
     """
     ids, bounds, positions = validated_batch(input_ids, cu_seqlens, position_ids)
-    if min_shared_tokens < 1:
-        raise ValueError(f"min_shared_tokens must be at least 1, got {min_shared_tokens}")
-    if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of}")
+    _check_at_least_one("min_shared_tokens", min_shared_tokens)
+    _check_at_least_one("pad_to_multiple_of", pad_to_multiple_of)
 
     by_order = sort_sequences(ids, bounds, positions)
     order, lengths, starts = by_order.order, by_order.lengths, bounds[by_order.order]
@@ -249,15 +247,20 @@ def build_prefix_plan(
     return _padded(plan, padding) if padding else plan
 
 
+def _check_at_least_one(name: str, number: int | None) -> None:
+    if number is not None and number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+
+
 def _shifted(values: IntArray, shifts: IntArray, lengths: IntArray) -> IntArray:
-    """(sum of lengths,). the first of the values, in runs of these lengths, each plus the shift of its run."""
+    """(sum of lengths,). the first values, cut into runs of these lengths, each plus the shift of its run."""
     shifted = shifts.repeat(lengths)
     shifted += values[: len(shifted)]
     return shifted
 
 
 def _copy_shared_heads(inverse: IntArray, starts: IntArray, lcp: IntArray) -> None:
-    """The rows of what a sequence shares with the one before it in sorted order, in place."""
+    """Write the rows of the tokens that a sequence shares with the one before it in sorted order, in place."""
     before, num_before, head = 0, 0, inverse[:0]
     for start, shared in zip(starts.tolist(), lcp.tolist(), strict=True):
         if shared != num_before:  # else the one before took the same head from its own neighbour
@@ -270,23 +273,23 @@ def _copy_shared_heads(inverse: IntArray, starts: IntArray, lcp: IntArray) -> No
 def _move_to_first_occurrences(
     gather: IntArray, inverse: IntArray, order: IntArray, starts: IntArray, lcp: IntArray
 ) -> None:
-    """From the token that brings a row in sorted order to the first one in the batch, in place.
+    """Turn the token that brings a row in sorted order into the first one in the batch, in place.
 
-    They differ where a sequence stands behind its neighbour in sorted order and in front of it in the batch.
+    They differ if a sequence comes after its neighbour in sorted order and before it in the batch.
     """
     places = ((order[1:] < order[:-1]) & (lcp[1:] > 0)).nonzero()[0] + 1
     if not len(places):
         return
-    places = places[order[places].argsort()]  # the earliest first: it leaves the others little to move
+    places = places[order[places].argsort()]  # the earliest first, so that little is left to move for the others
     first, end = starts[places], starts[places] + lcp[places]
     for start, stop, row in zip(first.tolist(), end.tolist(), inverse[end - 1].tolist(), strict=True):
-        if start < gather[row]:  # else the last shared row, and so every one above it, was there before
+        if start < gather[row]:  # else the last shared row, and so every one above it, came earlier
             head = inverse[start:stop]
             gather[head] = np.minimum(gather[head], np.arange(start, stop))
 
 
 def _padded(plan: PrefixPlan, padding: int) -> PrefixPlan:
-    """The plan with `padding` rows behind the last."""
+    """The plan with `padding` more rows at the end."""
     return replace(
         plan,
         gather_indices=np.append(plan.gather_indices, np.zeros(padding, dtype=np.int64)),

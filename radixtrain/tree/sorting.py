@@ -1,6 +1,9 @@
-"""Sequences in lexicographic order, and what each shares with its neighbour: all that the prefix plan is read from.
+"""Sequences in lexicographic order, and how many tokens each shares with the one before it (LCP).
 
-NumPy only, like the plan.
+Sequences that begin alike are neighbours in that order, so these two arrays describe the whole trie. The prefix plan is
+read from them (`radixtrain/tree/plan.py`), and so is the cut into micro-batches (`radixtrain/collators/batching.py`).
+
+NumPy only, as for the plan.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ __all__ = ["SortedSequences", "sort_sequences", "without_small_branches"]
 
 @dataclass(frozen=True, eq=False)
 class SortedSequences:
-    """Sequences in lexicographic order with the longest common prefix of each with the one before it.
+    """Sequences in lexicographic order, without empty ones, B' in number. All int64.
 
-    order: (B',). index of the sequence that stands at each sorted place; empty sequences are left out.
-    lengths: (B',). tokens of the sequence at each sorted place.
-    lcp: (B',). tokens that it shares with the sorted place before it; 0 for the first.
+    order: (B',). which sequence comes at each sorted place, by its index in the batch.
+    lengths: (B',). its tokens.
+    lcp: (B',). tokens that it shares with the sequence at the place before; 0 for the first.
     """
 
     order: IntArray
@@ -34,11 +37,11 @@ class SortedSequences:
 def sort_sequences(input_ids: IntArray, cu_seqlens: IntArray, position_ids: IntArray | None = None) -> SortedSequences:
     """Sequences sorted by their (token, position) pairs, with the LCP of neighbours.
 
-    input_ids, position_ids: (T,), int64. Positions are left out of the key where every sequence counts from 0, since
-        there the depth is the position.
+    input_ids, position_ids: (T,), int64. Positions that count from 0 in every sequence are left out of the key: there
+        the depth is the position.
     cu_seqlens: (B+1,), int64.
 
-    Raises ValueError, naming it, for a token or position that is negative.
+    Raises ValueError that names the first negative token or position.
 
     Big-endian bytes compare as the numbers do, so that Python's sort runs on memcmp. The sort is stable.
     """
@@ -58,7 +61,7 @@ def sort_sequences(input_ids: IntArray, cu_seqlens: IntArray, position_ids: IntA
 
 
 def _big_endian(pairs: IntArray) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """(T, 1 or 2). tokens and positions in the fewest bytes; as unsigned numbers, negative ones are the largest."""
+    """(T, 1 or 2). tokens and positions in 4 bytes, or in 8 if one is too large, as negative ones are if unsigned."""
     if pairs.view(np.uint64).max(initial=0) < 2**32:
         return pairs.astype(">u4")
     for name, values in zip(("input_ids", "position_ids"), pairs.T, strict=False):
@@ -67,29 +70,29 @@ def _big_endian(pairs: IntArray) -> npt.NDArray[np.unsignedinteger[Any]]:
 
 
 def _neighbour_lcp(keys: list[bytes], step: int) -> IntArray:
-    """LCP of each key with the one before it, none of which sorts behind it, in pairs of `step` bytes.
+    """LCP of each key with the one before it, in pairs of `step` bytes. keys: sorted.
 
-    Neighbours mostly part where the last two did: `head` is tried first, 0.2 us in place of 1.2.
+    Neighbours mostly part at the same depth as the last two: `head` is tried first, 0.2 us in place of 1.2.
     """
-    lcp, shared, before, head, ahead = [], 0, b"", b"", b""
-    for here in keys:
-        after = here[shared : shared + step]
-        if (after and after == ahead) or not here.startswith(head):
-            shared = _common_prefix(before, here, step)
-            head, after = here[:shared], here[shared : shared + step]
+    lcp, shared, previous, head, previous_pair = [], 0, b"", b"", b""
+    for key in keys:
+        pair = key[shared : shared + step]
+        if (pair and pair == previous_pair) or not key.startswith(head):
+            shared = _common_prefix(previous, key, step)
+            head, pair = key[:shared], key[shared : shared + step]
         lcp.append(shared)
-        before, ahead = here, after
+        previous, previous_pair = key, pair
     return np.array(lcp, dtype=np.int64) // step
 
 
-def _common_prefix(before: bytes, here: bytes, step: int) -> int:
-    """Bytes that two keys begin with, in whole pairs of `step` bytes."""
-    if before[:step] != here[:step]:
+def _common_prefix(one: bytes, other: bytes, step: int) -> int:
+    """Bytes that two keys begin with, in whole pairs of `step` bytes. The first one sorts no later than the other."""
+    if one[:step] != other[:step]:
         return 0
-    if here.startswith(before):
-        return len(before)
-    size = min(len(before), len(here)) // 4
-    differs = np.frombuffer(before, np.uint32, size) != np.frombuffer(here, np.uint32, size)
+    if other.startswith(one):
+        return len(one)
+    size = min(len(one), len(other)) // 4
+    differs = np.frombuffer(one, np.uint32, size) != np.frombuffer(other, np.uint32, size)
     return int(differs.argmax()) * 4 // step * step
 
 
@@ -97,9 +100,9 @@ def without_small_branches(lcp: IntArray, min_shared_tokens: int) -> IntArray:
     """The LCP array with every branch point removed that saves fewer than `min_shared_tokens`.
 
     A branch point is an lcp-interval: neighbouring sequences that share `depth` tokens and part there in
-    `entries + 1` directions. Removing one lowers its entries to the depth of the branch point above, so that the run
-    between the two is computed by each branch. Decided from the root downwards: a run that lost its branch point
-    lengthens the runs below it.
+    `entries + 1` directions. Removing one lowers its entries to the depth of the branch point above, so that each
+    branch computes the run between the two. Decided from the root downwards: a run that lost its branch point makes
+    the runs below it longer.
     """
     depth, parent, entries = [0], [0], [0]
     node_of = np.zeros(len(lcp), dtype=np.int64)

@@ -1,9 +1,8 @@
 """Radix against ordinary Hugging Face on the same model and data: loss and every parameter's gradient.
 
-Both arms are measured against the float64 truth of `radixtrain.verification.oracle`, in every precision that matters
-to the user.
-A close loss proves little (a wrong mask moved it by 0.07 % when it was measured), so gradients are compared,
-per tensor.
+Both arms are compared with the float64 truth of `radixtrain/verification/oracle.py`, in every precision that matters to
+the user. A close loss proves little (a wrong mask moved it by 0.07 % when it was measured), so gradients are compared,
+tensor by tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.errors import UserError
-from radixtrain.hf.adapters import draws_in_adapters
-from radixtrain.hf.dropout import draws_in_settings
-from radixtrain.hf.prepare import prepare_model, prepared_options, pretrained_model_of, restore_model
+from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.dropout import without_dropout
+from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
+from radixtrain.verification.bars import TensorError
 from radixtrain.verification.oracle import (
     Arm,
     Features,
@@ -34,9 +35,9 @@ from radixtrain.verification.oracle import (
     same_buffers,
     weights_in,
 )
-from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
+from radixtrain.verification.report import EquivalenceReport, Rung
 
-__all__ = ["EquivalenceReport", "compare_gradients", "verify_arms", "verify_equivalence"]
+__all__ = ["compare_gradients", "verify_arms", "verify_equivalence"]
 
 logger = logging.getLogger(__name__)
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -54,9 +55,9 @@ def verify_equivalence(
 ) -> EquivalenceReport:
     """Compare the loss and the gradients of a radix batch with those of the ordinary model.
 
-    model: a `PreTrainedModel` or PEFT model, prepared or not. Comes back as it was, without gradients. It computes in
-        float64 for a while, which takes 24 bytes for each trained parameter and 8 for each frozen one.
-    features: as a `RadixCollator` takes them; together they must bear loss.
+    model: a `PreTrainedModel` or PEFT model, prepared or not. It is unchanged afterwards, and has no gradients. While
+        it computes in float64 it takes 24 bytes for each trained parameter and 8 for each frozen one.
+    features: as a `RadixCollator` takes them; some token of them must bear loss.
     attention, kernel: as for `prepare_model`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
     collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
@@ -67,40 +68,54 @@ def verify_equivalence(
     """
     batch = (collator or RadixCollator())(features)
     return verify_arms(
-        model, features, lambda: ordinary_padded(model, features), lambda: radix_batch(model, batch),
-        attention=attention, kernel=kernel, precisions=precisions,
-    )  # fmt: skip
+        model,
+        features,
+        ordinary=lambda: ordinary_padded(model, features),
+        radix=lambda: radix_batch(model, batch),
+        attention=attention,
+        kernel=kernel,
+        precisions=precisions,
+    )
 
 
 def verify_arms(
-    model: nn.Module, features: Features, ordinary: Arm, radix: Arm, *, attention: str = "auto", kernel: str = "auto",
-    precisions: Sequence[str] | None = None, autocast: torch.dtype | None = None,
-) -> EquivalenceReport:  # fmt: skip
+    model: nn.Module,
+    features: Features,
+    ordinary: Arm,
+    radix: Arm,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    precisions: Sequence[str] | None = None,
+    autocast: torch.dtype | None = None,
+) -> EquivalenceReport:
     """`verify_equivalence` for other ways to compute the two losses, such as a trainer's own.
 
-    ordinary, radix: yield the terms of the loss; called with the model restored, and prepared.
+    ordinary, radix: yield the terms of the loss, of the model as it came from Hugging Face and of the prepared model.
     autocast: the dtype of mixed precision, which is then the last rung.
     """
     own = str(autocast or _own_dtype(model)).removeprefix("torch.")
     wanted = tuple(precisions or dict.fromkeys(("float64", "float32", own)))
     _check_precisions(wanted, own)
+    base = pretrained_model_of(model)
     before = prepared_options(model)
     allowed = before["allow_dropout"] if before else ()
     rungs = []
-    with _as_it_was(model, before), _without_dropout(model, allowed), _without_added_losses(model):
+    with _as_it_was(model, before), without_dropout(model, allowed), _without_added_losses(model, base):
         _check_trained(model)
         prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
-        logger.info("verify: %d sequences, each alone in float64", len(features))
-        truth = float64_truth(restore_model(model), features)
+        logger.info("verify: %d sequences in float64, one at a time", len(features))
+        truth = float64_truth(restore_model(model), features, base)
         _check_finite(truth)
-        for precision in wanted:
-            logger.info("verify: %s", precision)
-            in_precision = _Precision(precision, autocast if precision == own else None, precision == own)
-            with in_precision.applied_to(restore_model(model)):
-                plain = gradients_of(model, ordinary)
-                prepare_model(model, attention=attention, kernel=in_precision.kernel(kernel), allow_dropout=allowed)
-                judged = not (_has_experts(model) and precision in SIXTEEN_BITS)
-                rungs.append(compare_gradients(precision, truth, plain, gradients_of(model, radix), judged))
+        for name in wanted:
+            logger.info("verify: %s", name)
+            precision = _Precision(name, autocast=autocast if name == own else None, own=name == own)
+            with precision.applied_to(restore_model(model), base):
+                by_ordinary = gradients_of(model, ordinary)
+                prepare_model(model, attention=attention, kernel=precision.kernel(kernel), allow_dropout=allowed)
+                by_radix = gradients_of(model, radix)
+            judged = not (_has_experts(base) and name in SIXTEEN_BITS)
+            rungs.append(compare_gradients(name, truth, by_ordinary, by_radix, judged))
     return EquivalenceReport(tuple(rungs))
 
 
@@ -138,33 +153,33 @@ def compare_gradients(
     return Rung(precision, truth.loss, ordinary.loss, radix.loss, tensors, judged)
 
 
-def _has_experts(model: nn.Module) -> bool:
-    config = pretrained_model_of(model).config.get_text_config()
+def _has_experts(base: PreTrainedModel) -> bool:
+    config = base.config.get_text_config()
     return any((getattr(config, name, None) or 0) > 1 for name in NUM_EXPERTS)
 
 
 @dataclass(frozen=True)
 class _Precision:
-    """One rung's weights, casts and autocast. `own`: the model stays as it is."""
+    """How a rung computes. own: in the model's own dtype, so its weights stay as they are."""
 
     name: str
     autocast: torch.dtype | None
     own: bool
 
     @contextmanager
-    def applied_to(self, model: nn.Module) -> Iterator[None]:
+    def applied_to(self, model: nn.Module, base: PreTrainedModel) -> Iterator[None]:
         device = next(model.parameters()).device.type
         with ExitStack() as stack:
             if self.autocast:
                 stack.enter_context(torch.autocast(device, self.autocast))
             elif self.name == "float64":
-                stack.enter_context(float64_throughout(model))
+                stack.enter_context(float64_throughout(model, base))
             elif not self.own:
-                stack.enter_context(weights_in(model, getattr(torch, self.name)))
+                stack.enter_context(weights_in(model, getattr(torch, self.name), base))
             yield
 
     def kernel(self, asked_for: str) -> str:
-        """flash-attn knows 16 bits only; the wider rungs test the same tree on a kernel that can."""
+        """flash-attn takes only 16 bits; the wider rungs test the same tree on another kernel."""
         return "auto" if asked_for.startswith("flash") and self.name in ("float64", "float32") else asked_for
 
 
@@ -180,40 +195,22 @@ def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[N
 
 
 @contextmanager
-def _without_dropout(model: nn.Module, allowed: Sequence[str]) -> Iterator[None]:
-    """Two arms that draw differently cannot be compared. What draws and is no module is off only in evaluation mode."""
-    modules = list(model.modules())
-    drawing = [(module, module.p) for module in modules if isinstance(module, nn.modules.dropout._DropoutNd)]
-    training = [module.training for module in modules]
-    base = pretrained_model_of(model)
-    for module, _ in drawing:
-        module.p = 0.0
-    if any(name == "neftune" or draws_in_settings(base, name) or draws_in_adapters(model, name) for name in allowed):
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, p in drawing:
-            module.p = p
-        for each, was_training in zip(modules, training, strict=True):
-            each.training = was_training
-
-
-@contextmanager
-def _without_added_losses(model: nn.Module) -> Iterator[None]:
-    """Without a router loss and AdaLoRA's regularizer, which are no sums over tokens, so the truth has none."""
-    config = pretrained_model_of(model).config.get_text_config()
+def _without_added_losses(model: nn.Module, base: PreTrainedModel) -> Iterator[None]:
+    """Without a router loss and AdaLoRA's regularizer: they are not sums over tokens, so the truth has neither."""
     adapters = (getattr(model, "peft_config", None) or {}).values()
-    places = [(config, "output_router_logits", False), *((adapter, "orth_reg_weight", 0.0) for adapter in adapters)]
-    wanted = [(place, name, without, getattr(place, name, None)) for place, name, without in places]
-    wanted = [entry for entry in wanted if entry[-1]]
-    for place, name, without, _ in wanted:
-        setattr(place, name, without)
+    settings = [
+        (base.config.get_text_config(), "output_router_logits", False),
+        *((adapter, "orth_reg_weight", 0.0) for adapter in adapters),
+    ]
+    changed = [(config, name, off, getattr(config, name, None)) for config, name, off in settings]
+    changed = [entry for entry in changed if entry[-1]]
+    for config, name, off, _ in changed:
+        setattr(config, name, off)
     try:
         yield
     finally:
-        for place, name, _, value in wanted:
-            setattr(place, name, value)
+        for config, name, _, value in changed:
+            setattr(config, name, value)
 
 
 def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> TensorError:

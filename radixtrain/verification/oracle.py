@@ -1,12 +1,12 @@
-"""The oracle ladder: the same loss and gradients in float64, by the ordinary model, and by the one under test.
+"""The oracle ladder: one loss and its gradients, computed in three ways.
 
     truth      the unmodified model in float64, one sequence at a time: no padding, no packing, no plan
-    ordinary   the unmodified model in the precision that one trains in, on the padded batch that a trainer would make
+    ordinary   the unmodified model in the precision of the training, on the padded batch that a trainer would make
     radix      the prepared model in that precision, on a batch of unique tokens
 
-What separates ordinary from truth is only rounding, so it says how far radix may be from it. Hugging Face computes
-norms, rotary embeddings, router weights and losses in float32 whatever the dtype of the model is; `float64_throughout`
-lifts that, without which a float64 model agrees with itself to 1e-7 only.
+Ordinary differs from truth only by rounding, so it says how far radix may be from the truth. Hugging Face computes
+norms, rotary embeddings, router weights and losses in float32 whatever the dtype of the model is. Then a float64 model
+agrees with itself to 1e-7 only, so `float64_throughout` turns these casts into casts to float64.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from radixtrain.collators.features import all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
-from radixtrain.hf.prepare import pretrained_model_of
+from radixtrain.hf.backbone import pretrained_model_of
 
 __all__ = [
     "Arm",
@@ -33,7 +34,7 @@ __all__ = [
     "float64_throughout",
     "float64_truth",
     "gradients_of",
-    "ordinary_alone",
+    "ordinary_one_by_one",
     "ordinary_padded",
     "radix_batch",
     "same_buffers",
@@ -47,14 +48,14 @@ Arm = Callable[[], Iterable[Tensor]]
 
 @dataclass(frozen=True)
 class Gradients:
-    """A loss, and the gradient of every trained parameter by name; one that was not reached is zero."""
+    """A loss, and the gradient of every trained parameter by name; zero if the loss does not depend on it."""
 
     loss: float
     tensors: dict[str, Tensor]
 
 
 def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
-    """Run an arm forward and backward. Gradients that the model held before are lost; none remain."""
+    """Run an arm forward and backward. The model has no gradients afterwards; what it had before is lost."""
     model.zero_grad(set_to_none=True)
     loss = 0.0
     try:
@@ -68,16 +69,19 @@ def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
     return Gradients(loss, tensors)
 
 
-def float64_truth(model: nn.Module, features: Features) -> Gradients:
-    """The oracle's first rung: `ordinary_alone` in float64. `model` must not be prepared; its weights come back."""
-    with float64_throughout(model):
-        return gradients_of(model, lambda: ordinary_alone(model, features))
+def float64_truth(model: nn.Module, features: Features, base: PreTrainedModel | None = None) -> Gradients:
+    """The truth: `ordinary_one_by_one` in float64. `model` must not be prepared; its weights are unchanged afterwards.
+
+    base: as for `weights_in`.
+    """
+    with float64_throughout(model, base):
+        return gradients_of(model, lambda: ordinary_one_by_one(model, features))
 
 
-def ordinary_alone(model: nn.Module, features: Features) -> Iterator[Tensor]:
+def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor]:
     """Mean cross-entropy over the labelled tokens, one sequence a call; a term for each. ValueError if none bears loss.
 
-    Written with nothing of radixtrain but the reading of the features, from the definition of the loss.
+    Written from the definition of the loss. Of radixtrain it uses only the function that reads features.
     """
     device = next(model.parameters()).device
     sequences = all_feature_arrays(features, loss_on_all=True)  # the collator under test has refused unclear ones
@@ -99,27 +103,27 @@ def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
     device = next(model.parameters()).device
     sequences = all_feature_arrays(features, loss_on_all=True)
     longest = max(len(feature.input_ids) for feature in sequences)
-    columns: dict[str, list[np.ndarray]] = {"input_ids": [], "attention_mask": [], "position_ids": [], "labels": []}
+    arrays: dict[str, list[np.ndarray]] = {"input_ids": [], "attention_mask": [], "position_ids": [], "labels": []}
     for ids, labels, positions, _ in sequences:
         positions = np.arange(len(ids)) if positions is None else positions
-        row = {"input_ids": (ids, 0), "attention_mask": (np.ones_like(ids), 0), "position_ids": (positions, 0)}
-        for name, (values, fill) in {**row, "labels": (labels, IGNORE_INDEX)}.items():
-            columns[name].append(np.pad(values, (0, longest - len(ids)), constant_values=fill))
-    batch = {name: torch.tensor(np.stack(rows), device=device) for name, rows in columns.items()}
+        inputs = {"input_ids": (ids, 0), "attention_mask": (np.ones_like(ids), 0), "position_ids": (positions, 0)}
+        for name, (values, fill) in {**inputs, "labels": (labels, IGNORE_INDEX)}.items():
+            arrays[name].append(np.pad(values, (0, longest - len(ids)), constant_values=fill))
+    batch = {name: torch.tensor(np.stack(padded), device=device) for name, padded in arrays.items()}
     labels_BL = batch.pop("labels")
     count = (labels_BL[:, 1:] != IGNORE_INDEX).sum()
     yield _cross_entropy(model(**batch, use_cache=False).logits, labels_BL) / count
 
 
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The loss of a prepared model, as it returns it itself."""
+    """The loss that a prepared model returns."""
     device = next(model.parameters()).device
     yield model(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}).loss
 
 
 @contextmanager
 def same_buffers(model: nn.Module) -> Iterator[None]:
-    """A forward pass may replace a buffer, as some rotary embeddings do; afterwards the old ones are back."""
+    """Afterwards the model has the buffers it had; a forward pass may replace some, as rotary embeddings do."""
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     try:
         yield
@@ -129,13 +133,15 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def weights_in(model: nn.Module, dtype: torch.dtype, base: PreTrainedModel | None = None) -> Iterator[None]:
     """Parameters and floating-point buffers in another dtype for a while, in place; then what they were, bit for bit.
+
+    base: the Hugging Face model in `model`, from a caller that knows it.
 
     To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
     notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile.
     """
-    base = pretrained_model_of(model)
+    base = pretrained_model_of(model) if base is None else base
     attention = base.config._attn_implementation or ""
     flash = "flash" in attention
     if flash:
@@ -157,21 +163,22 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def float64_throughout(model: nn.Module) -> Iterator[None]:
-    """Weights in float64, and every cast to float32 that the model asks for is one to float64 instead."""
+def float64_throughout(model: nn.Module, base: PreTrainedModel | None = None) -> Iterator[None]:
+    """Weights in float64, and what the model casts to float32 is cast to float64 instead. base: as for `weights_in`."""
+    base = pretrained_model_of(model) if base is None else base
     with ExitStack() as stack:
-        stack.enter_context(_plain_experts(model))
-        stack.enter_context(weights_in(model, torch.float64))
+        stack.enter_context(_plain_experts(base))
+        stack.enter_context(weights_in(model, torch.float64, base))
         stack.enter_context(_float64_by_default())
         stack.enter_context(_LiftCasts())
-        # Activation checkpointing recomputes in the backward pass, which must run in the thread that the mode is in.
+        # Activation checkpointing recomputes in the backward pass, which must run in the thread that has the mode.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
 
 
 @contextmanager
 def _float64_by_default() -> Iterator[None]:
-    """For what is made without a dtype in a forward pass, such as FourierFT's spectrum."""
+    """For tensors that a forward pass makes without a dtype, such as FourierFT's spectrum."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -181,10 +188,9 @@ def _float64_by_default() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_experts(model: nn.Module) -> Iterator[None]:
+def _plain_experts(base: PreTrainedModel) -> Iterator[None]:
     """Mixtures of experts as a loop of matrix products: torch's grouped one takes no float64."""
-    base = pretrained_model_of(model)
-    parts: list[Any] = [part for part in base.modules() if hasattr(part, "_can_set_experts_implementation")]
+    parts = [part for part in base.modules() if isinstance(part, PreTrainedModel)]
     if not any(part._can_set_experts_implementation() for part in parts):
         yield
         return
@@ -197,7 +203,7 @@ def _plain_experts(model: nn.Module) -> Iterator[None]:
 
 
 class _LiftCasts(TorchFunctionMode):
-    """Every torch function that is given float32 gets float64."""
+    """Every torch function that receives float32 gets float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.backward:
@@ -208,22 +214,31 @@ class _LiftCasts(TorchFunctionMode):
         return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
 
     def _backward(
-        self, tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor | None] | None = None,
-        retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None,
-    ) -> None:  # fmt: skip
-        """As torch's own, with the mode in force: torch suspends it there, and so in what checkpointing recomputes."""
+        self,
+        tensors: Sequence[Tensor],
+        grad_tensors: Sequence[Tensor | None] | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """`torch.autograd.backward` under the mode, which torch's own suspends, so that checkpointing would lose it."""
         given = grad_tensors or [None] * len(tensors)
         gradients = [torch.ones_like(x) if g is None else g for x, g in zip(tensors, given, strict=True)]
         keep = create_graph if retain_graph is None else retain_graph
         with self:
             _engine_run_backward(
-                tuple(tensors), tuple(gradients), keep, create_graph, tuple(inputs or ()),
-                allow_unreachable=True, accumulate_grad=True,
-            )  # fmt: skip
+                tuple(tensors),
+                tuple(gradients),
+                keep,
+                create_graph,
+                tuple(inputs or ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
 
 def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """Summed over the labelled tokens, each predicted from the position before it; float32 or wider."""
+    """Summed over the labelled tokens; each is predicted from the position before it. In float32 or wider."""
     wide = logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32))
     targets = labels_BL[:, 1:].flatten()
     return nn.functional.cross_entropy(wide[:, :-1].flatten(0, 1), targets, reduction="sum", ignore_index=IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""What `fit` computes for an optimizer step, against `dedup: false` and the float64 truth."""
+"""The gradient of an optimizer step as `fit` computes it, against `dedup: false` and the float64 truth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
@@ -30,18 +30,18 @@ def verify_step(
     kernel: str = "auto",
     precision: str = "32-true",
 ) -> EquivalenceReport:
-    """Loss and gradients of one optimizer step: micro-batches, merged predictions, the loss of `fit` and all.
+    """Compare loss and gradients of one optimizer step, with the micro-batches, merged predictions and loss of `fit`.
 
     The ordinary arm is the step that `dedup: false` would take; the truth is computed from the logits that Hugging
     Face's own model returns for each sequence.
 
-    model: loaded, on its device. Comes back as it was, without gradients. A fresh LoRA, which is zero and would leave
-        half of its gradients zero, is filled at random meanwhile.
+    model: loaded, on its device. It is returned as it was, without gradients. A fresh LoRA, which is zero and would
+        leave half of its gradients zero, is filled at random during the comparison.
     loss_sum: micro-batch -> summed loss of `model`, as `RadixModule.loss_sum`.
     features: the sequences of the step; see `SFTData.features_of_step`.
     collator: what cuts and collates them in training.
     attention, kernel: as for `prepare_model`.
-    precision: Lightning's name; a mixed one adds a rung under autocast.
+    precision: Lightning's name of it; a mixed one adds a comparison under autocast.
     """
     device = next(model.parameters()).device
     plain, unique = (replace(collator, dedup=dedup, merge_labels=True)(features) for dedup in (False, True))
@@ -59,24 +59,21 @@ def verify_step(
 
 @contextmanager
 def _filled_adapters(model: nn.Module) -> Iterator[None]:
-    """LoRA's B where it is zero, as it is born; then zero again. The global random state is left alone."""
-    born = [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
+    """Inside, each LoRA matrix B that is zero, as it starts, is random. The global random state does not change."""
+    fresh = [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
     draw = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
-            for parameter in born:
+            for parameter in fresh:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
         yield
     finally:
         with torch.no_grad():
-            for parameter in born:
+            for parameter in fresh:
                 parameter.zero_()
 
 
-def _terms(
-    loss_sum: Callable[[dict[str, Any]], Tensor], step: dict[str, Any], device: torch.device
-) -> Iterator[Tensor]:
-    """The loss of a step, a micro-batch at a time."""
-    for batch in step["micro_batches"]:
-        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-        yield loss_sum(moved) / step["num_labels"]
+def _terms(loss_sum: Callable[[dict[str, Any]], Tensor], step: Step, device: torch.device) -> Iterator[Tensor]:
+    """The terms of the loss of a step, one for each micro-batch."""
+    for batch in step.to(device).micro_batches:
+        yield loss_sum(batch) / step.num_labels

@@ -1,9 +1,9 @@
-"""How near honest models come to the bars of `verify`: random Qwen3 models, rows, dtypes and adapters, one by one.
+"""How near correct models come to the bars of `verify`: random Qwen3 models, rows, dtypes and adapters, one by one.
 
-python recipes/benchmarks/false_alarms.py --runs 400
+    python recipes/benchmarks/false_alarms.py --runs 400
 
 Every comparison here is of a correct library with itself, so each that fails is a false alarm, and would have stopped a
-run under `verify_first_batch`. Prints those, and the largest share of a bar that any other came to.
+run under `verify_first_batch`. Prints these, and the largest share of a bar that any other reached.
 """
 
 import argparse
@@ -26,10 +26,16 @@ def random_model(draw: random.Random, kind: str) -> Any:
     hidden = draw.choice([32, 64, 128])
     torch.manual_seed(draw.randrange(2**31))
     config = Qwen3Config(
-        vocab_size=draw.choice([50, 400]), hidden_size=hidden, intermediate_size=2 * hidden, head_dim=16,
-        num_hidden_layers=draw.randint(1, 4), num_attention_heads=4, num_key_value_heads=draw.choice([1, 2, 4]),
-        tie_word_embeddings=draw.random() < 0.5, initializer_range=draw.choice([0.02, hidden**-0.5]),
-    )  # fmt: skip
+        vocab_size=draw.choice([50, 400]),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        head_dim=16,
+        num_hidden_layers=draw.randint(1, 4),
+        num_attention_heads=4,
+        num_key_value_heads=draw.choice([1, 2, 4]),
+        tie_word_embeddings=draw.random() < 0.5,
+        initializer_range=draw.choice([0.02, hidden**-0.5]),
+    )
     model = Qwen3ForCausalLM(config)
     if "LoRA" in kind:
         from peft import LoraConfig, get_peft_model  # slow to import
@@ -40,7 +46,7 @@ def random_model(draw: random.Random, kind: str) -> Any:
 
 
 def random_features(draw: random.Random) -> list[dict[str, list[int]]]:
-    """2 to 24 rows behind one or two prompts, loss on the rest and on a few shared tokens."""
+    """2 to 24 rows that start with one of one or two prompts; loss on the rest and on a few shared tokens."""
     prompts = [[draw.randrange(50) for _ in range(draw.randint(2, 60))] for _ in range(draw.randint(1, 2))]
     rows = []
     for _ in range(draw.randint(2, 24)):
@@ -76,9 +82,7 @@ def main() -> None:
             medians[rung.precision] = max(medians[rung.precision], rung.median_ratio)
     print(f"{options.runs} runs, {alarms.total()} false alarms")
     for precision, share in shares.items():
-        print(
-            f"  {precision}: a tensor came to {share:.2f} of its bar, a median ratio to {medians[precision]:.2f} of 2"
-        )
+        print(f"  {precision}: a tensor reached {share:.2f} of its bar, a median ratio {medians[precision]:.2f} of 2")
 
 
 if __name__ == "__main__":

@@ -4,25 +4,26 @@
     python recipes/benchmarks/gpu.py --parts step --models Qwen3-4B --attention cascade path
     python recipes/benchmarks/gpu.py --device cpu --tiny         # the same code, in seconds
 
-Needs torch, transformers and numpy (and what transformers needs); Triton, flash-attn and flash-attn-3 are measured
-where they are installed. Nothing is downloaded: weights and tokens are random. Three parts, most important first:
+Needs torch, transformers and numpy (and what transformers needs); Triton, flash-attn and flash-attn-3 are measured if
+they are installed. Nothing is downloaded: weights and tokens are random. Three parts, most important first:
 
-- equivalence: a small Qwen3 in bfloat16, every strategy with every kernel that is there. The error of each gradient
-  against a float64 run of the ordinary model, beside the ordinary bfloat16 model's own.
+- equivalence: a small Qwen3 in bfloat16, every strategy with every installed kernel. The error of each gradient against
+  a float64 run of the ordinary model, beside the error of the ordinary bfloat16 model.
 - kernels: gather and segment sum at the shapes of Table 6 of the RadixMLP paper, beside a copy of as many bytes from
   device to device. Indices are uniform; gather counts a row read and one written for each index, a segment sum each
   row read once and each result written once.
-- step: forward and backward, and forward alone, of the shapes of Qwen3-0.6B, 4B and 8B on 32 sequences of 2,048 shared
-  and 256 own tokens, in bfloat16. Both arms take turns, and the ideal stands beside the measured. The ordinary arm is
-  Hugging Face's `sdpa` on rows of equal length: without padding that is the work of packed varlen attention, on the
-  same flash kernel. Where memory asks for it a step is several micro-batches, as few as fit, of each arm by itself.
-  Here the arms' losses are compared; gradients are in the first part: 8B of them in float32 take minutes.
+- step: forward and backward, and only forward, of the shapes of Qwen3-0.6B, 4B and 8B on 32 sequences of 2,048 shared
+  and 256 own tokens, in bfloat16. Both arms take turns, and the ideal is beside the measured. The ordinary arm is
+  Hugging Face's `sdpa` on sequences of equal length: without padding that is the work of packed varlen attention, on
+  the same flash kernel. If memory does not hold a step, it is several micro-batches, as few as fit, cut for each arm.
+  Only losses are compared here; gradients are in the first part, because 8B of them in float32 take minutes.
 
-Each part looks at the clock, and what no longer fits is left out and said so.
+Each part looks at the clock, and leaves out by name what no longer fits.
 """
 
 import argparse
 import csv
+import importlib.util
 import math
 import statistics
 import sys
@@ -36,14 +37,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain import verify_equivalence
-from radixtrain.attention import STRATEGIES, choose_attention
-from radixtrain.bench.arms import loss_terms, run_step, seconds_in_turns, set_arm
+from radixtrain import RadixCollator, verify_equivalence
+from radixtrain.attention import EVERYWHERE, choose_attention
+from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, seconds_in_turns
 from radixtrain.bench.cells import features_of_cell
 from radixtrain.bench.environment import environment
 from radixtrain.bench.measure import Cell, ModelShape, Work, build_model, work_of
 from radixtrain.bench.memory import peak_bytes
 from radixtrain.errors import UserError
+from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
 from radixtrain.kernels.row_order import row_order
 from radixtrain.kernels.rows import sum_rows
@@ -57,7 +59,7 @@ MODELS = (
     ModelShape(36, 4096, 12288, 32, **QWEN3, tie_word_embeddings=False, name="Qwen3-8B"),
 )
 TINY_MODELS = (ModelShape(2, 64, head_dim=16, vocab_size=100, name="tiny"),)
-# Rows of the source, elements of a row, rows of the result, dtype: Table 6, and bfloat16 where the paper has float16.
+# Rows of the source, elements of a row, rows of the result, dtype: Table 6, with bfloat16 in place of float16.
 GATHERS = (
     (100, 128, 200, torch.float32),
     (16_000, 1024, 12_000, torch.float32),
@@ -69,7 +71,7 @@ GATHERS = (
 )
 TINY_GATHERS = ((10, 16, 20, torch.float32), (10, 16, 40, torch.bfloat16))
 VERIFIED = ModelShape(4, 256, head_dim=64, vocab_size=512, name="small")  # wide enough for every kernel
-MEMORY_SHARES = (0.8, 0.4, 0.2)  # of what is free, for the activations of a micro-batch; the rest is for fragments
+MEMORY_SHARES = (0.8, 0.4, 0.2)  # of the free memory, for the activations of a micro-batch; the rest is for fragments
 CPU_BYTES = 2**30
 MAX_TURNS = 5
 ERRORS = ("median_ratio", "worst_error", "ordinary_worst_error")  # of all gradients, relative L2
@@ -78,10 +80,15 @@ DEVICE_PACKAGES = ("triton", "flash-attn", "flash-attn-3")
 
 @dataclass
 class Run:
-    """What was asked for, what the clock says, and what was found.
+    """What to measure, how much time is left, and what was found.
 
-    header: date, commit, hardware and versions. csv: a file that is written anew after every result.
-    rows: part, case and measures of every result. left_out: what was not measured, and why.
+    seconds: for all parts together.
+    attention: strategies of the part `step`.
+    header: date, commit, hardware and versions.
+    csv: a file that is written again after every result.
+    start: by the clock.
+    results: part, case and measures of each.
+    left_out: what was not measured, and why.
     """
 
     device: torch.device
@@ -90,7 +97,7 @@ class Run:
     header: dict[str, Any]
     csv: Path | None = None
     start: float = field(default_factory=time.perf_counter)
-    rows: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    results: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     @property
@@ -98,7 +105,7 @@ class Run:
         return self.seconds - (time.perf_counter() - self.start)
 
     def found(self, part: str, case: str, **measures: Any) -> None:
-        self.rows.append((part, case, measures))
+        self.results.append((part, case, measures))
         self.say(f"{part}: {case}: {_said(measures)}")
 
     def leave_out(self, what: str, why: object) -> None:
@@ -125,10 +132,11 @@ def equivalence(run: Run, shape: ModelShape, prompt_length: int) -> None:
         case = f"{strategy}, {kernel}"
         if not run.has_time(f"equivalence {case}"):
             return
-        options = {"attention": strategy, "kernel": kernel, "precisions": ["bfloat16"]}
+        collator = RadixCollator(tree_tiles=strategy == "tree")
+        options = {"attention": strategy, "kernel": kernel, "collator": collator, "precisions": ["bfloat16"]}
         try:
             rung = verify_equivalence(model, features, **options)["bfloat16"]
-        except Exception as error:  # a kernel that raises here is a finding too, and the others are still to be seen
+        except Exception as error:  # a kernel that raises is a result too, and the others are still to be measured
             run.leave_out(f"equivalence {case}", error)
             run.found("equivalence", case, passed=False, **dict.fromkeys(ERRORS, math.nan))
             continue
@@ -137,7 +145,7 @@ def equivalence(run: Run, shape: ModelShape, prompt_length: int) -> None:
 
 
 def ways(run: Run, head_dim: int) -> Iterator[tuple[str, str]]:
-    """Every strategy with every kernel that is there; `reference` needs none."""
+    """Every strategy with every installed kernel; `reference` needs none, `tree` has its own."""
     for kernel in KERNELS:
         try:
             choose_attention("path", kernel, run.device, torch.bfloat16, head_dim)
@@ -145,8 +153,10 @@ def ways(run: Run, head_dim: int) -> Iterator[tuple[str, str]]:
         except (ValueError, ImportError) as error:
             run.leave_out(f"equivalence with {kernel}", error)
         else:
-            yield from ((strategy, kernel) for strategy in STRATEGIES if strategy != "reference")
+            yield from ((strategy, kernel) for strategy in EVERYWHERE if strategy != "reference")
     yield "reference", "auto"
+    if run.device.type == "cuda" and importlib.util.find_spec("triton"):
+        yield "tree", "auto"
 
 
 def kernels(run: Run, shapes: tuple[tuple[int, int, int, torch.dtype], ...]) -> None:
@@ -163,7 +173,7 @@ def kernels(run: Run, shapes: tuple[tuple[int, int, int, torch.dtype], ...]) -> 
 
 
 def _rows_in_triton(run: Run) -> Any:
-    """The module of the Triton kernels, or None where they cannot run."""
+    """The module of the Triton kernels, or None if they cannot run."""
     if run.device.type != "cuda":
         return run.leave_out("kernels in Triton", "they need CUDA")
     try:
@@ -213,7 +223,7 @@ def _beside_a_copy(run: Run, case: str, arms: dict[str, Callable[[], Tensor]], n
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, at_least: float = 0.02) -> float:
-    """Of one call: the median of five rounds of as many calls as the clock needs; shorter rounds are thrown away."""
+    """Of one call: the median of five rounds of at least so many seconds; shorter rounds do not count."""
     number, rounds = 1, []
     while len(rounds) < 5:
         _wait_for(device)
@@ -238,7 +248,7 @@ def steps(run: Run, models: tuple[ModelShape, ...], prompt: int, suffix: int, nu
             continue
         try:
             if built != cell.model:
-                model, built = None, cell.model  # the last one makes room first
+                model, built = None, cell.model  # frees the memory of the last one first
                 model = build_model(cell.model, run.device, torch.bfloat16, "sdpa")
             _measure_what_fits(run, model, cell, run.seconds_left / (len(cells) - number))
         except (RuntimeError, UserError) as error:
@@ -246,7 +256,7 @@ def steps(run: Run, models: tuple[ModelShape, ...], prompt: int, suffix: int, nu
 
 
 def _measure_what_fits(run: Run, model: Any, cell: Cell, seconds: float) -> None:
-    """Once more in smaller micro-batches where the estimate was wrong."""
+    """Once more in smaller micro-batches if the estimate was wrong."""
     for share in MEMORY_SHARES:
         try:
             return _measure(run, model, cell, seconds, share)
@@ -260,64 +270,72 @@ def _measure_what_fits(run: Run, model: Any, cell: Cell, seconds: float) -> None
 def _measure(run: Run, model: Any, cell: Cell, seconds: float, memory_share: float) -> None:
     """One cell, within so many seconds."""
     deadline = time.perf_counter() + seconds
-    work = fitting_work(run, model, cell, memory_share).to(run.device)
-    arms = (None, *run.attention)
-    ordinary_loss, *losses = (_loss(model, work, arm) for arm in arms)
-    peaks = [_peak(model, work, arm) for arm in arms]
-    turns = {arm: seconds_in_turns(model, {arm: (work, arm)}, "auto", 1)[arm][0] for arm in arms}
-    repeats = min(MAX_TURNS, int((deadline - time.perf_counter()) / sum(turns.values())))
+    plain_head = has_plain_head(model)
+    ordinary = OrdinaryArm(plain_head=plain_head)
+    radix = [RadixArm(attention=name, plain_head=plain_head) for name in run.attention]
+    arms: list[Arm] = [ordinary, *radix]
+    work = fitting_work(run, model, cell, memory_share, ordinary, radix[0]).to(run.device)
+    losses = {arm: _loss(model, work, arm) for arm in arms}
+    peaks = {arm: _peak(model, work, arm) for arm in arms}
+    turn = sum(seconds_in_turns(model, {arm: (arm, work)}, 1)[arm][0] for arm in arms)
+    repeats = min(MAX_TURNS, int((deadline - time.perf_counter()) / turn))
     if repeats < 1:
-        return run.leave_out(f"step {cell}", f"a turn takes {sum(turns.values()):.1f} s, more than its share is left")
-    taken = seconds_in_turns(model, {arm: (work, arm) for arm in arms}, "auto", repeats)
-    ideal = work.ideal_speedup(model.config)
-    for arm, loss, peak in zip(run.attention, losses, peaks[1:], strict=True):
-        pairs = zip(taken[None], taken[arm], strict=True)
-        speedup = statistics.median(ordinary / radix for ordinary, radix in pairs)
-        ordinary, radix = statistics.median(taken[None]), statistics.median(taken[arm])
-        run.found(
-            "step", f"{cell.model}, {cell.mode}, {arm}", sequences=cell.sequences,
-            r=work.num_tokens / work.num_unique_tokens("cascade"), ideal=ideal,
-            measured=speedup, efficiency=speedup / ideal,
-            ordinary_seconds=ordinary, radix_seconds=radix, turns=repeats,
-            ordinary_teraflops_per_second=work.ordinary_teraflops(model.config) / ordinary,
-            ordinary_micro_batches=len(work.ordinary), radix_micro_batches=len(work.radix),
-            ordinary_peak_gigabytes=peaks[0] / 1e9, radix_peak_gigabytes=peak / 1e9,
-            loss_difference=abs(loss - ordinary_loss) / abs(ordinary_loss),
-        )  # fmt: skip
+        return run.leave_out(f"step {cell}", f"a turn takes {turn:.1f} s, more than its share is left")
+    turns = seconds_in_turns(model, {arm: (arm, work) for arm in arms}, repeats)
+    shared = {
+        "sequences": cell.sequences,
+        "r": work.num_tokens / work.num_unique_tokens("cascade"),
+        "turns": repeats,
+        "ordinary_teraflops_per_second": work.ordinary_teraflops(model.config) / statistics.median(turns[ordinary]),
+        "ordinary_micro_batches": len(work.ordinary),
+        "radix_micro_batches": len(work.radix),
+        "ordinary_peak_gigabytes": peaks[ordinary] / 1e9,
+    }
+    for arm in radix:
+        measures = _against(turns[ordinary], turns[arm], work.ideal_speedup(model.config))
+        measures["loss_difference"] = abs(losses[arm] - losses[ordinary]) / abs(losses[ordinary])
+        measures["radix_peak_gigabytes"] = peaks[arm] / 1e9
+        run.found("step", f"{cell.model}, {cell.mode}, {arm}", **shared, **measures)
 
 
-def fitting_work(run: Run, model: Any, cell: Cell, memory_share: float) -> Work:
-    """The cell, cut into as few micro-batches as memory holds, of each arm by itself.
+def _against(ordinary: list[float], radix: list[float], ideal: float) -> dict[str, float]:
+    """Measures of the seconds of the turns of both arms."""
+    speedup = statistics.median(one / other for one, other in zip(ordinary, radix, strict=True))
+    seconds = {"ordinary_seconds": statistics.median(ordinary), "radix_seconds": statistics.median(radix)}
+    return {"ideal": ideal, "measured": speedup, "efficiency": speedup / ideal, **seconds}
 
-    Both arms try a single sequence first, which is how they know what a token costs.
+
+def fitting_work(run: Run, model: Any, cell: Cell, memory_share: float, ordinary: OrdinaryArm, radix: RadixArm) -> Work:
+    """The cell, cut into as few micro-batches as memory holds, for each arm on its own.
+
+    Each runs a single sequence first, which shows how many bytes a token needs.
     """
     features, length = features_of_cell(cell), cell.prompt_length + cell.suffix_length
     one = work_of(replace(cell, num_sequences=1), features[:1]).to(run.device)
-    bytes_per_token = [_peak(model, one, arm) / length for arm in (None, run.attention[0])]
-    ordinary, radix = (int(memory_share * _free_bytes(run) / each) for each in bytes_per_token)
-    num_batches = math.ceil(cell.num_sequences / max(1, ordinary // length))
-    return work_of(cell, features, math.ceil(cell.num_sequences / num_batches), max(length, radix))
+    most = [int(memory_share * _free_bytes(run) * length / _peak(model, one, arm)) for arm in (ordinary, radix)]
+    num_batches = math.ceil(cell.num_sequences / max(1, most[0] // length))
+    return work_of(cell, features, math.ceil(cell.num_sequences / num_batches), max(length, most[1]))
 
 
 def _free_bytes(run: Run) -> int:
-    """Of the device; on CPU what a laptop spares."""
+    """Of the device; on CPU what a laptop can spare."""
     if run.device.type != "cuda":
         return CPU_BYTES
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(run.device)[0]
 
 
-def _loss(model: Any, work: Work, arm: str | None) -> float:
-    set_arm(model, arm, "auto")
+def _loss(model: Any, work: Work, arm: Arm) -> float:
+    arm.prepare(model)
     with torch.no_grad():
-        return float(sum(loss_terms(model, work, arm)))
+        return float(sum(arm.loss_terms(model, work)))
 
 
-def _peak(model: Any, work: Work, arm: str | None) -> int:
+def _peak(model: Any, work: Work, arm: Arm) -> int:
     """Bytes beyond weights, batch and, in a step, gradients, which the first of two passes leaves."""
-    set_arm(model, arm, "auto")
-    run_step(model, work, arm)
-    return peak_bytes(lambda: run_step(model, work, arm), work.radix[0].tensors["input_ids"].device)
+    arm.prepare(model)
+    arm.run_step(model, work)
+    return peak_bytes(lambda: arm.run_step(model, work), work.radix[0].tensors["input_ids"].device)
 
 
 def _wait_for(device: torch.device) -> None:
@@ -343,13 +361,13 @@ def _version(package: str) -> str:
 
 
 def write_csv(path: Path, run: Run) -> None:
-    """`#` lines that say where and when, then a line for each measure."""
+    """`#` lines for the machine and the date, then a line for each measure."""
     with path.open("w", newline="", encoding="utf-8") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in run.header.items())
         file.writelines(f"# left out: {line}\n" for line in run.left_out)
         writer = csv.writer(file)
         writer.writerow(["part", "case", "measure", "value"])
-        writer.writerows((part, case, *pair) for part, case, measures in run.rows for pair in measures.items())
+        writer.writerows((part, case, *pair) for part, case, measures in run.results for pair in measures.items())
 
 
 def print_tables(run: Run) -> None:
@@ -359,7 +377,7 @@ def print_tables(run: Run) -> None:
         "step": ("r", "ideal", "measured", "efficiency", "ordinary_seconds", "radix_seconds", "radix_peak_gigabytes"),
     }
     for part, names in columns.items():
-        rows = [(case, measures) for row_part, case, measures in run.rows if row_part == part]
+        rows = [(case, measures) for row_part, case, measures in run.results if row_part == part]
         if rows:
             print("\n| " + " | ".join([part, *(name.replace("_", " ") for name in names)]) + " |")
             print("|" + "---|" * (len(names) + 1))
@@ -367,7 +385,7 @@ def print_tables(run: Run) -> None:
             print("| " + " | ".join([case, *(_shown(measures[name]) for name in names)]) + " |")
     for line in run.left_out:
         print(f"\nleft out: {line}", end="")
-    print(f"\n{len(run.rows)} results in {run.seconds - run.seconds_left:.0f} s")
+    print(f"\n{len(run.results)} results in {run.seconds - run.seconds_left:.0f} s")
 
 
 def _said(measures: dict[str, Any]) -> str:
@@ -382,7 +400,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="shapes that a laptop measures in seconds")
-    parser.add_argument("--seconds", type=float, default=440, help="in all; a result that has begun is finished")
+    parser.add_argument("--seconds", type=float, default=440, help="in all; a result that was begun is finished")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--models", nargs="+", choices=[str(shape) for shape in MODELS], help="of step; default all")
     parser.add_argument("--attention", nargs="+", default=["cascade"], choices=["cascade", "path", "expand"])
@@ -412,7 +430,7 @@ def main(argv: list[str]) -> int:
             parts[part]()
     finally:
         print_tables(run)
-    same = all(measures["passed"] for part, _, measures in run.rows if part == "equivalence")
+    same = all(measures["passed"] for part, _, measures in run.results if part == "equivalence")
     return 0 if same else 1
 
 

@@ -7,9 +7,9 @@ Plain is `torch.nn.functional.linear` and `cross_entropy`. Forward and backward 
 medians, and the median of the paired ratios. Each prediction has a row of its own, so that both make the same products:
 what shared prompts save comes on top. Before a time is printed, loss and gradients are compared.
 
-Memory is the highest point of a forward and backward pass, beyond its start and one gradient of the head, which either
-needs; so the other gradient, that of the hidden rows, is in it. Where the head has a `.grad` from an earlier
-micro-batch, the one gradient is the one that autograd adds to it. The gradient of a 16-bit head counts 2 bytes.
+Memory is the highest point of a forward and backward pass, beyond its start and one gradient of the head, which both
+need. So it contains the gradient of the hidden rows. If the head has a `.grad` from an earlier micro-batch, the one
+gradient is the one that autograd adds to it. The gradient of a 16-bit head counts 2 bytes.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from radixtrain import loss as fused
 from radixtrain.bench.memory import peak_bytes
+from radixtrain.kernels import loss_chunks
 
 CPU = torch.device("cpu")
 Samples = Sequence[tuple[float, float]]
@@ -66,7 +67,7 @@ def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def step(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """One forward and backward pass; gradients are added to those that are there."""
+    """One forward and backward pass; gradients are added to earlier ones."""
     with chunks_of(arm.chunk_rows):
         loss = arm.loss(*given)
     loss.backward()
@@ -76,13 +77,13 @@ def step(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 @contextmanager
 def chunks_of(num_rows: int | None) -> Iterator[None]:
     """Chunks of about so many rows, whatever the vocabulary; None leaves it to the library."""
-    before = fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS
+    before = loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS
     if num_rows is not None:
-        fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS = (num_rows, num_rows), {"cpu": 1, "other": 1}
+        loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS = (num_rows, num_rows), {"cpu": 1, "other": 1}
     try:
         yield
     finally:
-        fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS = before
+        loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS = before
 
 
 def forget(given: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -104,7 +105,7 @@ def check(arms: list[Arm], given: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 def seconds(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> tuple[float, float]:
-    """By the clock, and of the processor: what other programs take from a shared machine is in the first alone."""
+    """By the clock, and of the processor: only the first contains what other programs take from a shared machine."""
     forget(given)
     start = time.perf_counter(), time.process_time()
     step(arm, given)
@@ -112,7 +113,7 @@ def seconds(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> tuple[float, floa
 
 
 def peaks(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> list[float]:
-    """MB beyond one gradient of the head: where it has no `.grad` yet, and where it has one."""
+    """MB beyond one gradient of the head: before it has a `.grad`, and after."""
     forget(given)
     found = []
     for _ in range(2):
@@ -123,7 +124,7 @@ def peaks(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> list[float]:
 
 def run(shape: Shape, dtype: torch.dtype, repeats: int, chunk_rows: list[int]) -> list[float]:
     """Prints a table with a line per arm and returns the ratios of the fused ones, by the clock."""
-    rows = fused._rows_per_chunk(shape.num_predictions, shape.vocab_size, shape.hidden_size, CPU)
+    rows = loss_chunks.rows_per_chunk(shape.num_predictions, shape.vocab_size, shape.hidden_size, CPU)
     arms = [Arm("plain", plain_loss), Arm(f"fused, {rows} rows a chunk", fused_loss)]
     arms += [Arm(f"fused, about {num}", fused_loss, num) for num in chunk_rows]
     given = inputs(shape, dtype)

@@ -3,11 +3,10 @@
     pip install radix-mlp==0.0.2
     python recipes/benchmarks/plan.py
 
-One process and one thread; calls alternate, and the fastest of each counts. What they have in common, U and the maps
-between packed and unique tokens, is compared before a time is printed. Timed is what both give: the maps
-(`scatter_indices` and `fold_gather` there), the unique ids and their positions, uint32 there and int64 here. The last
-column is all that a training step needs: the plan, and behind it the tree of segments and root paths as the tensors of
-a `TreeLayout`.
+One process and one thread; calls alternate, and the fastest of each counts. What both return is compared before a time
+is printed: U, and the maps between packed and unique tokens (`scatter_indices` and `fold_gather` there). The times are
+of these maps with the unique ids and their positions, uint32 there and int64 here. The last column is all that a
+training step needs: the plan, and then the tree of segments and root paths as the tensors of a `TreeLayout`.
 
 Prompts and tails are random tokens of a vocabulary of 151,936, the sequences come in random order. Without `radix-mlp`
 only our columns are printed.
@@ -45,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the two are called with: packed int64 for us, and uint32 with positions for `radix-mlp`."""
+    """The arguments of both: packed int64 for us, and uint32 with positions for `radix-mlp`."""
 
     ids: np.ndarray
     cu_seqlens: np.ndarray
@@ -93,7 +92,7 @@ def larger(rng: np.random.Generator) -> Iterator[Row]:
 
 
 def shared(rng: np.random.Generator, num_sequences: int, length: int, prefix_ratio: float) -> Sequences:
-    """One prompt, and a tail of its own behind it in every sequence."""
+    """One prompt, and after it a tail of its own in every sequence."""
     prompt = rng.integers(0, VOCAB_SIZE, int(length * prefix_ratio))
     tails = rng.integers(0, VOCAB_SIZE, (num_sequences, length - len(prompt)))
     return [np.concatenate([prompt, tail]) for tail in tails]
@@ -117,9 +116,9 @@ def pack(sequences: Sequences) -> Batch:
 
 
 def check(plan: PrefixPlan, theirs: tuple[np.ndarray, ...]) -> None:
-    """RuntimeError unless both fold the same tokens; rows are numbered as they come there, and in tree order here.
+    """RuntimeError unless both fold the same tokens. They number rows as they come, we number them in tree order.
 
-    Theirs are compact ids and positions, scatter, fold: row n of theirs is the row of ours that its first token has.
+    theirs: compact ids and positions, scatter, fold. The first token of their row n is in our row `row[n]`.
     """
     _, positions, scatter, fold = theirs
     if len(fold) != plan.num_unique_tokens:
@@ -201,10 +200,10 @@ def header() -> None:
 def settle_the_allocator() -> None:
     """As in a worker that has run for a while: glibc keeps freed memory once a large block was freed, 32 MiB at most.
 
-    Before that, each array above 128 KiB is given back and faulted in again, which takes longer than filling it.
+    Before that, each array above 128 KiB is returned and faulted in again, which takes longer than filling it.
     """
-    del_me = np.ones(31 << 17)
-    del del_me
+    large = np.ones(31 << 17)
+    del large
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python recipes/benchmarks/real_data.py path/to/banking77_train.jsonl path/to/gsm8k_many_prompts_train.jsonl
     python recipes/benchmarks/real_data.py train.jsonl --tokenizer Qwen/Qwen3-0.6B --num_rows 32 --layers 4 --hidden 512
 
-Each file is rows as `radixtrain fit` takes them. One optimizer batch is drawn: `--num_rows` of a seeded shuffle. The
+Each file holds rows as `radixtrain fit` takes them. One optimizer batch is drawn: `--num_rows` of a seeded shuffle. The
 radix arm computes it in micro-batches of at most `--max_tokens` unique tokens, cut as `fit` cuts them; all of them are
 the step. The ordinary arm is sorted by length, padded and cut into 8, 16, 32 or all rows, whichever is fastest here;
 the seconds of each are printed. The ideal counts no padding. The gradients of both arms are compared before a time is
@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.bench.baseline import fastest_ordinary
 from radixtrain.bench.environment import environment, header
-from radixtrain.bench.measure import Measured, ModelShape, Rows, Settings, Work, build_model, measure, work_of
+from radixtrain.bench.measure import GivenBatch, Measured, ModelShape, Settings, Work, build_model, measure, work_of
 from radixtrain.bench.options import check_options, strategies
 from radixtrain.bench.table import print_table, write_csv
 from radixtrain.bench.work import with_choices
@@ -74,9 +74,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def compare(options: argparse.Namespace) -> None:
     """Measure the files one by one, then print one table."""
-    check_options(
-        options.repeats, None, options.num_threads, options.device, options.dtype, True, options.csv, plot=None
-    )
+    checked = ("repeats", "num_threads", "device", "dtype", "csv")
+    check_options(**{name: getattr(options, name) for name in checked})
     for name in ("num_rows", "max_tokens", "layers", "hidden", "head_dim"):
         if getattr(options, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(options, name)}")
@@ -106,7 +105,9 @@ def measure_file(
     drawn = [rows[index] for index in np.random.default_rng(options.seed).permutation(len(rows))[: options.num_rows]]
     samples = [sample for samples in ChatEncoder(tokenizer).encode_all(drawn) for sample in samples]
     features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
-    work = work_of(Rows(shape, f"{len(samples)} of {file.name}", len(samples)), features, None, options.max_tokens)
+    work = work_of(
+        GivenBatch(shape, f"{len(samples)} of {file.name}", len(samples)), features, None, options.max_tokens
+    )
     print(described(work), flush=True)
     model = build_model(shape, device, dtype, options.attn_implementation)
     if "auto" in settings.attention:
@@ -118,7 +119,7 @@ def measure_file(
 
 
 def learnt_tokenizer(file: Path, rows: list[Row]) -> Any:
-    """As recipes/banking77.py makes it."""
+    """The same as in recipes/banking77.py."""
     for row in rows:
         if "messages" not in row.fields:
             raise UserError(f"{row.where}: a tokenizer is learnt from messages, and there are none; give --tokenizer")

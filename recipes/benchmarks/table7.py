@@ -3,9 +3,9 @@
     python recipes/benchmarks/table7.py
 
 The paper compares logits and gradients of a 2-layer Qwen3-style model on six patterns of shared prefixes. Its
-published proof truncates the cosines and sines of RoPE to integers, so that every query and key behind position 0 is
-zero, and its loss is the sum of the logits. Here the model is Hugging Face's own Qwen3, the reference runs each
-sequence alone, and nothing is printed unless RoPE turns the queries and q_proj and k_proj have gradients.
+published proof truncates the cosines and sines of RoPE to integers, so that every query and key after position 0 is
+zero, and its loss is the sum of the logits. Here the model is Hugging Face's own Qwen3, the reference runs one sequence
+at a time, and nothing is printed unless RoPE turns the queries and q_proj and k_proj have gradients.
 
 The paper describes the patterns in words; the sequences below are ours, with its names and its numbers of tokens.
 """
@@ -51,7 +51,7 @@ PUBLISHED = {
 }
 LOSSES = ("logits.sum()", "cross-entropy")
 STRATEGIES = ("cascade", "path", "expand")
-ALIVE = 0.01  # least norm of q_proj's and k_proj's gradients, in that of v_proj's; 1e-8 where RoPE is truncated
+ALIVE = 0.01  # least norm of the gradients of q_proj and k_proj, over that of v_proj; 1e-8 if RoPE is truncated
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Pass:
 class Difference:
     """Max and mean |delta|; of the gradients the mean is over tensors, as in the published proof.
 
-    largest_gradient: the scale that the absolute differences stand on.
-    worst, relative: the tensor with the largest ||delta|| / ||ordinary||, and that.
+    largest_gradient: the scale of the absolute differences.
+    worst, relative: the tensor with the largest ||delta|| / ||ordinary||, and this ratio.
     """
 
     logits: tuple[float, float]
@@ -80,16 +80,23 @@ class Difference:
 def build_model(seed: int = 0) -> Qwen3ForCausalLM:
     """The paper's sizes; vocabulary and numbers of heads, which it leaves out, as in its proof. Hugging Face's init."""
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, initializer_range=0.02,
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        initializer_range=0.02,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(config).float().train()
 
 
 def ordinary_pass(model: Qwen3ForCausalLM, sequences: Sequences, loss: str) -> Pass:
-    """Stock `sdpa`, each sequence alone: no padding, no packing, no plan."""
+    """Stock `sdpa`, one sequence at a time: no padding, no packing, no plan."""
     restore_model(model)
     model.zero_grad(set_to_none=True)
     logits = [model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in sequences]
@@ -111,7 +118,7 @@ def radix_pass(
 ) -> Pass:
     """On unique tokens. Every token bears loss, so shared ones weigh double, and branches have several labels.
 
-    change: mutates the batch, for a look at what a comparison can see.
+    change: damages the batch, to find out what a comparison can see.
     """
     prepare_model(model, attention=attention)
     model.zero_grad(set_to_none=True)
@@ -129,7 +136,7 @@ def radix_pass(
 
 
 def unique_logits(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """(U, V): without the list of predictors the head sees every unique row."""
+    """(U, V). Without the list of predictors the head gets every unique row."""
     left_out = ("labels", "shift_labels", "radix_predictor_indices")
     return model(**{name: value for name, value in batch.items() if name not in left_out}).logits[0]
 
@@ -155,19 +162,19 @@ def compare(radix: Pass, ordinary: Pass) -> Difference:
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
-    """Infinite where only the expected one is zero."""
+    """Infinite if only the expected one is zero."""
     difference, norm = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
     return difference / norm if norm else (float("inf") if difference else 0.0)
 
 
 def check_alive(model: Qwen3ForCausalLM, sequences: Sequences) -> None:
-    """RuntimeError unless RoPE turns every query behind position 0 and keeps its length, and q and k learn from it."""
+    """RuntimeError unless RoPE turns every query after position 0 and keeps its length, and q and k learn from it."""
     for layer, (before, after) in enumerate(rotated_queries(model, sequences)):
         length, turned = before.norm(dim=-1), (after - before).norm(dim=-1)
         if not torch.allclose(after.norm(dim=-1), length, rtol=1e-4) or bool((turned < 1e-2 * length).any()):
             raise RuntimeError(
-                f"RoPE is dead in layer {layer}: behind position 0 the queries have length {length.mean():.3g} before "
-                f"it and {after.norm(dim=-1).mean():.3g} after, and it moves them by {turned.mean():.3g}"
+                f"RoPE is dead in layer {layer}: after position 0 the queries have length {length.mean():.3g} before "
+                f"it and {after.norm(dim=-1).mean():.3g} after it, and it moves them by {turned.mean():.3g}"
             )
     for loss in LOSSES:
         for (layer, name), share in projection_shares(ordinary_pass(model, sequences, loss)).items():
@@ -178,7 +185,7 @@ def check_alive(model: Qwen3ForCausalLM, sequences: Sequences) -> None:
 
 
 def rotated_queries(model: Qwen3ForCausalLM, sequences: Sequences) -> list[tuple[Tensor, Tensor]]:
-    """Per layer, the queries behind position 0 before and after RoPE: (tokens, N, H) each."""
+    """Per layer, the queries at positions above 0, before and after RoPE: (tokens, N, H) each."""
     stock, seen = modeling_qwen3.apply_rotary_pos_emb, []
 
     def record(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -195,7 +202,7 @@ def rotated_queries(model: Qwen3ForCausalLM, sequences: Sequences) -> list[tuple
 
 
 def projection_shares(ordinary: Pass) -> dict[tuple[int, str], float]:
-    """Norm of q_proj's and k_proj's gradients in that of v_proj's, per layer."""
+    """Norm of the gradients of q_proj and k_proj over that of v_proj, per layer."""
     shares = {}
     for layer in range(2):
         norm = {
@@ -210,7 +217,7 @@ def projection_shares(ordinary: Pass) -> dict[tuple[int, str], float]:
 def integer_rope() -> Iterator[None]:
     """The RoPE of the published proof: head_dim / 4 frequencies, cosines and sines in the dtype of the positions.
 
-    As integers they are 1 and 0 at position 0, and 0 and 0 behind it.
+    As integers they are 1 and 0 at position 0, and 0 and 0 after it.
     """
 
     def truncated(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +231,7 @@ def integer_rope() -> Iterator[None]:
 
 
 def off_by_one(batch: Batch) -> None:
-    """A mistake in a plan: a token behind the root is one position too far."""
+    """A mistake in a plan: a token below the root is one position too far."""
     row = int((batch["position_ids"][0] > 0).nonzero()[0])
     batch["position_ids"][0, row] += 1
 
@@ -233,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     model = build_model(parser.parse_args().seed)
-    torch.set_num_threads(1)  # how many there are decides how sums are cut, and with it the last digits
+    torch.set_num_threads(1)  # their number decides how sums are cut, and so the last digits
     print_header()
     check_alive(model, PATTERNS["complex_sharing"])
     print_alive(model)
@@ -253,7 +260,7 @@ def print_header() -> None:
 
 def print_alive(model: Qwen3ForCausalLM) -> None:
     before, after = rotated_queries(model, PATTERNS["complex_sharing"])[0]
-    print(f"\nRoPE, queries behind position 0: length {before.norm(dim=-1).mean():.2f} before, ", end="")
+    print(f"\nRoPE, queries at positions above 0: length {before.norm(dim=-1).mean():.2f} before, ", end="")
     print(f"{after.norm(dim=-1).mean():.2f} after, moved by {(after - before).norm(dim=-1).mean():.2f}.")
     for loss in LOSSES:
         shares = projection_shares(ordinary_pass(model, PATTERNS["complex_sharing"], loss)).values()
@@ -261,7 +268,7 @@ def print_alive(model: Qwen3ForCausalLM) -> None:
 
 
 def print_table(model: Qwen3ForCausalLM, loss: str) -> None:
-    """The published row stands above ours for the loss that it is of."""
+    """With the published line above ours, for the loss that the paper has."""
     print(f"\n### {loss}\n")
     print("| pattern, tokens | arm | logits max, mean | gradients max, mean | largest gradient | worst relative L2 |")
     print("|---|---|---|---|---|---|")

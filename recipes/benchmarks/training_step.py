@@ -1,11 +1,11 @@
-"""`radixtrain bench` where there is nothing but torch, transformers and what these need: no jsonargparse, no datasets.
+"""`radixtrain bench` with only torch, transformers and what these need installed: no jsonargparse, no datasets.
 
     python recipes/benchmarks/training_step.py
     python recipes/benchmarks/training_step.py --hidden 512 --layers 2 --prompt 2048 --suffix 128
     python recipes/benchmarks/training_step.py --config configs/bench/qwen3.yaml --attention cascade --csv qwen3.csv
 
-The first two measure one cell of every strategy. With `--config` the keys are those of the file. Every key of
-`radixtrain.commands.bench.bench` but `models` is a flag too, whose value is read as YAML: `--num_sequences '[8, 16]'`.
+The first two measure one cell under every strategy. With `--config` the keys are those of the file. Every key of
+`radixtrain.commands.bench.bench` except `models` is a flag too. Its value is read as YAML: `--num_sequences '[8, 16]'`.
 """
 
 import argparse

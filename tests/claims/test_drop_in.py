@@ -24,6 +24,8 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model
 from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.unprepared import allow_watch, end_watch
+from radixtrain.errors import UserError
 
 BAR = 1e-6
 LEARNING_RATE = 1e-4
@@ -41,7 +43,7 @@ History = npt.NDArray[np.float64]  # (steps, 2): loss, grad_norm
 
 
 def family(longest: int, rng: np.random.Generator) -> list[Row]:
-    """One micro-batch: an answer, the same again, one that forks from it, and a text that bears loss as a whole."""
+    """One micro-batch: an answer twice, one that branches off it, and a text that bears loss on every token."""
     answer, other, text = (rng.integers(10, 50, length).tolist() for length in (longest, 4, 5))
     tails = [answer, answer, [*answer[:2], *other]]
     rows = [{"input_ids": PROMPT + tail, "labels": [-100] * len(PROMPT) + tail} for tail in tails]
@@ -75,11 +77,20 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 def settings(folder: Path, accumulation: int, **others: Any) -> dict[str, Any]:
     """Of a Hugging Face trainer."""
     return {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": ROWS_PER_BATCH,
-        "gradient_accumulation_steps": accumulation, "learning_rate": LEARNING_RATE, "logging_steps": 1,
-        "train_sampling_strategy": "sequential", "save_strategy": "no", "report_to": "none", "use_cpu": True,
-        "bf16": False, "disable_tqdm": True, **others,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": ROWS_PER_BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": LEARNING_RATE,
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        **others,
+    }
 
 
 def logged(trainer: Any) -> History:
@@ -97,7 +108,7 @@ def hugging_face(
 
 
 def mean_of_means(model: nn.Module, collator: Collator, rows: list[Row], folder: Path, accumulation: int) -> History:
-    """Hugging Face's Trainer when it is not told that the model takes `num_items_in_batch`: a mistake to be seen."""
+    """Hugging Face's Trainer if it does not know that the model takes `num_items_in_batch`: a mistake to be found."""
     from transformers import Trainer, TrainingArguments
 
     trainer = Trainer(
@@ -213,17 +224,28 @@ def lightning(model: nn.Module, collator: Collator, rows: list[Row], folder: Pat
             record.close_step(nn.utils.get_total_norm([parameter.grad for parameter in module.parameters()]))
 
     trainer = L.Trainer(
-        max_steps=STEPS, accumulate_grad_batches=accumulation, gradient_clip_val=1.0, callbacks=[Watch()],
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+        max_steps=STEPS,
+        accumulate_grad_batches=accumulation,
+        gradient_clip_val=1.0,
+        callbacks=[Watch()],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
     trainer.fit(Module(), micro_batches(rows, collator))
     return np.array(record)
 
 
 TRAINERS = {
-    "Trainer": hugging_face, "SFTTrainer": trl, "Accelerate": accelerate, "loop": plain_loop, "Lightning": lightning
-}  # fmt: skip
+    "Trainer": hugging_face,
+    "SFTTrainer": trl,
+    "Accelerate": accelerate,
+    "loop": plain_loop,
+    "Lightning": lightning,
+}
 CASES = {
     **TRAINERS,
     **{f"{name}, accumulation": partial(train, accumulation=3) for name, train in TRAINERS.items()},
@@ -250,13 +272,13 @@ def test_same_loss_and_grad_norm(tiny_qwen3, rows, tmp_path, case):
 
 
 def test_step_collator_in_a_loop(tiny_qwen3, rows, tmp_path):
-    """As in `recipes/plain_loop.py`: a step is cut by its unique tokens, elsewhere than the padded one."""
+    """As in `recipes/plain_loop.py`: a step is cut by unique tokens, so not where the padded one is cut."""
     size, endless = 3 * ROWS_PER_BATCH, rows * STEPS
     collate = StepCollator(max_tokens=40, merge_labels=False)
     steps = [collate(endless[number * size :][:size]) for number in range(STEPS)]
-    assert all(len(step["micro_batches"]) > 1 for step in steps)
+    assert all(len(step.micro_batches) > 1 for step in steps)
     padded = plain_loop(tiny_qwen3(), stock_collator(), rows, tmp_path, accumulation=3)
-    radix = optimize(prepare_model(tiny_qwen3()), [(step["micro_batches"], step["num_labels"]) for step in steps])
+    radix = optimize(prepare_model(tiny_qwen3()), [(step.micro_batches, step.num_labels) for step in steps])
     assert worst_difference(radix, padded) <= BAR
 
 
@@ -361,14 +383,24 @@ def test_wrong_normalisation_is_seen(tiny_qwen3, rows, tmp_path):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_model_that_is_not_prepared_raises(tiny_qwen3, rows, tmp_path, trainer):
+def test_model_that_is_not_prepared_is_refused(tiny_qwen3, rows, tmp_path, trainer):
+    """In a process that has prepared no model."""
+    end_watch()
+    allow_watch()
+    with pytest.raises(UserError, match="Qwen3ForCausalLM got a batch of RadixCollator, but it is not prepared: call"):
+        TRAINERS[trainer](tiny_qwen3(), RadixCollator(), rows, tmp_path)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_second_model_that_is_not_prepared_raises(tiny_qwen3, rows, tmp_path, trainer):
     """On the shapes: there are never as many labels as unique tokens."""
+    end_watch()
     with pytest.raises((ValueError, RuntimeError), match=r"batch_size .* to match target|invalid for input of size"):
         TRAINERS[trainer](tiny_qwen3(), RadixCollator(), rows, tmp_path)
 
 
 def test_ordinary_runs_keep_the_bar_among_themselves(tiny_qwen3, rows, tmp_path):
-    """By another attention, and with the rows in another order: the bar asks nothing that rounding forbids."""
+    """With another attention, and with the rows in another order: the bar is not below ordinary rounding."""
     padded = plain_loop(tiny_qwen3(), stock_collator(), rows, tmp_path)
     eager = plain_loop(tiny_qwen3(attn_implementation="eager"), stock_collator(), rows, tmp_path)
     backwards = plain_loop(tiny_qwen3(), lambda four: stock_collator()(four[::-1]), rows, tmp_path)

@@ -6,8 +6,10 @@ the host would have to read back. And the source of every module on the path is 
 """
 
 import ast
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,9 +36,9 @@ FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
 
 # What a device has to be asked for: a value, or a size that depends on values.
 READS = {
-    "_local_scalar_dense", "equal", "nonzero", "nonzero_static", "masked_select", "_unique", "_unique2", "unique_dim",
-    "unique_consecutive", "bincount", "histc", "linalg_eig",
-}  # fmt: skip
+    *("_local_scalar_dense", "equal", "nonzero", "nonzero_static", "masked_select", "bincount", "histc", "linalg_eig"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+}
 
 
 class Waits(AssertionError):
@@ -102,7 +104,7 @@ def kernel_without_values(name: str, monkeypatch: pytest.MonkeyPatch) -> VarlenK
 
 @pytest.fixture
 def no_autocast_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch knows no autocast there, and raises where it is asked for its state."""
+    """Torch knows no autocast there, and raises if it is asked for its state."""
     is_enabled, autocast = torch.is_autocast_enabled, torch.autocast
 
     def autocast_elsewhere(device_type: str, *args: Any, **kwargs: Any) -> Any:
@@ -155,13 +157,15 @@ def to_meta(batch: Any) -> Any:
     return [to_meta(value) for value in batch] if isinstance(batch, list) else batch
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+TREE = [("tree", "torch")] if importlib.util.find_spec("triton") else []
+
+
+@pytest.mark.parametrize(("attention", "kernel"), [*product(("cascade", "path", "expand"), KERNELS), *TREE])
 @pytest.mark.parametrize("padding", [None, 8])
 def test_loss_and_backward(on_meta: Callable[..., Any], attention: str, kernel: str, padding: int | None) -> None:
-    """The drop-in: the model's own head and loss."""
+    """The drop-in: the model's own head and loss. `tree` has a kernel of its own, whatever the kernel's name."""
     model = on_meta(attention, kernel)
-    batch = to_meta(RadixCollator(pad_to_multiple_of=padding)(FEATURES))
+    batch = to_meta(RadixCollator(pad_to_multiple_of=padding, tree_tiles=attention == "tree")(FEATURES))
     with NoWaiting("meta"):
         model(**batch).loss.backward()
     assert all(parameter.grad.device.type == "meta" for parameter in model.parameters())
@@ -178,8 +182,8 @@ def test_the_step_of_fit_waits_once(
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     module = module_around(model, monkeypatch)
-    step = to_meta({**StepCollator(max_tokens=12, merge_labels=merge_labels)(FEATURES), "rows": []})
-    assert len(step["micro_batches"]) > 1
+    step = StepCollator(max_tokens=12, merge_labels=merge_labels)(FEATURES).to("meta")
+    assert len(step.micro_batches) > 1
     finite: list[tuple[Tensor, Tensor]] = []
     monkeypatch.setattr(training, "_check_finite", lambda loss, norm, *rest: finite.append((loss, norm)))
     with NoWaiting("meta"):
@@ -244,29 +248,27 @@ def test_the_watch_lets_pass() -> None:
         )
 
 
-# By reading. Functions on the path from a batch on the device to its gradient, and why some may read all the same.
+# By reading. Functions on the path from a batch on the device to its gradient, and why some may read anyway.
 ON_THE_PATH = [
-    *(f"kernels/{name}.py" for name in ("blockwise", "blocks", "cascade", "expand", "flash", "path", "pieces")),
-    *(
-        f"kernels/{name}.py"
-        for name in ("ragged", "reference", "row_order", "rows", "scoring", "triton_choice", "varlen")
-    ),
-    *(f"kernels/{name}_triton.py" for name in ("merge", "rows")),
-    *(f"kernels/{name}.py" for name in ("tree_triton", "tree_triton_kernels")),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").glob("*.py"))),
     *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "loss", "training/module")),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").glob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
 MAY_READ = {
-    ("kernels/ragged.py", "_read_bounds"): "the eager kernel on CUDA alone, which loops; `bounds` spares it elsewhere",
-    ("kernels/rectangles.py", "*"): "host integers; comes from `Ragged.bounds`, or from `_read_bounds` above",
-    ("kernels/cascade.py", "*"): "tensors on the host alone; a device has `TreeLayout.packed_pieces`",
+    ("kernels/ragged.py", "_read_bounds"): "only the eager kernel on CUDA, which loops; elsewhere there are `bounds`",
+    ("kernels/rectangles.py", "*"): "host integers, from `Ragged.bounds` or `_read_bounds` above",
+    ("kernels/cascade.py", "*"): "only tensors on the host; a device has `TreeLayout.packed_pieces`",
     ("radixtrain/tree/layout.py", "_levels"): HOST,
     ("radixtrain/tree/layout.py", "_int64"): HOST,
-    ("radixtrain/tree/layout.py", "_host_bounds"): "tensors on the host alone; it returns first for any other",
-    ("radixtrain/loss.py", "_deal_on_host"): "`_chunks` chooses it for tensors on the host alone",
+    ("radixtrain/tree/layout.py", "host_tiles"): "only tensors on the host: `tree_attention` calls it there",
+    ("kernels/tree_tiles.py", "tree_tiles"): HOST,
+    ("radixtrain/tree/layout.py", "_host_bounds"): "only tensors on the host; it returns first for any other",
+    ("kernels/loss_chunks.py", "_deal_on_host"): "`chunks_of` chooses it only for tensors on the host",
     ("radixtrain/training/module.py", "_check_finite"): "the one wait of a step, so that no bad step is taken",
-    ("radixtrain/training/module.py", "_in_order"): "`predict` writes its results down",
+    ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
+    ("radixtrain/hf/head.py", "_why_not_product"): "once for each model, before its first batch",
+    ("radixtrain/hf/rates.py", "*"): "a calibration, which times calls before the first batch",
 }
 READING_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "masked_select", "unique", "bincount"}
 
@@ -303,7 +305,7 @@ def _what_reads(node: ast.AST) -> str | None:
     if name == ".repeat_interleave" and "output_size" not in keywords:
         return ".repeat_interleave without output_size"
     if name == ".where" and len(node.args) == 1:
-        return ".where of a condition alone"
+        return ".where of only a condition"
     return "torch.tensor of host data" if name == ".tensor" and isinstance(node.func.value, ast.Name) else None
 
 
@@ -324,10 +326,17 @@ def test_nothing_on_the_path_reads_but_what_may() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "x.item()", "x[x > 0]", "x[~mask]", "y if x.any() else z", "x.repeat_interleave(n)", "torch.unique(x)",
-        "torch.tensor([1])", "torch.where(x > 0)", "bool(x.sum().item())",
+        "x.item()",
+        "x[x > 0]",
+        "x[~mask]",
+        "y if x.any() else z",
+        "x.repeat_interleave(n)",
+        "torch.unique(x)",
+        "torch.tensor([1])",
+        "torch.where(x > 0)",
+        "bool(x.sum().item())",
     ],
-)  # fmt: skip
+)
 def test_reading_sees(source: str) -> None:
     assert list(reads(ast.parse(f"def f(x):\n    return {source}")))
 
@@ -343,7 +352,7 @@ def test_reading_lets_pass(source: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs this: make test-gpu")
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_cuda_itself_does_not_wait(tiny_qwen3: Callable[..., Any], attention: str) -> None:
-    """CUDA raises where the host would wait. The first step compiles and fills caches, and may."""
+    """CUDA raises if the host would wait. The first step compiles and fills caches, and may."""
     model = prepare_model(tiny_qwen3().to("cuda", torch.bfloat16).train(), attention=attention)
     module = RadixModule("unused")
     module.model = model

@@ -1,6 +1,6 @@
 """Batches are pinned as they are and copied without waiting: by torch's loader, Lightning and Accelerate.
 
-Pinning needs a GPU. What walks the batch does not, so the tensors' own `pin_memory` is stood in for.
+Pinning needs a GPU. The walk over a batch does not, so the tensors' own `pin_memory` is replaced.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from radixtrain import RadixCollator
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.tree.layout import TreeLayout
 
 SEQUENCES = [1, 1, 2, 3], [1, 1, 2, 4, 4], [1, 1, 5], [2, 2, 1], [2, 2, 3]
@@ -29,12 +29,14 @@ META = torch.device("meta")
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
+    """Of a batch, or of the micro-batches of a step."""
+    batch = batch.micro_batches if isinstance(batch, Step) else batch
     return [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
 
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The addresses of the tensors that were pinned; a stand-in leaves them where they are."""
+    """The addresses of the tensors that were pinned; the replacement does not move them."""
     seen: set[int] = set()
     monkeypatch.setattr(Tensor, "pin_memory", lambda x, *_: seen.add(x.data_ptr()) or x)
     return seen
@@ -58,7 +60,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_every_tensor_is_pinned_and_nothing_else_changes(name: str, pinned: set[int]) -> None:
     batch = COLLATORS[name](FEATURES)
     result = pin_memory(batch)
-    assert {x.data_ptr() for x in tensors_of(batch)} == pinned
+    assert {x.data_ptr() for x in tensors_of(batch)} == pinned and pinned
     assert repr(result) == repr(batch)
 
 
@@ -70,7 +72,7 @@ def test_a_pinned_batch_is_a_layout(pinned: set[int]) -> None:
 
 
 @pytest.mark.parametrize("non_blocking", [True, False])
-def test_a_layout_moves_as_it_is_told(copies: list[bool], non_blocking: bool) -> None:
+def test_a_layout_moves_as_asked(copies: list[bool], non_blocking: bool) -> None:
     layout = TreeLayout.from_batch(RadixCollator()(FEATURES))
     moved = layout.to("meta", non_blocking=non_blocking)
     assert moved.device == META and copies == [non_blocking] * len(tensors_of(layout.to_batch()))
@@ -83,11 +85,17 @@ def test_lightning_moves_without_blocking(name: str, copies: list[bool]) -> None
     batch = COLLATORS[name](FEATURES)
     moved = move_data_to_device(batch, META)
     assert all(x.device == META for x in tensors_of(moved))
-    assert copies == [True] * len(tensors_of(batch))
+    assert copies == [True] * len(tensors_of(batch)) and copies
+
+
+def test_a_step_on_the_host_is_waited_for(copies: list[bool]) -> None:
+    """Nothing holds the host back from reading a copy to it that has not arrived."""
+    step = COLLATORS["a step"](FEATURES).to("cpu")
+    assert copies == [False] * len(tensors_of(step)) and copies
 
 
 @pytest.mark.parametrize("name", ["drop-in", "merged labels"])
-def test_accelerate_moves_without_blocking_where_asked(name: str, copies: list[bool]) -> None:
+def test_accelerate_moves_without_blocking_if_asked(name: str, copies: list[bool]) -> None:
     """`Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))`; Trainer hands its own on."""
     operations = pytest.importorskip("accelerate.utils.operations", reason="pip install accelerate runs this")
     batch = COLLATORS[name](FEATURES)
@@ -106,6 +114,9 @@ def test_a_loader_pins(num_workers: int) -> None:
     )
     (batch,) = loader
     assert all(x.is_pinned() for x in tensors_of(batch))
+    (step,) = DataLoader(FEATURES, 5, collate_fn=COLLATORS["a step"], pin_memory=True, num_workers=num_workers)
+    assert all(x.is_pinned() for x in tensors_of(step)) and tensors_of(step)
+    assert all(x.is_cuda for x in tensors_of(step.to("cuda")))
     layout = TreeLayout.from_batch(batch).to("cuda", non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(layout.gather_indices.cpu(), batch["radix_gather_indices"])

@@ -68,10 +68,19 @@ def stock_collator() -> Collator:
 
 def trainer_of(model: nn.Module, collator: Collator, rows: Any, folder: Path, **others: Any) -> Trainer:
     arguments = Arguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=ROWS_PER_BATCH, learning_rate=1e-4,
-        per_device_eval_batch_size=ROWS_PER_BATCH, train_sampling_strategy="sequential", logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, **others,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS_PER_BATCH,
+        learning_rate=1e-4,
+        per_device_eval_batch_size=ROWS_PER_BATCH,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **others,
+    )
     return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows, data_collator=collator)
 
 
@@ -185,10 +194,13 @@ def test_float16(tiny_qwen3, autocast):
         model, rows = tiny_qwen3(seed), make_rows(seed)
         batch = RadixCollator()(rows)
         (rung,) = verify_arms(
-            model if autocast else model.half(), rows,
-            partial(ordinary_padded, model, rows), partial(radix_batch, model, batch),
-            precisions=["float16"], autocast=torch.float16 if autocast else None,
-        ).rungs  # fmt: skip
+            model if autocast else model.half(),
+            rows,
+            partial(ordinary_padded, model, rows),
+            partial(radix_batch, model, batch),
+            precisions=["float16"],
+            autocast=torch.float16 if autocast else None,
+        ).rungs
         errors = [(tensor.radix, tensor.ordinary) for tensor in rung.alive]
         assert len(errors) == len(list(model.parameters())) and not rung.failed
         worst.append(np.divide(*np.max(errors, axis=0)))

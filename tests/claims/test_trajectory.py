@@ -29,6 +29,7 @@ import transformers
 from filelock import FileLock
 from transformers import AutoTokenizer
 
+from radixtrain.__main__ import main
 from radixtrain.collators.steps import StepCollator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def shuffled_inside_steps(rows: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Arm:
-    """One run. `max_tokens` is the budget of a micro-batch: 0 for the longest row, which leaves each row alone."""
+    """One run. `max_tokens` is the budget of a micro-batch: 0 for the longest row, so each row has its own."""
 
     dedup: bool
     shuffled: bool = False
@@ -151,14 +152,24 @@ def run(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Arm],
         out = shared / "-".join(map(str, words))
         with FileLock(f"{out}.lock"):
             if not (out / "model").exists():  # written last
-                fit(shop.flags(arm, out))
+                (fit_in_a_process if arm == UNIQUE else fit)(shop.flags(arm, out))
         return out
 
     return folder_of
 
 
 def fit(flags: list[str]) -> None:
-    """`python -m radixtrain fit`, on one thread: how many there are decides how sums are cut."""
+    """`radixtrain fit` in this process, on one thread: how many there are decides how sums are cut."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert main(["fit", *flags]) == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fit_in_a_process(flags: list[str]) -> None:
+    """`python -m radixtrain fit` as it is typed, also on one thread. The other runs are compared with this one."""
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "radixtrain", "fit", *flags]
     done = subprocess.run(
@@ -201,7 +212,7 @@ class Bar:
 
     def check_steps(self, actual: Curve, expected: Curve) -> None:
         print(self.describe(actual - expected))
-        assert np.abs(actual - expected).max() <= self.bound, f"beyond the bound: {self.describe(actual - expected)}"
+        assert np.abs(actual - expected).max() <= self.bound, f"outside the bound: {self.describe(actual - expected)}"
 
     def describe(self, residual: Curve) -> str:
         largest, step = float(np.abs(residual).max()), int(np.abs(residual).argmax())
@@ -215,7 +226,7 @@ def drift_t(residual: Curve) -> float:
     """Student's t of the block means of a residual: how far its mean is from zero, in standard errors.
 
     The steps follow one another, so their residuals are not independent, and a test that takes them for it sees drifts
-    that are not there: behind step 30 at a learning rate of 1e-3 the weights of any two runs are a little apart, and a
+    that are not there: after step 30 at a learning rate of 1e-3 the weights of any two runs are a little apart, and a
     difference of 1e-8 keeps its sign for many steps. Means of blocks of five steps, which is one pass over the rows,
     are nearly independent and nearly normal, and the last digits of the large losses outweigh such a tail. 0 for two
     equal runs; infinite for a constant difference.
@@ -260,14 +271,14 @@ class TestTheYardstick:
 
 
 def test_the_rows_have_all_that_can_go_wrong(shop):
-    """Nested forks, loss on shared tokens, several labels behind one row; and a budget that leaves each row alone."""
+    """Nested forks, loss on shared tokens, several labels after one row; and a budget of one row."""
     features = [{"input_ids": ids, "labels": ids} for ids in shop.rows[:BATCH_SIZE]]
-    (batch,) = StepCollator()(features)["micro_batches"]
+    (batch,) = StepCollator()(features).micro_batches
     assert batch["radix_loss_weights"].max() == BATCH_SIZE
     assert batch["radix_prediction_rows"].bincount().max() > 2
     assert len(batch["radix_prediction_rows"].bincount().nonzero()) < len(batch["radix_prediction_rows"])
-    alone = StepCollator(max_tokens=max(map(len, shop.rows)))(features)
-    assert [len(members) for members in alone["members"]] == [1] * BATCH_SIZE
+    separate = StepCollator(max_tokens=max(map(len, shop.rows)))(features)
+    assert [len(members) for members in separate.members] == [1] * BATCH_SIZE
 
 
 @pytest.mark.slow
@@ -300,7 +311,7 @@ class TestTheTestItself:
 
     def test_a_learning_rate_that_is_a_thousandth_higher(self, run):
         wrong, ordinary = curve(run(UNIQUE.at(1e-4 * (1 + 1e-3)))), curve(run(ORDINARY.at(1e-4)))
-        with pytest.raises(AssertionError, match="beyond the bound"):
+        with pytest.raises(AssertionError, match="outside the bound"):
             Bar.of(run, 1e-4).check(wrong, ordinary)
 
     def test_one_that_is_two_ten_millionths_higher(self, run):

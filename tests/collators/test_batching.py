@@ -33,7 +33,9 @@ def num_padded(sequences):
         pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 5, [[0, 2], [1]], id="one too many"),
         pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 4, [[0, 2], [1]], id="the shared part is paid once"),
         pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 3, [[0], [2], [1]], id="the first of a batch pays all of itself"),
-        pytest.param([[9] * 7, [9] * 7, [1]], 3, [[2], [0], [1]], id="a longer one travels alone, its copy too"),
+        pytest.param(
+            [[9] * 7, [9] * 7, [1]], 3, [[2], [0], [1]], id="a longer one has a batch of its own, its copy too"
+        ),
         pytest.param([[4, 4]] * 5, 2, [[0, 1, 2, 3, 4]], id="copies cost nothing"),
         pytest.param([], 4, [], id="empty"),
     ],
@@ -53,7 +55,7 @@ def test_cut_of_nothing_without_a_budget():
         pytest.param([2, 5, 3, 5], 20, [[1, 3, 2, 0]], id="exactly full"),
         pytest.param([2, 5, 3, 5], 19, [[1, 3, 2], [0]], id="one too many"),
         pytest.param([2, 5, 3, 5], 10, [[1, 3], [2, 0]], id="a row costs the longest row"),
-        pytest.param([2, 5, 3, 5], 4, [[1], [3], [2], [0]], id="a longer one travels alone"),
+        pytest.param([2, 5, 3, 5], 4, [[1], [3], [2], [0]], id="a longer one has a batch of its own"),
         pytest.param([2, 2, 2], 4, [[0, 1], [2]], id="equal lengths keep their order"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a collator reads of a feature, what it refuses by name, and what it ignores; with the trainers that feed it."""
+"""What a collator reads of a feature, what it refuses by name, and what it ignores; also under trainers."""
 
 import re
 from collections import UserDict
@@ -14,16 +14,18 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.features import HARMLESS
 from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.unread import HARMLESS
 
 N = -100
 ROW = {"input_ids": [7, 8, 9], "labels": [N, 8, 9]}
 COLLATORS = {
-    "radix": RadixCollator, "step": StepCollator, "padded step": partial(StepCollator, dedup=False),
+    "radix": RadixCollator,
+    "step": StepCollator,
+    "padded step": partial(StepCollator, dedup=False),
     "padded": PaddedCollator,
-}  # fmt: skip
+}
 
 
 def as_python(batch):
@@ -48,11 +50,12 @@ def test_a_feature_that_does_not_say_where_the_loss_is(name, extra):
     features = [ROW, {"input_ids": [7, 8, 5], **extra}]
     assert refusal(features, collator) == (
         "feature 1 has neither labels nor completion_mask or assistant_masks, so nothing says where the loss is. "
-        "Hugging Face's Trainer drops the mask columns unless remove_unused_columns=False; a collator made with "
-        "loss_on_all=True, such as RadixCollator(loss_on_all=True), trains every token"
+        "Hugging Face's Trainer drops the mask columns unless remove_unused_columns=False; "
+        "RadixCollator(loss_on_all=True) trains every token"
     )
-    everywhere = collator(loss_on_all=True)([ROW, {"input_ids": [7, 8, 5], **extra}])
-    assert repr(everywhere) == repr(collator()([ROW, {"input_ids": [7, 8, 5], "labels": [7, 8, 5]}]))
+    if collator is RadixCollator:
+        everywhere = collator(loss_on_all=True)(features)
+        assert repr(everywhere) == repr(collator()([ROW, {"input_ids": [7, 8, 5], "labels": [7, 8, 5]}]))
 
 
 def test_loss_on_all_leaves_labels_and_masks_in_force():
@@ -107,13 +110,13 @@ def test_padding_is_cut_off(mask, kept, loss, as_mask):
 
 
 def test_a_left_padded_batch_says_so_in_every_collator_that_shares():
-    """Hugging Face counts the positions of such a row from its padding, which learned positions would notice."""
+    """Hugging Face counts the positions of such a row from its padding, which changes learned positions."""
     left = {"input_ids": [0, 7, 8], "attention_mask": [0, 1, 1], "labels": [N, N, 8]}
     for collator in (RadixCollator(), RadixCollator(merge_labels=True)):
         assert collator([ROW, left])["radix_left_padded"] == 1
         assert "radix_left_padded" not in collator([ROW, {**left, "position_ids": [0, 0, 1]}])
         assert "radix_left_padded" not in collator([ROW, ROW])
-    (batch,) = StepCollator()([ROW, left])["micro_batches"]
+    (batch,) = StepCollator()([ROW, left]).micro_batches
     assert batch["radix_left_padded"] == 1
     padded = PaddedCollator()([ROW, left])
     assert padded["position_ids"].tolist() == [[0, 1, 2], [1, 2, 2]], "the ordinary baseline counts as Hugging Face"
@@ -156,9 +159,9 @@ def test_masks_that_are_refused(mask, message):
 def test_loss_on_padding_is_refused(labels, mask, place):
     """An ordinary model trains on it: it sees the labels, not the mask."""
     feature = {"input_ids": [3, 4, 5, 6, 7], "labels": labels, "attention_mask": mask}
-    where = "lies on" if not mask[place] else "is predicted from"
+    relation = "lies on" if not mask[place] else "is predicted from"
     assert refusal([ROW, feature]) == (
-        f"feature 1: labels[{place}] = {labels[place]} {where} a token that attention_mask hides, where an ordinary "
+        f"feature 1: labels[{place}] = {labels[place]} {relation} a token that attention_mask hides, so an ordinary "
         f"model would train on padding; set it to -100"
     )
 
@@ -283,17 +286,29 @@ def test_an_unread_input_is_refused_by_name(collator, name, value, came, reason)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("text", "hello"), ("text", np.str_("hello")), ("text", b"hello"),
+        ("text", "hello"),
+        ("text", np.str_("hello")),
+        ("text", b"hello"),
         ("messages", [{"role": "user", "content": "hello"}]),
-        ("metadata", {"id": 3, "score": 0.5}), ("tools", []), ("tools", None), ("tags", ["a", None]),
-        ("tags", (None, "b")), ("tags", [[], ["a", "b"]]), ("images", []), ("image", None),
-        ("images", [None]), ("images", np.array([], dtype=object)),
+        ("metadata", {"id": 3, "score": 0.5}),
+        ("tools", []),
+        ("tools", None),
+        ("tags", ["a", None]),
+        ("tags", (None, "b")),
+        ("tags", [[], ["a", "b"]]),
+        ("images", []),
+        ("image", None),
+        ("images", [None]),
+        ("images", np.array([], dtype=object)),
         ("words", np.array(["a", "b"])),
-        ("words", np.array(["a", None], dtype=object)), ("nothing", [None, None]),
-        ("made", date(2026, 1, 1)), ("made", datetime(2026, 1, 1)), ("made", np.datetime64("2026-01-01")),
+        ("words", np.array(["a", None], dtype=object)),
+        ("nothing", [None, None]),
+        ("made", date(2026, 1, 1)),
+        ("made", datetime(2026, 1, 1)),
+        ("made", np.datetime64("2026-01-01")),
         *((name, [1, 2, 3]) for name in sorted(HARMLESS)),
     ],
-)  # fmt: skip
+)
 def test_text_and_bookkeeping_are_ignored(name, value):
     batch = RadixCollator()([ROW, {**ROW, name: value}])
     assert as_python(batch) == as_python(RadixCollator()([ROW, ROW]))
@@ -319,7 +334,7 @@ def _arguments_of_causal_models(source):
 
 
 def test_the_danger_of_dropping_token_types_is_real():
-    """GPT-2 adds the embedding of token 0 where token_type_ids is 0."""
+    """GPT-2 adds the embedding of token 0 wherever token_type_ids is 0."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=2, n_positions=16)).eval()
     batch = {"input_ids": torch.tensor([[7, 8, 9]]), "labels": torch.tensor([[N, 8, 9]])}
@@ -356,10 +371,19 @@ MASKED_ROWS = [
 
 def arguments(folder, **others):
     return {
-        "output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
-        "learning_rate": 1e-4, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
-        "disable_tqdm": True, "train_sampling_strategy": "sequential", **others,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-4,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        **others,
+    }
 
 
 def logged(trainer):
@@ -418,18 +442,19 @@ TRL_ROWS = {
     "prompt, completion": ([{"prompt": q, "completion": f" {a}"} for q, a in ASKED], {}),
     "prompt, completion of messages": ([{"prompt": chat[:1], "completion": chat[1:]} for chat in CHATS], {}),
     "loss on the prompt too": (
-        [{"prompt": chat[:1], "completion": chat[1:]} for chat in CHATS], {"completion_only_loss": False},
+        [{"prompt": chat[:1], "completion": chat[1:]} for chat in CHATS],
+        {"completion_only_loss": False},
     ),
     "assistant_only_loss": ([{"messages": chat} for chat in CHATS], {"assistant_only_loss": True}),
     "columns kept": (
         [{"messages": chat, "source": "shop", "tools": None} for chat in CHATS],
         {"assistant_only_loss": True, "remove_unused_columns": False},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", TRL_ROWS)
-def test_trl_brings_labels_for_every_kind_of_row(tiny_qwen3, tmp_path, kind):
+def test_trl_makes_labels_for_every_kind_of_row(tiny_qwen3, tmp_path, kind):
     """So the drop-in needs no flag there. Against TRL's own collator."""
     from trl import SFTConfig, SFTTrainer
 
@@ -437,9 +462,12 @@ def test_trl_brings_labels_for_every_kind_of_row(tiny_qwen3, tmp_path, kind):
 
     def trainer_of(model, collator):
         return SFTTrainer(
-            model=model, args=SFTConfig(**arguments(tmp_path, max_length=None, **options)), data_collator=collator,
-            train_dataset=Dataset.from_list(rows), processing_class=chat_tokenizer(),
-        )  # fmt: skip
+            model=model,
+            args=SFTConfig(**arguments(tmp_path, max_length=None, **options)),
+            data_collator=collator,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=chat_tokenizer(),
+        )
 
     ordinary = trainer_of(tiny_qwen3(), None)
     (first, *_) = ordinary.train_dataset["labels"]

@@ -21,22 +21,24 @@ def test_two_sequences():
         "attention_mask": (torch.int64, [[1, 1, 1, 1], [1, 1, 0, 0]]),
         "position_ids": (torch.int64, [[0, 1, 2, 3], [0, 1, 2, 3]]),
         "shift_labels": (torch.int64, [[9, 6, 5]]),
-        "predictor_indices": (torch.int64, [1, 2, 4]),
-        "prediction_rows": (torch.int64, [0, 1, 2]),
-        "loss_weights": (torch.float32, [1.0, 1.0, 1.0]),
+        "radix_predictor_indices": (torch.int64, [1, 2, 4]),
+        "radix_prediction_rows": (torch.int64, [0, 1, 2]),
+        "radix_loss_weights": (torch.float32, [1.0, 1.0, 1.0]),
+        "radix_label_indices": (torch.int64, [2, 3, 5]),
+        "radix_cu_seqlens": (torch.int32, [0, 4, 6]),
     }
 
 
 def test_first_tokens_are_not_predicted_by_the_row_above():
-    batch = PaddedCollator(loss_on_all=True)([{"input_ids": [7, 8]}, {"input_ids": [5, 6]}])
-    assert batch["predictor_indices"].tolist() == [0, 2]
+    batch = PaddedCollator()([{"input_ids": [7, 8], "labels": [7, 8]}, {"input_ids": [5, 6], "labels": [5, 6]}])
+    assert batch["radix_predictor_indices"].tolist() == [0, 2]
     assert batch["shift_labels"].tolist() == [[8, 6]]
 
 
 def test_no_label():
-    batch = PaddedCollator(loss_on_all=True)([{"input_ids": [7]}])
+    batch = PaddedCollator()([{"input_ids": [7], "labels": [7]}])
     assert (batch["input_ids"].tolist(), batch["shift_labels"].tolist()) == ([[7]], [[]])
-    assert batch["predictor_indices"].tolist() == batch["loss_weights"].tolist() == []
+    assert batch["radix_predictor_indices"].tolist() == batch["radix_loss_weights"].tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_no_label():
 )
 def test_errors_name_the_feature(feature, message):
     with pytest.raises(ValueError) as error:
-        PaddedCollator(loss_on_all=True)([{"input_ids": [1]}, feature])
+        PaddedCollator()([{"input_ids": [1], "labels": [1]}, feature])
     assert str(error.value) == message
 
 
@@ -62,14 +64,17 @@ def test_an_empty_list_is_refused_in_the_users_words():
 def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequences, pad_token_id):
     labels = [[data.draw(st.sampled_from([N, 0, 1, 2])) for _ in ids] for ids in sequences]
     features = [{"input_ids": ids, "labels": row} for ids, row in zip(sequences, labels, strict=True)]
-    batch = PaddedCollator(pad_token_id)(features)
+    batch = PaddedCollator(pad_token_id=pad_token_id)(features)
     longest = max(map(len, sequences))
     assert batch["input_ids"].tolist() == [ids + [pad_token_id] * (longest - len(ids)) for ids in sequences]
     assert batch["attention_mask"].tolist() == [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
-    places = [divmod(index, longest) for index in batch["predictor_indices"].tolist()]
+    places = [divmod(index, longest) for index in batch["radix_predictor_indices"].tolist()]
     found = Counter((row, place, y) for (row, place), y in zip(places, batch["shift_labels"][0].tolist(), strict=True))
     assert found == Counter(
         (row, place - 1, y) for row, ys in enumerate(labels) for place, y in enumerate(ys) if place and y != N
     )
-    assert batch["prediction_rows"].tolist() == list(range(len(places)))
-    assert batch["loss_weights"].tolist() == [1.0] * len(places)
+    assert batch["radix_prediction_rows"].tolist() == list(range(len(places)))
+    assert batch["radix_loss_weights"].tolist() == [1.0] * len(places)
+    packed = [label for row in labels for label in row]
+    assert [packed[token] for token in batch["radix_label_indices"].tolist()] == batch["shift_labels"][0].tolist()
+    assert batch["radix_cu_seqlens"].diff().tolist() == list(map(len, sequences))

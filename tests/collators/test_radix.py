@@ -14,17 +14,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import radixtrain.collators.radix
 from radixtrain.collators.radix import RadixCollator
+from radixtrain.collators.unprepared import end_watch
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
 
 N = -100
 LAYOUT_KEYS = {
-    "radix_gather_indices", "radix_inverse_indices", "radix_cu_seqlens", "radix_segment_starts", "radix_subtree_ends",
-    "radix_path_keys", "radix_path_cu_seqlens_q", "radix_path_cu_seqlens_k",
-    "radix_level_queries", "radix_level_keys", "radix_level_cu_seqlens_q", "radix_level_cu_seqlens_k",
-    "radix_max_seqlen", "radix_max_segment", "radix_max_new_tokens", "radix_max_path", "radix_max_position",
+    *("radix_gather_indices", "radix_inverse_indices", "radix_cu_seqlens", "radix_segment_starts"),
+    *("radix_subtree_ends", "radix_path_keys", "radix_path_cu_seqlens_q", "radix_path_cu_seqlens_k"),
+    *("radix_level_queries", "radix_level_keys", "radix_level_cu_seqlens_q", "radix_level_cu_seqlens_k"),
+    *("radix_max_seqlen", "radix_max_segment", "radix_max_new_tokens", "radix_max_path", "radix_max_position"),
     "radix_levels",
-}  # fmt: skip
+}
 DOCSTRING = [
     {"input_ids": [7, 8, 9], "labels": [N, N, 9]},
     {"input_ids": [7, 8, 5], "labels": [N, N, 5]},
@@ -44,11 +45,18 @@ def as_python(batch):
 
 @pytest.fixture(scope="module")
 def qwen3():
+    """A stock model, with nothing but its shapes to refuse a batch by."""
+    end_watch()
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -56,8 +64,8 @@ def test_two_sequences():
     batch = RadixCollator()(DOCSTRING)
     assert batch.pop("radix_levels") == ((1, 2, 2, 2, 2, 2, 0),)
     assert set(batch) | {"radix_levels"} == LAYOUT_KEYS | {
-        "input_ids", "position_ids", "labels", "shift_labels", "radix_predictor_indices", "radix_label_indices"
-    }  # fmt: skip
+        *("input_ids", "position_ids", "labels", "shift_labels", "radix_predictor_indices", "radix_label_indices")
+    }
     long, short = torch.int64, torch.int32
     assert as_python(batch) == {
         "input_ids": (long, [[7, 8, 5, 9]]),
@@ -89,15 +97,41 @@ def test_two_sequences():
 def test_two_sequences_merged():
     batch = RadixCollator(merge_labels=True)([*DOCSTRING, DOCSTRING[0]])
     assert set(batch) == LAYOUT_KEYS | {
-        "input_ids", "position_ids", "shift_labels",
-        "radix_predictor_indices", "radix_prediction_rows", "radix_loss_weights",
-    }  # fmt: skip
+        *("input_ids", "position_ids", "shift_labels"),
+        *("radix_predictor_indices", "radix_prediction_rows", "radix_loss_weights"),
+    }
     assert batch["input_ids"].tolist() == [[7, 8, 5, 9]]
     assert batch["shift_labels"].tolist() == [[5, 9]]
     assert batch["radix_predictor_indices"].tolist() == [1], "one hidden row for both"
     assert batch["radix_prediction_rows"].tolist() == [0, 0]
     assert batch["radix_loss_weights"].tolist() == [1.0, 2.0]
     assert batch["radix_loss_weights"].dtype == torch.float32
+
+
+TILE_KEYS = {
+    f"radix_tiles_{name}"
+    for name in ("subtree_ends", "key_starts", "num_full", "key_blocks", "query_runs", "held", "walked")
+}
+
+
+@pytest.mark.parametrize(("tree_tiles", "sizes"), [(True, (128, 64)), ((32, 16), (32, 16))])
+def test_tree_tiles_only_if_asked_for(tree_tiles, sizes):
+    plain, batch = RadixCollator()(DOCSTRING), RadixCollator(tree_tiles=tree_tiles)(DOCSTRING)
+    assert set(batch) == set(plain) | TILE_KEYS
+    assert as_python({key: batch[key] for key in plain}) == as_python(plain)
+    assert (batch["radix_tiles_held"], batch["radix_tiles_walked"]) == sizes
+    assert batch["radix_tiles_subtree_ends"].tolist() == [4, 4, 3, 4]
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (64, 48)])
+def test_tile_sizes_that_the_kernel_does_not_take(sizes):
+    with pytest.raises(ValueError, match=r"tree tiles: held and walked must be powers of two from 16, got (8|48)"):
+        RadixCollator(tree_tiles=sizes)
+
+
+def test_fields_are_keywords():
+    with pytest.raises(TypeError, match="positional argument"):
+        RadixCollator(3)
 
 
 def test_docstrings():
@@ -192,7 +226,8 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
     label = st.sampled_from([N, 0, 1, 2])
     labels = [[data.draw(label) for _ in ids] for ids in sequences]
     features = [{"input_ids": ids, "labels": row} for ids, row in zip(sequences, labels, strict=True)]
-    collator = partial(RadixCollator, min_shared_tokens, pad_to_multiple_of)
+    sizes = {"min_shared_tokens": min_shared_tokens, "pad_to_multiple_of": pad_to_multiple_of}
+    collator = partial(RadixCollator, **sizes)
     batch, merged = collator()(features), collator(merge_labels=True)(features)
 
     num_rows, num_predictions = batch["input_ids"].shape[1], batch["shift_labels"].shape[1]
@@ -225,7 +260,7 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
 
 @settings(max_examples=50, deadline=None)
 @given(ragged_batches())
-def test_label_indices_find_the_token_behind_each_prediction(sequences):
+def test_label_indices_find_the_token_of_each_prediction(sequences):
     packed = [token for ids in sequences for token in ids]
     batch = RadixCollator(loss_on_all=True)([{"input_ids": ids} for ids in sequences])
     found = [
@@ -240,11 +275,15 @@ def test_label_indices_find_the_token_behind_each_prediction(sequences):
 @pytest.mark.parametrize(
     "as_input",
     [
-        list, tuple, np.array, torch.tensor,
-        partial(np.array, dtype=np.int32), partial(torch.tensor, dtype=torch.int32),
+        list,
+        tuple,
+        np.array,
+        torch.tensor,
+        partial(np.array, dtype=np.int32),
+        partial(torch.tensor, dtype=torch.int32),
     ],
     ids=["list", "tuple", "numpy", "torch", "numpy int32", "torch int32"],
-)  # fmt: skip
+)
 def test_lists_arrays_and_tensors_give_the_same_batch(as_input):
     features = [
         {name: as_input(values) for name, values in {**feature, "position_ids": [0, 1, 2]}.items()}

@@ -1,8 +1,10 @@
 """One optimizer step: the same predictions with the same weights, however it is cut."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -47,14 +49,13 @@ def histories_of_rows(batch, sequences):
 
 def predictions(step, features):
     found = Counter()
-    for batch, members in zip(step["micro_batches"], step["members"], strict=True):
+    for batch, members in zip(step.micro_batches, step.members, strict=True):
         rows = histories_of_rows(batch, [features[index]["input_ids"] for index in members])
-        prefix = "" if "attention_mask" in batch else "radix_"
-        predictors = batch[f"{prefix}predictor_indices"].tolist()
+        predictors = batch["radix_predictor_indices"].tolist()
         labels = batch["shift_labels"][0].tolist()
-        if f"{prefix}loss_weights" in batch:
-            predictors = [predictors[row] for row in batch[f"{prefix}prediction_rows"].tolist()]
-            weights = batch[f"{prefix}loss_weights"].tolist()
+        if "radix_loss_weights" in batch:
+            predictors = [predictors[row] for row in batch["radix_prediction_rows"].tolist()]
+            weights = batch["radix_loss_weights"].tolist()
         else:
             weights = [float(label != N) for label in labels]
         for row, label, weight in zip(predictors, labels, weights, strict=True):
@@ -77,15 +78,30 @@ def predictions(step, features):
 )
 def test_a_step(options, members, num_computed):
     step = StepCollator(**options)(FEATURES)
-    assert set(step) == {"micro_batches", "members", "num_labels", "num_tokens", "num_computed_tokens"}
-    assert step["members"] == members
-    assert len(step["micro_batches"]) == len(members)
-    assert {name: step[name] for name in ("num_labels", "num_tokens", "num_computed_tokens")} == {
-        "num_labels": 4,
-        "num_tokens": 8,
-        "num_computed_tokens": num_computed,
-    }
-    assert {type(step[name]) for name in ("num_labels", "num_tokens", "num_computed_tokens")} == {int}
+    assert step.where == ()
+    assert step.members == members
+    assert len(step.micro_batches) == len(members)
+    counts = step.num_labels, step.num_tokens, step.num_computed_tokens
+    assert counts == (4, 8, num_computed)
+    assert set(map(type, counts)) == {int}
+
+
+def test_a_step_moves_with_everything_else_as_it_was():
+    step = replace(StepCollator(max_tokens=4)(FEATURES), where=("a:1", "a:2", "a:3"))
+    moved = step.to("meta")
+    assert replace(moved, micro_batches=[]).__dict__ == replace(step, micro_batches=[]).__dict__
+    for before, after in zip(step.micro_batches, moved.micro_batches, strict=True):
+        assert list(before) == list(after)
+        for name, value in before.items():
+            tensor = isinstance(value, torch.Tensor)
+            assert after[name].device.type == "meta" if tensor else after[name] is value
+            assert not tensor or value.device.type == "cpu", "the step that was given is not changed"
+
+
+def test_options_have_names():
+    for collator in (StepCollator, PaddedCollator):
+        with pytest.raises(TypeError, match="positional argument"):
+            collator(3)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +109,17 @@ def test_a_step(options, members, num_computed):
     [
         ({}, RadixCollator(merge_labels=True)),
         ({"merge_labels": False}, RadixCollator()),
-        ({"min_shared_tokens": 3, "pad_to_multiple_of": 5}, RadixCollator(3, 5, merge_labels=True)),
-        ({"dedup": False, "pad_token_id": 9}, PaddedCollator(9)),
+        (
+            {"min_shared_tokens": 3, "pad_to_multiple_of": 5},
+            RadixCollator(min_shared_tokens=3, pad_to_multiple_of=5, merge_labels=True),
+        ),
+        ({"dedup": False, "pad_token_id": 9}, PaddedCollator(pad_token_id=9)),
     ],
     ids=["merged", "listed", "plan options", "baseline"],
 )
 def test_micro_batches_are_those_of_the_collator(options, collator):
     step = StepCollator(**options)(FEATURES)
-    (batch,), (members,) = step["micro_batches"], step["members"]
+    (batch,), (members,) = step.micro_batches, step.members
     expected = collator([FEATURES[index] for index in members])
     assert list(batch) == list(expected)
     for key, value in expected.items():
@@ -116,8 +135,8 @@ def test_a_step_without_labels(options):
     step = StepCollator(max_tokens=2, **options)(
         [{"input_ids": [1, 2], "labels": [N, N]}, {"input_ids": [3], "labels": [3]}]
     )
-    assert step["num_labels"] == 0
-    assert step["num_tokens"] == 3
+    assert step.num_labels == 0
+    assert step.num_tokens == 3
 
 
 @settings(max_examples=100, deadline=None)
@@ -130,12 +149,12 @@ def test_a_step_without_labels(options):
 )
 def test_the_predictions_of_a_step_do_not_depend_on_the_cut(features, max_tokens, options):
     step = StepCollator(max_tokens=max_tokens, **options)(features)
-    assert sorted(index for members in step["members"] for index in members) == list(range(len(features)))
+    assert sorted(index for members in step.members for index in members) == list(range(len(features)))
     expected = expected_predictions(features)
     assert predictions(step, features) == expected
-    assert step["num_labels"] == sum(expected.values())
-    assert step["num_tokens"] == sum(len(feature["input_ids"]) for feature in features)
-    assert step["num_computed_tokens"] == sum(batch["input_ids"].numel() for batch in step["micro_batches"])
+    assert step.num_labels == sum(expected.values())
+    assert step.num_tokens == sum(len(feature["input_ids"]) for feature in features)
+    assert step.num_computed_tokens == sum(batch["input_ids"].numel() for batch in step.micro_batches)
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,7 +173,7 @@ def test_no_micro_batch_computes_more_than_max_tokens(options, features, max_tok
             for start, feature in enumerate(features)
         ]
     step = StepCollator(max_tokens=max_tokens, **options)(features)
-    for batch, members in zip(step["micro_batches"], step["members"], strict=True):
+    for batch, members in zip(step.micro_batches, step.members, strict=True):
         assert batch["input_ids"].numel() <= max_tokens or len(members) == 1
 
 
@@ -171,13 +190,16 @@ def test_no_micro_batch_computes_more_than_max_tokens(options, features, max_tok
 def test_errors_name_the_feature_of_the_step(dedup, bad, message):
     """By its index in the step, wherever sorting put it in its micro-batch."""
     with pytest.raises(ValueError) as error:
-        StepCollator(dedup=dedup, loss_on_all=True)([{"input_ids": [5]}, bad, {"input_ids": [1]}])
+        StepCollator(dedup=dedup)([{"input_ids": [5], "labels": [5]}, bad, {"input_ids": [1], "labels": [1]}])
     assert str(error.value) == message
 
 
 def test_in_the_workers_of_a_data_loader():
     collator = StepCollator(max_tokens=4)
-    items = list(DataLoader(FEATURES, batch_size=3, collate_fn=collator, num_workers=2))
+    collator([FEATURES[0]])  # what it keeps between calls travels too
+    items = list(
+        DataLoader(FEATURES, batch_size=3, collate_fn=collator, num_workers=2, multiprocessing_context="spawn")
+    )
     (step,) = items
-    assert step["members"] == [[0, 2], [1]]
+    assert step.members == [[0, 2], [1]]
     assert predictions(step, FEATURES) == expected_predictions(FEATURES)

@@ -63,7 +63,7 @@ def test_merge_predictions():
     assert again.weights.tolist() == [1, 1, 2, 1], "weights add up, they do not start again"
 
 
-def test_merge_predictions_with_labels_beyond_32_bits():
+def test_merge_predictions_with_labels_above_32_bits():
     rows, labels, tokens = [1, 2, 2, 2, 2], [7, 2**62, 5, 2**62, 2**40], [1, 2, 3, 4, 5]
     listed = Predictions(*map(np.array, (rows, labels, tokens, [1] * 5)))
     assert as_lists(merge_predictions(listed)) == {
@@ -80,7 +80,7 @@ def test_merge_predictions_of_nothing():
     assert {array.dtype for array in merged} == {np.dtype(np.int64)}
 
 
-def test_labels_are_left_alone():
+def test_labels_are_not_changed():
     plan, labels = plan_and_labels([[1, 2], [3, 4]], [[1, 2], [3, 4]])
     list_predictions(plan, labels)
     assert labels.tolist() == [1, 2, 3, 4]
@@ -88,9 +88,11 @@ def test_labels_are_left_alone():
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.data(), ragged_batches(min_length=0, min_sequences=0), st.sampled_from([1, 2, 4, 1000]), st.sampled_from([None,
-    8])
-)  # fmt: skip
+    st.data(),
+    ragged_batches(min_length=0, min_sequences=0),
+    st.sampled_from([1, 2, 4, 1000]),
+    st.sampled_from([None, 8]),
+)
 def test_predictions_are_the_labelled_tokens(data, sequences, min_shared_tokens, pad_to_multiple_of):
     label = st.sampled_from([N, 0, 1, 2, 3])
     labels = [[data.draw(label) for _ in ids] for ids in sequences]

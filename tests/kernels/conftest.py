@@ -28,9 +28,9 @@ def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def triton_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where Triton's kernels run: a CUDA device, or the CPU under Triton's interpreter, with bfloat16 mended.
+    """The device that runs Triton's kernels: CUDA, or the CPU under Triton's interpreter, with its bfloat16 corrected.
 
-    The interpreter keeps bfloat16 as uint16. Casting to it (in 3.9 too) drops bits where the hardware rounds to the
+    The interpreter keeps bfloat16 as uint16. Casting to it (in 3.9 too) drops bits, while the hardware rounds to the
     nearest, and a product of matrices takes the bits for whole numbers.
     """
     if torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):

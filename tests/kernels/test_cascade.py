@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixtrain.kernels.cascade import BLOCK, blocked_pieces
+from radixtrain.kernels.cascade import BUNDLE, bundled_pieces
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
@@ -26,8 +26,8 @@ def layout_of(sequences, **options):
     return TreeLayout.from_plan(plan_of(sequences, **options))
 
 
-def blocked(layout, block=BLOCK):
-    return blocked_pieces(layout.segment_starts, layout.subtree_ends, layout.row_subtree_ends, block)
+def bundled(layout, bundle=BUNDLE):
+    return bundled_pieces(layout.segment_starts, layout.subtree_ends, layout.row_subtree_ends, bundle)
 
 
 def pairs(piece, num_rows):
@@ -65,9 +65,9 @@ def test_levels_of_a_single_segment_are_slices():
     assert (single.q_rows, single.k_rows) == (slice(8, 10), slice(7, 8))
 
 
-def test_blocks_literally():
-    """Rows 7 8 | 5 | 9 6 | 9 | 1 | 2 | 2 | 4 in blocks of 3: [7 8 5] [9 6 9] [1 2 2] [4]."""
-    own, *behind = blocked(layout_of(FOREST), block=3)
+def test_bundles_literally():
+    """Rows 7 8 | 5 | 9 6 | 9 | 1 | 2 | 2 | 4 in bundles of 3: [7 8 5] [9 6 9] [1 2 2] [4]."""
+    own, *after = bundled(layout_of(FOREST), bundle=3)
     assert own.ragged.cu_seqlens_q.tolist() == [0, 3, 6, 9, 10]
     seen = [None if mask is None else (mask == 0).int().tolist() for mask in own.ragged.masks]
     assert seen == [
@@ -76,34 +76,34 @@ def test_blocks_literally():
         [[1, 0, 0], [0, 1, 0], [0, 1, 1]],
         None,
     ]
-    assert [(piece.q_rows, piece.k_rows) for piece in behind] == [
+    assert [(piece.q_rows, piece.k_rows) for piece in after] == [
         (slice(3, 5), slice(0, 2)),  # 9 6 onto 7 8
         (slice(6, 10), slice(5, 6)),  # all of the second tree onto 9
         (slice(9, 10), slice(7, 8)),  # 4 onto 2
     ]
 
 
-def test_long_segments_stand_alone_and_keep_their_descendants_in_one_slice():
-    trunk = list(range(100, 100 + BLOCK + 1))
-    own, behind = blocked(layout_of([[*trunk, 1], [*trunk, 2], [*trunk, 3]]))
+def test_long_segments_are_bundles_and_keep_their_descendants_in_one_slice():
+    trunk = list(range(100, 100 + BUNDLE + 1))
+    own, after = bundled(layout_of([[*trunk, 1], [*trunk, 2], [*trunk, 3]]))
     assert own.ragged.bounds == ((0, len(trunk), 0, len(trunk)), (len(trunk), len(trunk) + 3) * 2)
     assert own.ragged.masks[0] is None
-    assert (behind.q_rows, behind.k_rows) == (slice(len(trunk), len(trunk) + 3), slice(0, len(trunk)))
+    assert (after.q_rows, after.k_rows) == (slice(len(trunk), len(trunk) + 3), slice(0, len(trunk)))
 
 
 def test_a_run_that_a_sequence_ends_in_is_one_slice():
-    own, behind = blocked(layout_of([[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5]]), block=3)
+    own, after = bundled(layout_of([[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5]]), bundle=3)
     assert own.ragged.cu_seqlens_q.tolist() == [0, 3, 5]
-    assert (behind.q_rows, behind.k_rows) == (slice(3, 5), slice(0, 3))
+    assert (after.q_rows, after.k_rows) == (slice(3, 5), slice(0, 3))
 
 
 def test_many_short_branches_are_few_calls():
     sequences = [[*range(100, 700), 1000 + n // 4, 2000 + n, 3, 4, 5] for n in range(64)]
     layout = layout_of(sequences)
     num_segments = len(layout.subtree_ends)
-    own, *behind = layout.pieces
+    own, *after = layout.pieces
     assert num_segments == 1 + 16 + 64
-    assert len(own.ragged.bounds) <= 12 and len(behind) <= 12
+    assert len(own.ragged.bounds) <= 12 and len(after) <= 12
 
 
 @example(DEEP, 1, None, 3)
@@ -114,10 +114,10 @@ def test_many_short_branches_are_few_calls():
     st.sampled_from([None, 8]),
     st.sampled_from([1, 2, 3, 5, 64]),
 )
-def test_every_pair_of_the_mask_is_in_one_call(sequences, min_shared_tokens, pad_to_multiple_of, block):
+def test_every_pair_of_the_mask_is_in_one_call(sequences, min_shared_tokens, pad_to_multiple_of, bundle):
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
     layout = TreeLayout.from_plan(plan)
-    for pieces in (tuple(layout.packed_pieces()), blocked(layout, block)):
+    for pieces in (tuple(layout.packed_pieces()), bundled(layout, bundle)):
         assert sum((pairs(piece, plan.num_rows) for piece in pieces), Counter()) == Counter(mask_pairs(plan))
         assert pieces[0].ragged.cu_seqlens_q[-1] == plan.num_rows, "the first meets every row"
     assert len(tuple(layout.packed_pieces())) == 1 + len(layout.levels) == 1 + max(plan.depth - 1, 0)
@@ -125,5 +125,5 @@ def test_every_pair_of_the_mask_is_in_one_call(sequences, min_shared_tokens, pad
 
 @pytest.mark.parametrize("sequences", [[], [[]], [[3]]], ids=["no sequence", "an empty one", "one token"])
 def test_nothing_to_share(sequences):
-    (own,) = blocked(layout_of(sequences))
+    (own,) = bundled(layout_of(sequences))
     assert own.ragged.cu_seqlens_q.tolist() == ([0, 1] if sequences == [[3]] else [0])

@@ -1,6 +1,8 @@
 """The kernels on a CUDA device: `make test-gpu`. What runs without one is in test_flash_signature.py."""
 
 import importlib.util
+import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 from radixtrain import build_prefix_plan, tree_attention
 from radixtrain.attention import choose_attention
-from radixtrain.kernels.blockwise import EagerKernel
+from radixtrain.errors import UserError
 from radixtrain.kernels.flash import flash_3_missing
+from radixtrain.kernels.looping import EagerKernel
 from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.scoring import Scoring
@@ -40,8 +43,10 @@ def gradients(out, inputs, dout):
     return [out, *torch.autograd.grad(out, inputs, dout)]
 
 
-@pytest.mark.parametrize("kernel", INSTALLED)
-@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+TREE = [("tree", "auto")] if importlib.util.find_spec("triton") else []
+
+
+@pytest.mark.parametrize(("attention", "kernel"), [*product(("cascade", "path", "expand"), INSTALLED), *TREE])
 def test_strategies_in_bfloat16(attention, kernel):
     plan = nested_plan()
     generator = torch.Generator().manual_seed(0)
@@ -157,6 +162,22 @@ def test_the_same_bits_every_time(name, attention):
     leaves = [x.requires_grad_() for x in inputs]
     runs = [gradients(tree_attention(*leaves, plan, attention=attention, kernel=name), leaves, dout) for _ in range(20)]
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.skipif(not TREE, reason="with triton installed this runs")
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (256, torch.float16), (64, torch.float32)])
+def test_tree_with_the_tiles_of_a_batch(head_dim, dtype):
+    """Of the sizes that the error for a batch without tiles asks for."""
+    plan = nested_plan()
+    leaves = [torch.randn(plan.num_rows, heads, head_dim, device=CUDA, dtype=dtype) for heads in (8, 2, 2)]
+    bare = TreeLayout.from_plan(plan).to(CUDA)
+    with pytest.raises(UserError, match=r"RadixCollator\(tree_tiles=") as error:
+        tree_attention(*leaves, bare, attention="tree")
+    sizes = [int(size) for size in re.findall(r"tree_tiles=\((\d+), (\d+)\)", str(error.value))[0]]
+    layout = TreeLayout.from_batch(TreeLayout.from_plan(plan, tiles=tuple(sizes)).to(CUDA).to_batch())
+    exact = tree_attention(*(x.double() for x in leaves), bare, attention="reference")
+    out = tree_attention(*leaves, layout, attention="tree")
+    assert (out - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
 
 
 def test_the_choice_of_this_machine():

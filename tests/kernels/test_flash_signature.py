@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels import flash
-from radixtrain.kernels.blockwise import EagerKernel
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel, flash_3_missing
+from radixtrain.kernels.looping import EagerKernel
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
@@ -52,7 +52,7 @@ TRIES = {
 class FlashRules:
     """What a varlen flash kernel demands of its arguments (`mha_varlen_fwd` and `_bwd` in flash_api.cpp).
 
-    Versions 2 and 3 demand the same, but for the widest head, which the door knows.
+    Versions 2 and 3 demand the same, but for the widest head, which `kernels/refusals.py` checks.
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...]):
@@ -218,7 +218,7 @@ BACKWARD_3 = """
 
 
 def newer(schema: str) -> str:
-    """Every argument behind the tensors has got a default since."""
+    """Every argument after the tensors has a default by now."""
     arguments, arrow, results = schema.partition(" ->")
     arguments = re.sub(r"(\? \w+)(?=[,)])", r"\1=None", arguments)
     arguments = arguments.replace("float softmax_scale", "float? softmax_scale=None")
@@ -389,7 +389,7 @@ MODIFIED = {
 def test_modifiers_reach_the_kernel(
     kernel: VarlenKernel, rules: FlashRules, trie: str, name: str, with_sinks: bool
 ) -> None:
-    """Both directions are told the window and the soft-cap; sinks are merged outside."""
+    """Both directions receive the window and the soft-cap; sinks are merged outside."""
     strategy, scoring = MODIFIED[name]
     plan = plan_of(TRIES[trie], pad_to_multiple_of=4)
     layout, tensors = TreeLayout.from_plan(plan), inputs(plan, (4, 2), 8, torch.float64)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from radixtrain.kernels.blockwise import EagerKernel, TorchCPUKernel
+from radixtrain.kernels.looping import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.pieces import Piece, attention_in_pieces
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
@@ -29,9 +29,9 @@ def ragged(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> 
 
 
 def some_pieces(size: int) -> dict[str, tuple[Piece, ...]]:
-    """Ten blocks of rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, where two pieces meet."""
+    """Ten runs of rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, and two pieces meet there."""
 
-    def blocks(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> Ragged:
+    def runs(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> Ragged:
         return ragged([n * size for n in lengths_q], [n * size for n in lengths_k], causal)
 
     def cut(start: int, end: int) -> slice:
@@ -40,25 +40,25 @@ def some_pieces(size: int) -> dict[str, tuple[Piece, ...]]:
     def rows(*indices: int) -> Tensor:
         return (torch.tensor(indices)[:, None] * size + torch.arange(size)).flatten()
 
-    own = Piece(EVERYTHING, EVERYTHING, blocks([3, 2, 3, 2], [3, 2, 3, 2], causal=True))
+    own = Piece(EVERYTHING, EVERYTHING, runs([3, 2, 3, 2], [3, 2, 3, 2], causal=True))
     return {
-        "own rows alone": (own,),
+        "only own rows": (own,),
         "slices": (
             own,
-            Piece(cut(3, 10), cut(0, 3), blocks([7], [3])),
-            Piece(cut(8, 10), cut(3, 5), blocks([2], [2])),
+            Piece(cut(3, 10), cut(0, 3), runs([7], [3])),
+            Piece(cut(8, 10), cut(3, 5), runs([2], [2])),
         ),
         "index tensors": (
             own,
-            Piece(rows(9, 3, 4, 5, 8), rows(2, 0, 1), blocks([5], [3])),
-            Piece(rows(6, 7, 9, 8), rows(0, 1, 4, 3), blocks([2, 2], [2, 2])),
+            Piece(rows(9, 3, 4, 5, 8), rows(2, 0, 1), runs([5], [3])),
+            Piece(rows(6, 7, 9, 8), rows(0, 1, 4, 3), runs([2, 2], [2, 2])),
         ),
-        "indexed queries, sliced keys": (own, Piece(rows(3, 9, 7), cut(0, 3), blocks([1, 2], [2, 1]))),
-        "sliced queries, indexed keys": (own, Piece(cut(5, 8), rows(2, 0, 4), blocks([3], [3]))),
+        "indexed queries, sliced keys": (own, Piece(rows(3, 9, 7), cut(0, 3), runs([1, 2], [2, 1]))),
+        "sliced queries, indexed keys": (own, Piece(cut(5, 8), rows(2, 0, 4), runs([3], [3]))),
         "entries without keys and without queries": (
-            Piece(EVERYTHING, EVERYTHING, blocks([3, 2, 3, 0, 2], [3, 0, 3, 4, 0], causal=True)),
-            Piece(cut(3, 5), cut(0, 3), blocks([2], [3])),
-            Piece(rows(8, 9), rows(3, 4), blocks([1, 1], [1, 1])),
+            Piece(EVERYTHING, EVERYTHING, runs([3, 2, 3, 0, 2], [3, 0, 3, 4, 0], causal=True)),
+            Piece(cut(3, 5), cut(0, 3), runs([2], [3])),
+            Piece(rows(8, 9), rows(3, 4), runs([1, 1], [1, 1])),
         ),
     }
 
@@ -231,7 +231,7 @@ def test_soft_capped_pieces_merge(pieces: tuple[Piece, ...]) -> None:
 
 def test_a_window_needs_whole_sequences() -> None:
     q, k, v, _ = inputs(torch.float64)
-    with pytest.raises(AssertionError, match="a distance means nothing between pieces"):
+    with pytest.raises(AssertionError, match="a window needs the distance"):
         attention_in_pieces(q, k, v, PIECES["slices"], EagerKernel(), Scoring(SCALE, window=2))
 
 

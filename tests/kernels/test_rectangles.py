@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.kernels.rectangles import LONG, STRIP, Block, blocks_of
+from radixtrain.kernels.rectangles import LONG, STRIP, Rectangles, cut_of
 
 CPU = torch.device("cpu")
 
@@ -17,16 +17,16 @@ def cut(lengths, causal=True, window=None, masks=None):
     """lengths: (queries, keys) of each entry."""
     q, k = ([0, *accumulate(side)] for side in (zip(*lengths, strict=True) if lengths else ((), ())))
     bounds = list(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
-    return blocks_of(bounds, masks or [None] * len(bounds), causal, window, CPU)
+    return cut_of(bounds, masks or [None] * len(bounds), causal, window, CPU)
 
 
-def pairs(blocks):
+def pairs(whole):
     """Counts every (query, key) pair that is computed and not hidden, by the views that the kernels take."""
     found = Counter()
     rows = torch.arange(10_000)
-    for block in blocks.blocks:
-        for n, (queries, keys) in enumerate(zip(block.queries(rows), block.keys(rows), strict=True)):
-            mask = block.mask if block.mask is None or block.mask.ndim == 2 else block.mask[n, 0]
+    for part in whole.parts:
+        for n, (queries, keys) in enumerate(zip(part.queries(rows), part.keys(rows), strict=True)):
+            mask = part.mask if part.mask is None or part.mask.ndim == 2 else part.mask[n, 0]
             for i, query in enumerate(queries.tolist()):
                 seen = keys if mask is None else keys[mask[i] == 0]
                 found.update((query, key) for key in seen.tolist())
@@ -44,40 +44,40 @@ def expected_pairs(lengths, causal, window):
     return found
 
 
-def shapes(blocks):
-    return [(b.number, b.num_queries, b.num_keys, b.first_query, b.first_key) for b in blocks.blocks]
+def shapes(found):
+    return [(b.number, b.num_queries, b.num_keys, b.first_query, b.first_key) for b in found.parts]
 
 
 def test_equal_entries_are_one_call():
-    blocks = cut([(3, 3)] * 4)
-    assert shapes(blocks) == [(4, 3, 3, 0, 0)]
-    assert not blocks.keys_meet and blocks.num_queries == 12
+    found = cut([(3, 3)] * 4)
+    assert shapes(found) == [(4, 3, 3, 0, 0)]
+    assert not found.keys_meet and found.num_queries == 12
 
 
 def test_a_long_causal_entry_is_strips_that_see_what_is_before_them():
-    blocks = cut([(2 * STRIP, 2 * STRIP)])
-    assert shapes(blocks) == [(1, STRIP, STRIP, 0, 0), (1, STRIP, 2 * STRIP, STRIP, 0)]
-    assert blocks.keys_meet
-    assert (blocks.blocks[1].mask == 0).int().sum(1).tolist() == list(range(STRIP + 1, 2 * STRIP + 1))
+    found = cut([(2 * STRIP, 2 * STRIP)])
+    assert shapes(found) == [(1, STRIP, STRIP, 0, 0), (1, STRIP, 2 * STRIP, STRIP, 0)]
+    assert found.keys_meet
+    assert (found.parts[1].mask == 0).int().sum(1).tolist() == list(range(STRIP + 1, 2 * STRIP + 1))
 
 
 def test_a_very_long_entry_is_left_to_the_kernel():
-    (block,) = cut([(LONG, LONG)]).blocks
-    assert (block.num_queries, block.causal, block.mask) == (LONG, True, None)
-    assert [each.number for each in cut([(LONG, LONG)] * 2).blocks] == [1, 1]
-    assert not any(block.causal for block in cut([(LONG, LONG + 1)]).blocks), "is_causal counts from the top left"
-    assert not any(block.causal for block in cut([(LONG, LONG)], window=9).blocks)
+    (part,) = cut([(LONG, LONG)]).parts
+    assert (part.num_queries, part.causal, part.mask) == (LONG, True, None)
+    assert [each.number for each in cut([(LONG, LONG)] * 2).parts] == [1, 1]
+    assert not any(part.causal for part in cut([(LONG, LONG + 1)]).parts), "is_causal counts from the top left"
+    assert not any(part.causal for part in cut([(LONG, LONG)], window=9).parts)
 
 
 def test_strips_of_equal_sequences_are_batched():
-    blocks = cut([(2 * STRIP, 2 * STRIP)] * 3)
-    assert shapes(blocks) == [(3, STRIP, STRIP, 0, 0), (3, STRIP, 2 * STRIP, STRIP, 0)]
-    assert {(b.query_step, b.key_step) for b in blocks.blocks} == {(2 * STRIP, 2 * STRIP)}
+    found = cut([(2 * STRIP, 2 * STRIP)] * 3)
+    assert shapes(found) == [(3, STRIP, STRIP, 0, 0), (3, STRIP, 2 * STRIP, STRIP, 0)]
+    assert {(b.query_step, b.key_step) for b in found.parts} == {(2 * STRIP, 2 * STRIP)}
 
 
 def test_strips_are_about_equally_high():
     """One query more than a strip holds is two halves, not a strip and a call for one query."""
-    assert [b.num_queries for b in cut([(STRIP + 1, STRIP + 1)]).blocks] == [STRIP // 2, STRIP // 2 + 1]
+    assert [b.num_queries for b in cut([(STRIP + 1, STRIP + 1)]).parts] == [STRIP // 2, STRIP // 2 + 1]
 
 
 def test_unequal_steps_part():
@@ -85,29 +85,29 @@ def test_unequal_steps_part():
 
 
 def test_entries_without_a_mask_stay_whole():
-    blocks = cut([(300, 5), (300, 5)], causal=False)
-    assert shapes(blocks) == [(2, 300, 5, 0, 0)]
-    assert blocks.blocks[0].mask is None
+    found = cut([(300, 5), (300, 5)], causal=False)
+    assert shapes(found) == [(2, 300, 5, 0, 0)]
+    assert found.parts[0].mask is None
 
 
 def test_masks_of_equal_entries_are_stacked():
     masks = [torch.tensor([[0.0, float("-inf")], [n, 0.0]]) for n in (0.0, float("-inf"))]
-    (block,) = cut([(2, 2), (2, 2)], masks=masks).blocks
-    assert block.mask.shape == (2, 1, 2, 2)
-    assert torch.equal(block.mask[:, 0], torch.stack(masks))
+    (part,) = cut([(2, 2), (2, 2)], masks=masks).parts
+    assert part.mask.shape == (2, 1, 2, 2)
+    assert torch.equal(part.mask[:, 0], torch.stack(masks))
 
 
-def test_queries_without_a_key_are_in_no_block():
-    blocks = cut([(2, 0), (0, 3), (1, 1)])
-    assert shapes(blocks) == [(1, 1, 1, 2, 3)]
-    assert blocks.num_queries == 1
+def test_queries_without_a_key_are_in_no_part():
+    found = cut([(2, 0), (0, 3), (1, 1)])
+    assert shapes(found) == [(1, 1, 1, 2, 3)]
+    assert found.num_queries == 1
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_views_are_no_copies(number):
     x = torch.arange(24.0).view(12, 2)[:, 1:]
-    block = Block(1, 2, 0, 1, number=number, query_step=4, key_step=4)
-    view = block.queries(x)
+    part = Rectangles(1, 2, 0, 1, number=number, query_step=4, key_step=4)
+    view = part.queries(x)
     assert view.tolist() == [[[x[1 + 4 * n].item()], [x[2 + 4 * n].item()]] for n in range(number)]
     view.fill_(-1)
     assert int((x == -1).sum()) == 2 * number
@@ -121,6 +121,6 @@ def test_views_are_no_copies(number):
 )
 def test_every_pair_is_in_one_rectangle(lengths, causal, window):
     window = window if causal else None
-    blocks = cut(lengths, causal, window)
-    assert pairs(blocks) == expected_pairs(lengths, causal, window)
-    assert blocks.num_queries == sum(queries for queries, keys in lengths if keys)
+    found = cut(lengths, causal, window)
+    assert pairs(found) == expected_pairs(lengths, causal, window)
+    assert found.num_queries == sum(queries for queries, keys in lengths if keys)

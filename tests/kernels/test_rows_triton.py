@@ -1,15 +1,15 @@
-"""T packed tokens, U unique rows. `triton_device` says where Triton's kernels run."""
+"""T packed tokens, U unique rows. `triton_device` is the device of Triton's kernels."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
@@ -22,15 +22,11 @@ from radixtrain.kernels.rows_triton import gather_rows, sum_rows
 
 REPEATED = [2, 0, 2, 1, 2, 0]  # of four rows: one three times, one twice, one once, one never
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-OPS = {"gather": (rows_triton._gather_rows, 4), "sum": (rows_triton._sum_rows, 6)}
+OPS = {"gather": (rows_triton._gather_rows, 4, ("indices",)), "sum": (rows_triton._sum_rows, 6, ("order", "starts"))}
 
 
 def repeated(device: torch.device, dtype: torch.dtype = torch.int64) -> RowOrder:
     return row_order(torch.tensor(REPEATED, dtype=dtype, device=device), 4)
-
-
-def leaf(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, device=device, requires_grad=True)
 
 
 def assert_both_match(rows: RowOrder, x: Tensor, grad: Tensor) -> None:
@@ -56,13 +52,10 @@ def test_order_refuses_rows_that_are_not_there() -> None:
             row_order(torch.tensor(indices), 4)
 
 
-def test_gather_and_its_gradient_literally(triton_device: torch.device) -> None:
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], device=triton_device, requires_grad=True)
+def test_gather_literally(triton_device: torch.device) -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], device=triton_device)
     out = gather_rows(x, row_order(torch.tensor([2, 0, 2], device=triton_device), 3))
     assert out.tolist() == [[5.0, 6.0], [1.0, 2.0], [5.0, 6.0]]
-    upstream = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]], device=triton_device)
-    (grad,) = torch.autograd.grad(out, x, upstream)
-    assert grad.tolist() == [[2.0, 20.0], [0.0, 0.0], [4.0, 40.0]]
 
 
 def test_sum_literally(triton_device: torch.device) -> None:
@@ -71,21 +64,27 @@ def test_sum_literally(triton_device: torch.device) -> None:
     assert sum_rows(x, rows).tolist() == [[2.0, 20.0], [0.0, 0.0], [4.0, 40.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_gradients(triton_device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    rows = repeated(triton_device, dtype)
-    assert gradcheck(lambda x: gather_rows(x, rows), (leaf(triton_device, *shape),))
-    assert gradgradcheck(lambda x: gather_rows(x, rows), (leaf(triton_device, *shape),))
-    assert gradcheck(lambda x: sum_rows(x, rows), (leaf(triton_device, 6, *shape[1:]),))
+def test_index_dtypes(triton_device: torch.device, dtype: torch.dtype) -> None:
+    x, grad = (torch.randn(n, 3, dtype=torch.float64, device=triton_device) for n in (4, 6))
+    assert_both_match(repeated(triton_device, dtype), x, grad)
+
+
+@pytest.mark.parametrize(("op", "num_rows"), [(gather_rows, 4), (sum_rows, 6)])
+def test_no_gradient_is_lost_in_silence(triton_device: torch.device, op: Callable[..., Tensor], num_rows: int) -> None:
+    """The autograd functions of `rows.py` call them; through a direct call autograd raises."""
+    out = op(torch.randn(num_rows, 3, device=triton_device, requires_grad=True), repeated(triton_device))
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_opcheck(triton_device: torch.device, op: str, shape: tuple[int, ...]) -> None:
-    function, num_rows = OPS[op]
-    for x in (leaf(triton_device, num_rows, *shape), torch.zeros(num_rows, *shape, device=triton_device)):
-        torch.library.opcheck(function, (x, *vars(repeated(triton_device)).values()))
+    function, num_rows, names = OPS[op]
+    for dtype in (torch.float64, torch.float32):
+        x = torch.randn(num_rows, *shape, dtype=dtype, device=triton_device)
+        torch.library.opcheck(function, (x, *(vars(repeated(triton_device))[name] for name in names)))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (17, 5), (1024,), (1025,), (2049,)])
@@ -128,17 +127,15 @@ def test_non_contiguous_rows_indices_and_gradients(triton_device: torch.device) 
     ):
         assert not any(t.is_contiguous() for t in (x, grad, strided.indices, strided.order, strided.starts))
         assert_both_match(strided, x, grad)
-    gather_rows(x := leaf(device, 4, 3), strided).sum().backward()
-    assert x.grad[:, 0].tolist() == [2.0, 1.0, 3.0, 0.0]
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (0, 3), (4, 0), (4,)])
 def test_nothing_to_gather(triton_device: torch.device, shape: tuple[int, ...]) -> None:
     rows = row_order(torch.zeros(0, dtype=torch.int64, device=triton_device), shape[0])
-    out = gather_rows(x := leaf(triton_device, *shape), rows)
+    x = torch.randn(*shape, device=triton_device)
+    out = gather_rows(x, rows)
     assert out.shape == (0, *shape[1:])
-    out.sum().backward()
-    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert torch.equal(sum_rows(out, rows), torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("op", [gather_rows, sum_rows])

@@ -1,3 +1,5 @@
+"""Scores of products, with and without a soft-cap, and their gradient."""
+
 import math
 
 import pytest

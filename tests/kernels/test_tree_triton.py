@@ -1,4 +1,4 @@
-"""U rows, N query heads, K key/value heads, H head dim. `triton_device` says where Triton's kernels run."""
+"""U rows, N query heads, K key/value heads, H head dim. `triton_device` is the device of Triton's kernels."""
 
 import os
 
@@ -17,7 +17,7 @@ from radixtrain import build_prefix_plan
 from radixtrain.kernels import tree_triton
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.tree_tiles import TreeBlocks, tree_blocks
+from radixtrain.kernels.tree_tiles import TreeTiles, tree_tiles
 from radixtrain.kernels.tree_triton import tiled_tree_attention
 from radixtrain.testing import (
     assert_within_reference_error,
@@ -62,10 +62,10 @@ def inputs(
 
 
 def results(ends: list[int] | np.ndarray, tensors: list[Tensor], held: int = 16, walked: int = 16) -> list[Tensor]:
-    """out, lse and the gradients of out alone, on CPU."""
+    """out, lse and the gradients through out, not lse, on CPU."""
     *q_k_v, dout, _ = tensors
     leaves = [x.detach().requires_grad_() for x in q_k_v]
-    out, lse = tiled_tree_attention(*leaves, tree_blocks(ends, held, walked).to(dout.device), SCALE)
+    out, lse = tiled_tree_attention(*leaves, tree_tiles(ends, held, walked).to(dout.device), SCALE)
     return [x.detach().cpu() for x in (out, lse, *torch.autograd.grad(out, leaves, dout))]
 
 
@@ -95,18 +95,18 @@ def dense_tiles(ends: np.ndarray, block_q: int, block_k: int) -> tuple[np.ndarra
     return tiles.any((1, 3)), tiles.all((1, 3))
 
 
-def tiles_by_query_block(blocks: TreeBlocks, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def tiles_by_query_block(lists: TreeTiles, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     some, full = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
-    starts, num_full, keys = blocks.key_starts.tolist(), blocks.num_full.tolist(), blocks.key_blocks.numpy()
+    starts, num_full, keys = lists.key_starts.tolist(), lists.num_full.tolist(), lists.key_blocks.numpy()
     for i in range(shape[0]):
         np.add.at(some[i], keys[starts[i] : starts[i + 1]], 1)
         np.add.at(full[i], keys[starts[i] : starts[i] + num_full[i]], 1)
     return some, full
 
 
-def tiles_by_key_block(blocks: TreeBlocks, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def tiles_by_key_block(lists: TreeTiles, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     some, full = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
-    for j, (first, last, first_full, last_full) in enumerate(blocks.query_runs.tolist()):
+    for j, (first, last, first_full, last_full) in enumerate(lists.query_runs.tolist()):
         assert first <= first_full <= last_full <= last
         some[first:last, j] += 1
         full[first_full:last_full, j] += 1
@@ -114,20 +114,20 @@ def tiles_by_key_block(blocks: TreeBlocks, shape: tuple[int, int]) -> tuple[np.n
 
 
 def assert_lists_are_the_mask(ends: np.ndarray, held: int, walked: int) -> None:
-    blocks = tree_blocks(ends, held, walked)
+    lists = tree_tiles(ends, held, walked)
     for tiles, sizes in ((tiles_by_query_block, (held, walked)), (tiles_by_key_block, (walked, held))):
         expected = dense_tiles(ends, *sizes)
-        assert all(np.array_equal(x, y) for x, y in zip(tiles(blocks, expected[0].shape), expected, strict=True))
+        assert all(np.array_equal(x, y) for x, y in zip(tiles(lists, expected[0].shape), expected, strict=True))
 
 
 def test_lists_literally() -> None:
-    blocks = tree_blocks(SMALL, held=2, walked=2)
-    assert blocks.subtree_ends.tolist() == SMALL
-    assert blocks.key_starts.tolist() == [0, 1, 3, 5]
-    assert blocks.num_full.tolist() == [0, 1, 1]
-    assert blocks.key_blocks.tolist() == [0, 0, 1, 0, 2]
-    assert blocks.query_runs.tolist() == [[0, 3, 1, 3], [1, 2, 2, 2], [2, 3, 3, 3]]
-    assert {x.dtype for x in vars(blocks.to("cpu")).values() if isinstance(x, Tensor)} == {torch.int32}
+    lists = tree_tiles(SMALL, held=2, walked=2)
+    assert lists.subtree_ends.tolist() == SMALL
+    assert lists.key_starts.tolist() == [0, 1, 3, 5]
+    assert lists.num_full.tolist() == [0, 1, 1]
+    assert lists.key_blocks.tolist() == [0, 0, 1, 0, 2]
+    assert lists.query_runs.tolist() == [[0, 3, 1, 3], [1, 2, 2, 2], [2, 3, 3, 3]]
+    assert {x.dtype for x in vars(lists.to("cpu")).values() if isinstance(x, Tensor)} == {torch.int32}
 
 
 @pytest.mark.parametrize("held", [1, 2, 3, 5, 16])
@@ -144,21 +144,21 @@ def test_lists_of_generated_tries(sequences: list[list[int]], held: int, walked:
 
 
 def test_no_rows_have_no_lists() -> None:
-    blocks = tree_blocks([], 16, 16)
-    assert (blocks.num_rows, blocks.key_starts.tolist(), blocks.query_runs.shape) == (0, [0], (0, 4))
+    lists = tree_tiles([], 16, 16)
+    assert (lists.num_rows, lists.key_starts.tolist(), lists.query_runs.shape) == (0, [0], (0, 4))
 
 
 @pytest.mark.parametrize("ends", [[2, 1], [2, 3], [0, 2]])
 def test_ends_that_no_tree_has(ends: list[int]) -> None:
     with pytest.raises(ValueError, match=r"subtree_ends\[[01]\] must lie in \[[12], 2\], got [013]"):
-        tree_blocks(ends, 16, 16)
+        tree_tiles(ends, 16, 16)
 
 
 def test_attention_literally(triton_device: torch.device) -> None:
     """Keys alike, so that every row is the mean of the values of those it sees, and its log-sum-exp their logarithm."""
     q = torch.zeros(6, 1, 1, device=triton_device)
     v = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], device=triton_device)[:, None, None]
-    out, lse = tiled_tree_attention(q, q, v, tree_blocks(SMALL, 16, 16).to(triton_device), 1.0)
+    out, lse = tiled_tree_attention(q, q, v, tree_tiles(SMALL, 16, 16).to(triton_device), 1.0)
     assert out.flatten().tolist() == pytest.approx([1, 3 / 2, 7 / 3, 11 / 3, 19 / 3, 51 / 4], rel=1e-6)
     assert lse[0].exp().tolist() == pytest.approx([1, 2, 3, 3, 3, 4], rel=1e-6)
 
@@ -167,8 +167,8 @@ def test_attention_literally(triton_device: torch.device) -> None:
 @pytest.mark.parametrize(("held", "walked"), [(16, 16), (32, 16), (16, 32)])
 def test_deep_tries(triton_device: torch.device, dtype: torch.dtype, held: int, walked: int) -> None:
     plan = deep_plan(run=17)
-    blocks = tree_blocks(plan.row_subtree_ends, held, walked)
-    assert plan.depth == 3 and plan.num_rows % held and 0 < blocks.num_full.sum() < len(blocks.key_blocks)
+    lists = tree_tiles(plan.row_subtree_ends, held, walked)
+    assert plan.depth == 3 and plan.num_rows % held and 0 < lists.num_full.sum() < len(lists.key_blocks)
     assert_exact(plan.row_subtree_ends, inputs(plan.num_rows, dtype, triton_device), held, walked)
 
 
@@ -243,7 +243,7 @@ def test_gradients_of_the_log_sum_exp(triton_device: torch.device) -> None:
         return [x.detach() for x in (out, lse, *grads)]
 
     leaves = [x.requires_grad_() for x in q_k_v]
-    out_and_lse = tiled_tree_attention(*leaves, tree_blocks(ends, 16, 16).to(triton_device), SCALE)
+    out_and_lse = tiled_tree_attention(*leaves, tree_tiles(ends, 16, 16).to(triton_device), SCALE)
     actual = [*out_and_lse, *torch.autograd.grad(out_and_lse, leaves, [dout, dlse])]
     actual = [x.detach().cpu() for x in actual]
     assert_within_reference_error(actual, expected(torch.float32), expected(torch.float64), names=NAMES)
@@ -283,7 +283,7 @@ MUTATIONS = {
     "a sibling is seen": (SMALL, 2, 6),
     "a descendant is lost": (SMALL, 1, 5),
     "the last branch is lost": (SMALL, 0, 4),
-    "a row behind the block's edge is seen": ([17] * 16 + [17, 18], 15, 18),
+    "a row past the block's edge is seen": ([17] * 16 + [17, 18], 15, 18),
 }
 
 
@@ -302,13 +302,13 @@ def test_wrong_lists_fail(triton_device: torch.device, monkeypatch: pytest.Monke
     """A tile that is left out, and a partial one that is taken for full."""
     ends = deep_plan().row_subtree_ends
     tensors = inputs(len(ends), torch.float32, triton_device)
-    right = tree_blocks(ends, 16, 16)
+    right = tree_tiles(ends, 16, 16)
     wrong_runs, wrong_full = right.query_runs.clone(), right.num_full.clone()
     wrong_runs[0, 1] -= 1
     wrong_full[-1] += 1
     for name, value in (("query_runs", wrong_runs), ("num_full", wrong_full)):
-        wrong = TreeBlocks(**{**vars(right), name: value})
-        monkeypatch.setitem(globals(), "tree_blocks", lambda *_, wrong=wrong: wrong)
+        wrong = TreeTiles(**{**vars(right), name: value})
+        monkeypatch.setitem(globals(), "tree_tiles", lambda *_, wrong=wrong: wrong)
         with pytest.raises(AssertionError, match="relative error"):
             assert_exact(ends, tensors)
 
@@ -337,25 +337,28 @@ def test_other_branches_change_no_bit(triton_device: torch.device) -> None:
 
 def test_opcheck(triton_device: torch.device) -> None:
     q, k, v, dout, dlse = inputs(len(SMALL), torch.float32, triton_device, heads=(2, 1), head_dim=3)
-    blocks = tree_blocks(SMALL, 16, 16).to(triton_device)
-    lists = (*tree_triton._lists(blocks), 16, 16, SCALE)
+    tiles = tree_tiles(SMALL, 16, 16).to(triton_device)
+    lists = (*tree_triton._lists(tiles), 16, 16, SCALE)
     torch.library.opcheck(tree_triton._forward, (*(x.requires_grad_() for x in (q, k, v)), *lists))
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = tiled_tree_attention(q, k, v, blocks, SCALE)
+    out, lse = tiled_tree_attention(q, k, v, tiles, SCALE)
     torch.library.opcheck(tree_triton._backward, (dout, dlse, q, k, v, out, lse, *lists))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"dtype": torch.float64}, "must share one of"),
-    ({"head_dim": 257}, r"head dim must be in \[1, 256\], got 257"),
-    ({"heads": (3, 2)}, "K a divisor of N"),
-    ({"num_rows": 5}, "blocks are of 6 rows, q has 5"),
-    ({"held": 8}, "powers of two from 16, got 8"),
-    ({"walked": 48}, "powers of two from 16, got 48"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float64}, "must share one of"),
+        ({"head_dim": 257}, r"head dim must be in \[1, 256\], got 257"),
+        ({"heads": (3, 2)}, "K a divisor of N"),
+        ({"num_rows": 5}, "tiles are of 6 rows, q has 5"),
+        ({"held": 8}, "powers of two from 16, got 8"),
+        ({"walked": 48}, "powers of two from 16, got 48"),
+    ],
+)
 def test_refusals(changes: dict, message: str) -> None:
     sizes = {"num_rows": 6, "dtype": torch.float32, "heads": (2, 1), "head_dim": 4, "held": 16, "walked": 16} | changes
-    blocks = tree_blocks(SMALL, sizes.pop("held"), sizes.pop("walked"))
+    tiles = tree_tiles(SMALL, sizes.pop("held"), sizes.pop("walked"))
     q, k, v, *_ = inputs(device=torch.device("cpu"), **sizes)
     with pytest.raises(ValueError, match=message):
-        tiled_tree_attention(q, k, v, blocks, SCALE)
+        tiled_tree_attention(q, k, v, tiles, SCALE)

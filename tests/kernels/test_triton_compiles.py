@@ -61,14 +61,14 @@ def launch_rows_and_merge() -> None:
 
 
 def launch_tree_attention() -> None:
-    from radixtrain.kernels.tree_tiles import block_sizes, tree_blocks
+    from radixtrain.kernels.tree_tiles import tile_sizes, tree_tiles
     from radixtrain.kernels.tree_triton import tiled_tree_attention
 
     dtype = torch.bfloat16
     for head_dim in (128, 256):
-        blocks = tree_blocks([64] * 64, *block_sizes(head_dim, dtype))
+        tiles = tree_tiles([64] * 64, *tile_sizes(head_dim, dtype))
         q, k, v = (torch.zeros(64, heads, head_dim, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
-        out, _ = tiled_tree_attention(q, k, v, blocks, 0.1)
+        out, _ = tiled_tree_attention(q, k, v, tiles, 0.1)
         out.backward(torch.zeros_like(out))
 
 

@@ -1,4 +1,4 @@
-"""Tree attention and its rows by the Triton kernels, where they are asked for."""
+"""Tree attention and its rows by the Triton kernels, if they are asked for."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from radixtrain.attention import tree_attention
-from radixtrain.kernels.cascade import blocked_pieces
+from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.kernels.triton_runtime import by_triton
+from radixtrain.kernels.triton_runtime import by_triton, triton_missing
 from radixtrain.testing import relative_error
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -56,7 +56,7 @@ def with_gradients(attention: str, device: torch.device, dtype: torch.dtype) -> 
 def test_attention(
     triton_device: torch.device, monkeypatch: pytest.MonkeyPatch, count: Any, attention: str, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("radixtrain.tree.layout.blocked_pieces", partial(blocked_pieces, block=2))
+    monkeypatch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=2))
     monkeypatch.delenv("RADIXTRAIN_TRITON", raising=False)
     expected = with_gradients(attention, triton_device, dtype)
     assert count() == {"merge": 0, "sum": 0}
@@ -88,3 +88,15 @@ def test_only_where_asked_for(
     monkeypatch.setenv("RADIXTRAIN_TRITON", asked)
     monkeypatch.setenv("TRITON_INTERPRET", interpreter)
     assert by_triton(torch.empty(1, device=device)) is expected
+
+
+def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton_missing(torch.device("cpu")) is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert triton_missing(torch.device("cuda")) is None
+    assert triton_missing(torch.device("cpu")) == (
+        "Triton needs CUDA, the tensors are on cpu (TRITON_INTERPRET=1 runs it there, slowly)"
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert triton_missing(torch.device("cuda")) == "Triton is not installed (pip install triton)"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.blockwise import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.flash import TorchCUDAKernel
+from radixtrain.kernels.looping import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
@@ -108,7 +108,7 @@ def by_kernel(
 
 
 def split_lse(results: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """The results with the finite part of the log-sum-exp, and where that is."""
+    """The results with the finite part of the log-sum-exp, and a mask of that part."""
     finite = results[1].isfinite()
     assert (results[1][~finite] == float("-inf")).all()
     return [results[0], results[1][finite], *results[2:]], finite
@@ -120,9 +120,9 @@ def split_lse(results: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 class TestAgainstSoftmax:
     def test_float64(self, kernel: VarlenKernel, case: Case, heads: tuple[int, int], head_dim: int) -> None:
         tensors, scale = inputs(case, heads, head_dim, torch.float64), 1.3 * head_dim**-0.5
-        truth, where = split_lse(by_softmax(*tensors, case, scale))
+        truth, finite = split_lse(by_softmax(*tensors, case, scale))
         actual, here = split_lse(by_kernel(kernel, *tensors, ragged_call(case), scale))
-        assert torch.equal(here, where)
+        assert torch.equal(here, finite)
         errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
         assert max(errors.values()) <= 1e-12, errors
 
@@ -133,10 +133,10 @@ class TestAgainstSoftmax:
         """An error d of the log-sum-exp scales p by 1 + d. p is rounded to bfloat16, so d may be as large as that."""
         case = tuple(8 * n for n in case[0]), tuple(8 * n for n in case[1]), case[2]  # enough rows to average out luck
         tensors, scale = inputs(case, heads, head_dim, dtype), head_dim**-0.5
-        truth, where = split_lse(by_softmax(*(x.double() for x in tensors), case, scale))
+        truth, finite = split_lse(by_softmax(*(x.double() for x in tensors), case, scale))
         reference, _ = split_lse(by_the_book(*tensors, case, scale))
         actual, here = split_lse(by_kernel(kernel, *tensors, ragged_call(case), scale))
-        assert torch.equal(here, where)
+        assert torch.equal(here, finite)
         assert [x.dtype for x in actual] == [dtype, torch.float32, dtype, dtype, dtype]
         if dtype == torch.bfloat16:
             assert (actual[1] - truth[1]).abs().max() <= torch.finfo(dtype).eps / 2
@@ -238,7 +238,7 @@ class TestModifiers:
 
     @pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
     def test_window_of_one_literally(self, kernel: VarlenKernel) -> None:
-        """Every query sees itself alone, whatever the number of keys before it."""
+        """Every query sees only itself, whatever the number of keys before it."""
         q, k, v, dout = inputs(((2, 3), (5, 3), True), (2, 2), 8, torch.float64)
         ragged, scoring = ragged_call(((2, 3), (5, 3), True)), Scoring(1.0, window=1)
         out, lse = kernel.forward(q, k, v, ragged, scoring)
@@ -257,8 +257,8 @@ class TestModifiers:
         """Within a window of 64, twice the tokens are twice the pairs, not four times."""
         pairs = []
         for length in (1024, 2048):
-            blocks = ragged_call(((length,), (length,), True)).blocks(window=64).blocks
-            pairs.append(sum(block.number * block.num_queries * block.num_keys for block in blocks))
+            parts = ragged_call(((length,), (length,), True)).rectangles(window=64).parts
+            pairs.append(sum(part.number * part.num_queries * part.num_keys for part in parts))
         assert pairs[1] < 2.1 * pairs[0]
 
 

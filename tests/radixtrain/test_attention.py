@@ -1,7 +1,10 @@
 """T packed tokens, U unique rows, N query heads, K key/value heads, H head dim."""
 
 import dataclasses
+import importlib.util
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,12 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn.functional import scaled_dot_product_attention
 
-from radixtrain.attention import AttentionChoice, choose_attention, tree_attention
-from radixtrain.kernels.blockwise import EagerKernel
+from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import attention as attention_module
+from radixtrain.attention import EVERYWHERE, STRATEGIES, AttentionChoice, choose_attention, tree_attention
+from radixtrain.errors import UserError
 from radixtrain.kernels.cascade import cascade_attention
+from radixtrain.kernels.looping import EagerKernel
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
@@ -27,7 +33,14 @@ NAMES = ("out", "dq", "dk", "dv")
 DEFAULT = Scoring(8**-0.5)  # of heads of 8
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
 ways = pytest.mark.parametrize(("attention", "kernel"), WAYS)
-every_way = pytest.mark.parametrize(("attention", "kernel"), [*WAYS, ("reference", "auto"), ("auto", "auto")])
+EVERY_WAY = [*WAYS, ("reference", "auto"), ("auto", "auto")]
+every_way = pytest.mark.parametrize(("attention", "kernel"), EVERY_WAY)
+# `tree` takes no float64. Triton's interpreter gets bfloat16 wrong; tests/kernels/conftest.py works around it.
+TREE = [("tree", "auto")] if importlib.util.find_spec("triton") and not torch.cuda.is_available() else []
+every_way_and_tree = pytest.mark.parametrize(("attention", "kernel"), [*EVERY_WAY, *TREE])
+with_tree = pytest.mark.skipif(
+    not TREE, reason="pip install triton runs it on the CPU; on CUDA tests/kernels/test_cuda.py"
+)
 
 # Two trees: one of three levels below [1, 1, 2], one of one level below [2]; a prefix of another; one twice.
 NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [1, 1, 2, 2], [2, 1, 1], [2, 3, 3], [2, 1, 1], [5]]
@@ -68,8 +81,8 @@ def by_tree(plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str
     return with_gradients(attend, plan, *tensors)
 
 
-def each_alone(plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """What a user has today: torch's own attention on each sequence alone; gradients of copies are added in float64."""
+def each_by_itself(plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """What a user has today: torch's attention on each sequence by itself; gradients of copies add up in float64."""
     rows = torch.tensor(plan.inverse_indices)
     first = torch.tensor(plan.gather_indices[: plan.num_unique_tokens])
     leaves = [x[rows].requires_grad_() for x in (q, k, v)]
@@ -103,7 +116,7 @@ def test_nested_in_float64(attention: str, kernel: str, heads: tuple[int, int], 
     tensors = inputs(plan, torch.float64, heads)
     actual = by_tree(plan, tensors, attention, kernel)
     assert_equal_in_float64(actual, by_tree(plan, tensors, "reference"))
-    assert_equal_in_float64(actual, each_alone(plan, *tensors))
+    assert_equal_in_float64(actual, each_by_itself(plan, *tensors))
 
 
 @pytest.mark.parametrize("min_shared_tokens", [1, 3])
@@ -116,14 +129,21 @@ def test_generated_in_float64(
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
     tensors = inputs(plan, torch.float64, (2, 1), 4)
     truth = by_tree(plan, tensors, "reference")
-    assert_equal_in_float64(each_alone(plan, *tensors), truth)
+    assert_equal_in_float64(each_by_itself(plan, *tensors), truth)
     for attention, kernel in WAYS:
         assert_equal_in_float64(by_tree(plan, tensors, attention, kernel), truth)
 
 
-@every_way
+LOWER = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+    ("attention", "kernel", "dtype"),
+    [
+        pytest.param(*way, dtype, id=f"{way[0]}-{way[1]}-{name}")
+        for name, dtype in LOWER.items()
+        for way in [*EVERY_WAY, *(TREE if name != "bfloat16" else [])]
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"min_shared_tokens": 20, "pad_to_multiple_of": 64}], ids=str)
 def test_lower_precision(attention: str, kernel: str, dtype: torch.dtype, options: dict) -> None:
@@ -132,7 +152,7 @@ def test_lower_precision(attention: str, kernel: str, dtype: torch.dtype, option
     truth = by_tree(plan, [x.double() for x in tensors], "reference")
     actual = by_tree(plan, tensors, attention, kernel)
     assert [x.dtype for x in actual] == [dtype] * 4
-    assert_within_reference_error(actual, each_alone(plan, *tensors), truth, names=NAMES)
+    assert_within_reference_error(actual, each_by_itself(plan, *tensors), truth, names=NAMES)
 
 
 @every_way
@@ -145,7 +165,7 @@ def test_single_tokens_see_themselves(attention: str, kernel: str) -> None:
     assert max(dq.abs().max(), dk.abs().max()) <= 1e-14  # softmax of one score: zero, but for the rounding of delta
 
 
-@every_way
+@every_way_and_tree
 @pytest.mark.parametrize("sequences", [[], [[], []]])
 def test_no_rows(attention: str, kernel: str, sequences: list[list[int]]) -> None:
     plan = plan_of(sequences)
@@ -160,14 +180,16 @@ def test_gradcheck(attention: str, kernel: str) -> None:
     assert gradcheck(lambda q, k, v: tree_attention(q, k, v, plan, attention=attention, kernel=kernel), leaves)
 
 
-@every_way
+@every_way_and_tree
 def test_plan_or_layout(attention: str, kernel: str) -> None:
     plan = plan_of(NESTED)
     q, k, v, _ = inputs(plan, torch.float32)
     layout = TreeLayout.from_plan(plan)
     carried = TreeLayout.from_batch(layout.to_batch())
-    results = [tree_attention(q, k, v, tree, attention=attention, kernel=kernel) for tree in (plan, layout, carried)]
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    tiled = TreeLayout.from_batch(TreeLayout.from_plan(plan, tiles=(32, 32)).to_batch())
+    trees = plan, layout, carried, tiled
+    first, *others = (tree_attention(q, k, v, tree, attention=attention, kernel=kernel) for tree in trees)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @every_way
@@ -180,8 +202,11 @@ def test_scale(attention: str, kernel: str) -> None:
     assert relative_error(by_tree(plan, [q, k, v, dout], attention, kernel, scale=3 * 8**-0.5)[0], out_scaled) <= 1e-12
 
 
-@every_way
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("attention", "kernel", "dtype"),
+    [*((*way, dtype) for way in EVERY_WAY for dtype in (torch.float32, torch.bfloat16))]
+    + [(*way, torch.float32) for way in TREE],
+)
 def test_branches_do_not_see_each_other(attention: str, kernel: str, dtype: torch.dtype) -> None:
     """Other tokens in one branch leave every output outside of it bit-equal."""
     plan = plan_of(longer(NESTED, 3))
@@ -245,7 +270,7 @@ modified_every_way = pytest.mark.parametrize(
 
 
 def with_sinks(modifiers: dict, num_heads: int, dtype: torch.dtype) -> dict:
-    """The modifiers with one sink a head where they ask for sinks."""
+    """The modifiers with one sink for each head, if they ask for sinks."""
     if not modifiers.get("sinks"):
         return modifiers
     return {**modifiers, "sinks": torch.linspace(-1, 2, num_heads, dtype=torch.float64).to(dtype)}
@@ -254,7 +279,7 @@ def with_sinks(modifiers: dict, num_heads: int, dtype: torch.dtype) -> dict:
 def modified_by_tree(
     plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str, modifiers: dict
 ) -> list[Tensor]:
-    """out of the unique tokens, dq, dk, dv, and dsinks where there are sinks."""
+    """out of the unique tokens, dq, dk, dv, and dsinks if there are sinks."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
     options = with_sinks(modifiers, tensors[0].shape[1], tensors[0].dtype)
     if "sinks" in options:
@@ -264,8 +289,8 @@ def modified_by_tree(
     return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-def modified_each_alone(plan: PrefixPlan, tensors: list[Tensor], modifiers: dict) -> list[Tensor]:
-    """Each sequence alone, with one plain softmax as Hugging Face's eager functions write it. No tree, no kernel."""
+def modified_each_by_itself(plan: PrefixPlan, tensors: list[Tensor], modifiers: dict) -> list[Tensor]:
+    """Each sequence by itself, with one plain softmax as in Hugging Face's eager functions. No tree, no kernel."""
     q, k, v, dout = tensors
     rows = torch.tensor(plan.inverse_indices)
     first = torch.tensor(plan.gather_indices[: plan.num_unique_tokens])
@@ -293,7 +318,7 @@ def one_softmax(q: Tensor, k: Tensor, v: Tensor, *, softcap=None, window=None, s
 
 
 def assert_modified_equal(actual: list[Tensor], truth: list[Tensor], modifiers: dict) -> None:
-    """Where a query sees itself alone, dq and dk are zero but for the rounding of delta, and have no relative error."""
+    """If a query sees only itself, dq and dk are zero but for the rounding of delta, and have no relative error."""
     names = (*NAMES, "dsinks")[: len(truth)]
     dead = ("dq", "dk") if modifiers == {"window": 1} else ()
     for name, x, y in zip(names, actual, truth, strict=True):
@@ -311,7 +336,7 @@ class TestModifiers:
         sequences = [*sequences, [0, 1, 2] * 3 + [3]]  # one as long as can be: windows below bind
         plan = plan_of(sequences, pad_to_multiple_of=pad_to_multiple_of)
         tensors = inputs(plan, torch.float64, (2, 1), 4)
-        truth = modified_each_alone(plan, tensors, modifiers)
+        truth = modified_each_by_itself(plan, tensors, modifiers)
         for attention, kernel in modified_ways(modifiers):
             assert_modified_equal(modified_by_tree(plan, tensors, attention, kernel, modifiers), truth, modifiers)
 
@@ -322,7 +347,7 @@ class TestModifiers:
         modifiers = {**modifiers, **({"window": 12} if modifiers == {"window": LONGEST} else {})}
         tensors = inputs(plan, torch.float64, (4, 2))
         actual = modified_by_tree(plan, tensors, attention, kernel, modifiers)
-        assert_modified_equal(actual, modified_each_alone(plan, tensors, modifiers), modifiers)
+        assert_modified_equal(actual, modified_each_by_itself(plan, tensors, modifiers), modifiers)
 
     @modified_every_way
     def test_gradcheck(self, attention: str, kernel: str, modifiers: dict) -> None:
@@ -345,9 +370,9 @@ class TestModifiers:
         if modifiers.get("window") == 100:
             modifiers = {"window": 60}  # the longest sequence
         tensors = inputs(plan, torch.bfloat16, head_dim=16)
-        truth = modified_each_alone(plan, [x.double() for x in tensors], modifiers)
+        truth = modified_each_by_itself(plan, [x.double() for x in tensors], modifiers)
         actual = modified_by_tree(plan, tensors, attention, kernel, modifiers)
-        reference = modified_each_alone(plan, tensors, modifiers)
+        reference = modified_each_by_itself(plan, tensors, modifiers)
         assert [x.dtype for x in actual] == [torch.bfloat16] * len(actual)
         assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=NAMES)
 
@@ -356,11 +381,11 @@ class TestModifiers:
         tokens = [1, 1, 2, 2, 3, 1, 1, 2, 2, 4]
         jumping = build_prefix_plan(tokens, [0, 5, 10], position_ids=[0, 1, 50, 51, 52] * 2)
         tensors = inputs(jumping, torch.float64)
-        truth = modified_each_alone(jumping, tensors, {"window": 3})
+        truth = modified_each_by_itself(jumping, tensors, {"window": 3})
         for attention in ("reference", "path", "expand"):
             assert_modified_equal(modified_by_tree(jumping, tensors, attention, "auto", {"window": 3}), truth, {})
 
-    @pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])
+    @pytest.mark.parametrize("attention", [*EVERYWHERE, *(name for name, _ in TREE)])
     @pytest.mark.parametrize("window", [6, 7, 1000])
     def test_window_that_does_not_bind_is_none(self, attention: str, window: int) -> None:
         plan = plan_of(NESTED)
@@ -382,7 +407,7 @@ class TestModifiers:
     def test_wrong_modifiers_are_caught(self, right: dict, wrong: dict) -> None:
         plan = plan_of(longer(NESTED, 3))
         tensors = inputs(plan, torch.float64)
-        truth = modified_each_alone(plan, tensors, right)[:4]
+        truth = modified_each_by_itself(plan, tensors, right)[:4]
         for tensor, exact in zip(modified_by_tree(plan, tensors, "auto", "eager", wrong)[:4], truth, strict=True):
             assert relative_error(tensor, exact) > 1e-3
 
@@ -408,7 +433,7 @@ class TestModifiers:
 
 
 class TopLeftKernel(EagerKernel):
-    """Causal from the wrong corner: the first query sees the first key alone."""
+    """Causal from the wrong corner: the first query sees only the first key."""
 
     def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | float]:
         scores, slope = super()._scores(q, k, None, scoring)
@@ -427,7 +452,7 @@ def one_level(layout: TreeLayout):
 
 
 def sibling_leak(layout: TreeLayout):
-    """One leaf is seen by the branch behind it."""
+    """One leaf is seen by the branch after it."""
     ends, starts = layout.subtree_ends.clone(), layout.segment_starts
     leaf = next(i for i in range(len(ends)) if ends[i] == starts[i + 1])
     ends[leaf] += 1
@@ -456,7 +481,7 @@ def test_wrong_masks_are_caught(wrong, dtype: torch.dtype) -> None:
     plan = plan_of(longer(NESTED, 3))
     layout, tensors = TreeLayout.from_plan(plan), inputs(plan, dtype)
     truth = by_tree(plan, [x.double() for x in tensors], "reference")
-    reference, actual = each_alone(plan, *tensors), with_gradients(wrong(layout), plan, *tensors)
+    reference, actual = each_by_itself(plan, *tensors), with_gradients(wrong(layout), plan, *tensors)
     for name, *one in zip(NAMES, actual, reference, truth, strict=True):
         with pytest.raises(AssertionError, match=f"{name} .* worst element at"):
             assert_within_reference_error(*one, names=name)
@@ -526,7 +551,10 @@ class TestValidation:
         [
             ({"softcap": 0.0}, "softcap must be positive, or None for no soft-cap; got 0.0"),
             ({"window": 0}, r"window must be at least 1 \(a query sees itself\), or None for no window; got 0"),
-            ({"sinks": torch.zeros(3)}, r"sinks must be \(2,\), one floating-point logit a query head; got \(3,\)"),
+            (
+                {"sinks": torch.zeros(3)},
+                r"sinks must be \(2,\), one floating-point logit for each query head; got \(3,\)",
+            ),
             ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"sinks must be .* torch\.int64"),
             ({"sinks": torch.zeros(2, device="meta")}, "sinks are on meta, query on cpu"),
             (
@@ -549,8 +577,9 @@ class TestValidation:
 
 class TestChoice:
     @pytest.fixture(autouse=True)
-    def nothing_chosen_yet(self):
-        choose_attention.cache_clear()
+    def nothing_chosen_yet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        attention_module._choice.cache_clear()
+        monkeypatch.setattr(attention_module, "_LOGGED", set())
 
     @pytest.fixture
     def without_flash_attn(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,13 +591,14 @@ class TestChoice:
 
     @pytest.fixture
     def with_flash_attn_3(self, with_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("radixtrain.attention.flash_3_missing", lambda device: None)
+        monkeypatch.setattr("radixtrain.kernels.refusals.flash_3_missing", lambda device: None)
 
     def test_unknown_names(self) -> None:
-        with pytest.raises(ValueError, match="attention must be auto, cascade, path, expand, reference; got 'flex'"):
+        names = "auto, cascade, path, expand, reference, tree"
+        with pytest.raises(UserError, match=f"attention must be {names}; got 'flex'"):
             choose_attention("flex", "auto", CPU, torch.float32, 64)
         with pytest.raises(
-            ValueError, match="kernel must be auto, torch, flash_attn, flash_attn_3, eager; got 'triton'"
+            UserError, match="kernel must be auto, torch, flash_attn, flash_attn_3, eager; got 'triton'"
         ):
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 
@@ -596,17 +626,17 @@ class TestChoice:
         assert "flash_attn_3 takes head dims that are multiples of 8 up to 192, got 256" in wide.reason
 
     def test_on_another_gpu(self, with_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("radixtrain.attention.flash_3_missing", lambda device: "needs a Hopper GPU")
+        monkeypatch.setattr("radixtrain.kernels.refusals.flash_3_missing", lambda device: "needs a Hopper GPU")
         choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 128)
         assert choice.kernel == "flash_attn" and "flash_attn_3 needs a Hopper GPU" in choice.reason
-        with pytest.raises(ValueError, match="kernel='flash_attn_3' cannot be used: needs a Hopper GPU; kernel='auto'"):
+        with pytest.raises(UserError, match="kernel='flash_attn_3' cannot be used: needs a Hopper GPU; kernel='auto'"):
             choose_attention("auto", "flash_attn_3", CUDA, torch.bfloat16, 128)
 
     def test_on_cuda_without_flash_attn(self, without_flash_attn: None) -> None:
         choice = choose_attention("auto", "auto", CUDA, torch.float16, 256)
         assert choice.kernel == "torch"
         assert "flash-attn is not installed" in choice.reason
-        with pytest.raises(ValueError, match=r"flash-attn is not installed \(pip install 'radixtrain\[flash\]'"):
+        with pytest.raises(UserError, match=r"flash-attn is not installed \(pip install 'radixtrain\[flash\]'"):
             choose_attention("auto", "flash_attn", CUDA, torch.float16, 64)
 
     @pytest.mark.parametrize(
@@ -624,7 +654,7 @@ class TestChoice:
         assert choice.kernel == "eager"
         assert f"flash_attn {reason}" in choice.reason and f"torch {reason}" in choice.reason
         for kernel in ("torch", "flash_attn"):
-            with pytest.raises(ValueError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto'"):
+            with pytest.raises(UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto'"):
                 choose_attention("auto", kernel, CUDA, dtype, head_dim)
 
     def test_soft_cap(self, with_flash_attn: None) -> None:
@@ -648,8 +678,8 @@ class TestChoice:
 
     def test_window_on_a_torch_that_takes_none(self, without_flash_attn, monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True).kernel == "torch"
-        choose_attention.cache_clear()
-        monkeypatch.setattr("radixtrain.attention.takes_window", lambda: False)
+        attention_module._choice.cache_clear()
+        monkeypatch.setattr("radixtrain.kernels.refusals.takes_window", lambda: False)
         choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True)
         assert choice.kernel == "eager" and "torch takes no sliding window in torch 2" in choice.reason
 
@@ -661,8 +691,15 @@ class TestChoice:
                 tree_attention(q, k, v, plan)
         assert caplog.messages == ["attention=cascade, kernel=torch (cascade: no row is copied; torch: on cpu)"]
 
+    def test_a_choice_that_was_forgotten_is_not_logged_again(self, caplog: pytest.LogCaptureFixture) -> None:
+        """More calls of different head dims than are remembered, and one line."""
+        with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
+            for head_dim in [*range(1, 100), *range(1, 100)]:
+                choose_attention("auto", "auto", CPU, torch.float32, head_dim)
+        assert len(caplog.messages) == 1
+
     def test_refusal_is_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="flash_attn"):
+        with caplog.at_level(logging.INFO), pytest.raises(UserError, match="flash_attn"):
             choose_attention("auto", "flash_attn", CPU, torch.bfloat16, 64)
         assert not caplog.messages
 
@@ -673,7 +710,7 @@ class TestChoice:
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_a_row_that_broke_breaks_no_other_branch(attention: str, broken: float) -> None:
-    """Branches that share a block and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
+    """Branches that share a bundle and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
     plan = plan_of(NESTED)
     q, k, v, dout = inputs(plan, torch.float32)
     own = torch.tensor(plan.inverse_indices[plan.cu_seqlens[2] - 2 : plan.cu_seqlens[2]])  # 4, 4 of the second sequence
@@ -684,3 +721,117 @@ def test_a_row_that_broke_breaks_no_other_branch(attention: str, broken: float) 
     assert out[others].isfinite().all()
     clean = by_tree(plan, [q, k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), dout], attention)
     assert relative_error(out[others], clean[0][others]) <= 1e-6
+
+
+@with_tree
+class TestTree:
+    """`attention="tree"`: by request only, and refused by name if it cannot run."""
+
+    plan = plan_of(NESTED)
+
+    def attend(self, dtype: torch.dtype = torch.float32, head_dim: int = 8, **options) -> Tensor:
+        q, k, v, _ = inputs(self.plan, dtype, head_dim=head_dim)
+        return tree_attention(q, k, v, self.plan, attention="tree", **options)
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(sequences=ragged_batches(min_length=0), pad_to_multiple_of=st.sampled_from([None, 8]))
+    def test_generated(self, sequences: list[list[int]], pad_to_multiple_of: int | None) -> None:
+        plan = plan_of([*sequences, [3] * 4], pad_to_multiple_of=pad_to_multiple_of)
+        tensors = inputs(plan, torch.float32, (2, 1), 4)
+        truth = by_tree(plan, [x.double() for x in tensors], "reference")
+        for name, x, exact in zip(NAMES, by_tree(plan, tensors, "tree"), truth, strict=True):
+            # one bar for every try, small as they are: sums of at most a hundred terms of order one
+            assert (x - exact).abs().max() <= 100 * torch.finfo(torch.float32).eps, name
+
+    def test_scale(self) -> None:
+        tensors = inputs(self.plan, torch.float32)
+        options = {"scale": 0.7}
+        truth = by_tree(self.plan, [x.double() for x in tensors], "reference", **options)
+        reference = by_tree(self.plan, tensors, "reference", **options)
+        assert_within_reference_error(by_tree(self.plan, tensors, "tree", **options), reference, truth, names=NAMES)
+
+    def test_never_by_auto(self) -> None:
+        assert (*EVERYWHERE, "tree") == STRATEGIES
+        for device, dtype in ((CPU, torch.float32), (CUDA, torch.bfloat16)):
+            assert choose_attention("auto", "auto", device, dtype, 64).strategy == "cascade"
+        choice = choose_attention("tree", "auto", CPU, torch.float32, 64)
+        assert str(choice) == "attention=tree, kernel=triton (one tiled kernel, by request)"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"softcap": 1.0}, "computes no soft-cap"),
+            ({"window": 2}, "computes no sliding window, and one is shorter than the batch's longest sequence"),
+            ({"sinks": torch.zeros(4)}, "computes no sinks"),
+            ({"dtype": torch.float64}, "takes bfloat16, float16, float32, got torch.float64"),
+            ({"head_dim": 257}, "takes head dims up to 256, got 257"),
+            ({"dtype": torch.bfloat16}, "runs on a CPU under Triton's interpreter, which gets bfloat16 wrong"),
+        ],
+    )
+    def test_what_it_does_not_take(self, options: dict, message: str) -> None:
+        with pytest.raises(UserError, match=f"attention='tree' cannot be used: {message}; attention='auto' takes what"):
+            self.attend(**options)
+
+    def test_a_kernel_by_name(self) -> None:
+        with pytest.raises(UserError, match="kernel='torch' cannot be used: attention='tree' has a kernel of its own"):
+            self.attend(kernel="torch")
+
+    def test_a_cpu_without_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        attention_module._choice.cache_clear()
+        monkeypatch.delenv("TRITON_INTERPRET")
+        with pytest.raises(UserError, match=r"Triton needs CUDA, the tensors are on cpu \(TRITON_INTERPRET=1 runs it"):
+            self.attend()
+
+    def test_without_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        attention_module._choice.cache_clear()
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(UserError, match=r"attention='tree' cannot be used: Triton is not installed \(pip install"):
+            self.attend()
+
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "sizes"),
+        [(torch.bfloat16, 128, (128, 64)), (torch.float16, 192, (64, 32)), (torch.float32, 8, (32, 32))],
+    )
+    def test_a_device_without_tiles_says_how_to_ask_for_them(
+        self, dtype: torch.dtype, head_dim: int, sizes: tuple[int, int]
+    ) -> None:
+        """And with tiles too large for it. Torch's meta device, whose values cannot be read, stands in for CUDA."""
+        q = torch.zeros(self.plan.num_rows, 2, head_dim, dtype=dtype, device="meta")
+        asked = rf"RadixCollator\(tree_tiles=\({sizes[0]}, {sizes[1]}\)\)"
+        with pytest.raises(UserError, match=f"attention='tree' needs the lists of tiles in the batch, .* {asked}, or"):
+            tree_attention(q, q, q, TreeLayout.from_plan(self.plan).to("meta"), attention="tree")
+        large = TreeLayout.from_plan(self.plan, tiles=(128, 128)).to("meta")
+        with pytest.raises(UserError, match=rf"takes tiles of up to .* the batch has \(128, 128\): set {asked}"):
+            tree_attention(q, q, q, large, attention="tree")
+        fitting = TreeLayout.from_plan(self.plan, tiles=sizes).to("meta")
+        assert tree_attention(q, q, q, fitting, attention="tree").shape == q.shape
+
+    @pytest.mark.parametrize("collator", [RadixCollator(tree_tiles=True), RadixCollator()], ids=["tiles", "none"])
+    def test_a_model(self, tiny_qwen3: Callable[..., Any], collator: RadixCollator) -> None:
+        """Every gradient of a tiny Qwen3, against ordinary Hugging Face. On a CPU tiles may be missing."""
+        features = [{"input_ids": ids, "labels": ids} for ids in longer(NESTED[:4], 2)]
+        report = verify_equivalence(tiny_qwen3(), features, attention="tree", collator=collator, precisions=["float32"])
+        assert report.passed, str(report)
+
+    def test_a_model_really_runs_it(self, tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        from radixtrain.kernels import tree_triton
+
+        ran, run = [], tree_triton.tiled_tree_attention
+        monkeypatch.setattr(tree_triton, "tiled_tree_attention", lambda *args: ran.append(args[3].held) or run(*args))
+        model = prepare_model(tiny_qwen3(), attention="tree")
+        features = [{"input_ids": ids, "labels": ids} for ids in NESTED]
+        model(**RadixCollator(tree_tiles=True)(features)).loss.backward()
+        assert ran == [128, 128], "two layers, with the tiles of the batch"
+
+    def test_a_model_on_a_device_says_how_to_ask_for_tiles(
+        self, tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        is_enabled = torch.is_autocast_enabled
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and is_enabled(*device))
+        model = prepare_model(tiny_qwen3().to(torch.bfloat16).to("meta"), attention="tree")
+        batch = RadixCollator()([{"input_ids": ids, "labels": ids} for ids in NESTED])
+        batch = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in batch.items()}
+        with pytest.raises(
+            UserError, match=r"layer 0.*: attention='tree' needs .* RadixCollator\(tree_tiles=\(128, 64"
+        ):
+            model(**batch)

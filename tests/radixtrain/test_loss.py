@@ -10,8 +10,8 @@ from torch.autograd import gradcheck
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from radixtrain import loss as loss_module
 from radixtrain.bench.memory import peak_bytes
+from radixtrain.kernels import loss_chunks
 from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
 from radixtrain.testing import assert_within_reference_error, relative_error
 
@@ -61,8 +61,8 @@ def by_torch(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEI
 
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ROWS", (rows_per_chunk, rows_per_chunk))
-    monkeypatch.setattr(loss_module, "MIN_CHUNK_ELEMENTS", {"cpu": 1, "other": 1})
+    monkeypatch.setattr(loss_chunks, "CHUNK_ROWS", (rows_per_chunk, rows_per_chunk))
+    monkeypatch.setattr(loss_chunks, "MIN_CHUNK_ELEMENTS", {"cpu": 1, "other": 1})
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def chunked_by_four(monkeypatch: pytest.MonkeyPatch) -> None:
 def dealt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """How predictions come to their chunks on CPU, and on accelerators."""
     if request.param == "to all":
-        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
+        monkeypatch.setattr(loss_chunks, "_deal_on_host", loss_chunks._deal_to_all)
     return request.param
 
 
@@ -136,20 +136,6 @@ def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> 
     cut_into(monkeypatch, rows_per_chunk)
     errors = [relative_error(x, y) for x, y in zip(with_gradients(ours(), given), whole, strict=True)]
     assert max(errors) <= 1e-14, errors
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "vocab_size", "hidden_size", "rows_per_chunk"),
-    [
-        *((4096, 151_936, 1024, 256), (4096, 151_936, 4096, 256), (383, 151_936, 1024, 384), (384, 151_936, 1024, 192)),
-        *((1000, 4096, 256, 128), (1000, 32_000, 640, 176), (63, 4096, 256, 63), (9, 4096, 256, 9), (0, 4096, 256, 1)),
-        *((10_000, 256, 64, 2000), (300, 2**40, 1, 160)),
-    ],
-)
-def test_rows_of_a_chunk(num_rows: int, vocab_size: int, hidden_size: int, rows_per_chunk: int) -> None:
-    """128 to 256, evenly cut, and more of a small vocabulary; never more than half as many again."""
-    found = loss_module._rows_per_chunk(num_rows, vocab_size, hidden_size, torch.device("cpu"))
-    assert found == rows_per_chunk
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -225,7 +211,7 @@ class TestBackwardInPlace:
             loss.backward(retain_graph=retain_graph)
             assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected, strict=True))
             for x in leaves:
-                x.grad.zero_()  # where it is ours, the next time finds zeros
+                x.grad.zero_()  # if it is ours, the next time finds zeros
                 x.grad = None
 
     def test_twice_where_it_is_not_raises(self) -> None:
@@ -444,7 +430,7 @@ class TestPeak:
 
     @pytest.mark.slow
     def test_qwen3(self) -> None:
-        """4,096 predictions, whose logits alone would be 2.5 GB. A quarter of them, for time: chunks are as large."""
+        """4,096 predictions, whose logits would take 2.5 GB. A quarter of them, to save time: chunks are as large."""
         num_rows, hidden_size, vocab_size = 1024, 1024, 151_936
         peak = self.peak(num_rows, hidden_size, vocab_size)
         d_hidden_of_the_others = 4 * hidden_size * (4096 - num_rows)
@@ -461,7 +447,7 @@ def test_nothing_waits_for_the_device(
         labels, rows, weights = (mode.from_tensor(x) for x in (LABELS, ROWS, WEIGHTS))
         with pytest.raises(DataDependentOutputException):
             linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
-        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
+        monkeypatch.setattr(loss_chunks, "_deal_on_host", loss_chunks._deal_to_all)
         (linear_cross_entropy(hidden, weight, labels, rows, weights, bias) / 3).backward()
         assert [x.grad.shape for x in (hidden, weight, bias)] == [(R, D), (V, D), (V,)]
         assert prediction_logprobs(hidden, weight, labels, rows, bias).shape == LABELS.shape
@@ -637,7 +623,7 @@ class TestOfLogits:
         assert gradient < peak < gradient + 1.1 * chunk, (peak, gradient, chunk)
 
     def test_nothing_waits_for_the_device(self, chunked_by_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
+        monkeypatch.setattr(loss_chunks, "_deal_on_host", loss_chunks._deal_to_all)
         with FakeTensorMode() as mode:
             logits, labels, rows, weights = (mode.from_tensor(x) for x in (self.logits(), LABELS, ROWS, WEIGHTS))
             loss = logits_cross_entropy(logits.requires_grad_(), labels, rows, weights)

@@ -3,10 +3,15 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+import radixtrain
 from radixtrain.__main__ import main
+from radixtrain.commands import COMMANDS, Command
+from radixtrain.commands.lightning import RadixCLI
+from radixtrain.errors import UserError
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
@@ -113,17 +118,43 @@ class TestBadInput:
     def test_settings_that_cannot_be_met(self, fails, flags, message):
         assert fails(1, **flags).startswith(message)
 
+    def test_a_resume_from_what_is_no_checkpoint(self, fails, tmp_path):
+        """Said before the data are read."""
+        (tmp_path / "x.ckpt").write_text("PK, but no zip file")
+        message = fails(1, ckpt_path=tmp_path / "x.ckpt", data__train_file=tmp_path / "none.jsonl")
+        assert message.startswith(f"ckpt_path {tmp_path / 'x.ckpt'}: not a checkpoint of radixtrain")
+
     def test_a_trainer_that_lightning_refuses(self, fails):
         assert "strategy" in fails(1, trainer__strategy="nonsense")
 
-    def test_a_class_of_somebody_elses(self, fails, tmp_path, monkeypatch):
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            ({"trainer__devices": 0}, "trainer: `Trainer(devices='0')` value is not a valid input"),
+            ({"trainer__devices": -1}, "trainer: `devices` selected with `CPUAccelerator"),
+            ({"trainer__precision": "transformer-engine"}, "trainer: Requirement 'transformer_engine"),
+        ],
+    )
+    def test_whatever_lightning_raises_for_it(self, fails, flags, message):
+        assert fails(1, trainer__accelerator="cpu", **flags).startswith(message)
+
+    def test_an_error_of_our_own_is_not_blamed_on_the_trainer(self, arguments, monkeypatch):
+        def broken(*args):
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(RadixCLI, "_callbacks", broken)
+        with pytest.raises(ValueError, match=r"^a bug$") as raised:
+            main(arguments())
+        assert not isinstance(raised.value, UserError)
+
+    def test_a_class_of_another_package(self, fails, tmp_path, monkeypatch):
         (tmp_path / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\n")
         monkeypatch.syspath_prepend(tmp_path)
         config = tmp_path / "evil.yaml"
         config.write_text("trainer:\n  callbacks:\n  - class_path: evil.Callback\n")
         nested = '[{"class_path": "evil.Callback"}]'
         for flags in ({"config": config}, {"trainer__callbacks": "evil.Callback"}, {"trainer__callbacks": nested}):
-            assert fails(2, **flags).startswith("class_path 'evil.Callback' is not imported: a configuration may name")
+            assert "'evil.Callback' is not imported: a configuration may name only classes of" in fails(2, **flags)
         assert not (tmp_path / "evil.ran").exists()
 
 
@@ -145,12 +176,40 @@ class TestUsage:
 
     def test_help(self, capsys):
         assert main(["--help"]) == 0
-        assert "fine-tune" in capsys.readouterr().out
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[2] == "  fit        fine-tune: python -m radixtrain fit --config configs/sft.yaml"
+        assert [line.split()[0] for line in lines[2 : 2 + len(COMMANDS)]] == list(COMMANDS)
 
-    def test_unknown_command(self, capsys):
-        assert main(["fti"]) == 2
+    def test_version(self, capsys):
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == f"radixtrain {radixtrain.__version__}\n"
+
+    @pytest.mark.parametrize(
+        ("typed", "meant"),
+        [("fti", ", did you mean 'fit'?"), ("--verify", ", did you mean 'verify'?"), ("--config", ";")],
+    )
+    def test_unknown_command(self, capsys, typed, meant):
+        assert main([typed]) == 2
         commands = "fit, validate, test, predict, verify, export, bench"
-        assert capsys.readouterr().err == f"error: no command 'fti'; commands: {commands}\n"
+        assert capsys.readouterr().err == f"error: no command {typed!r}{meant} commands: {commands}\n"
+
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_every_command_has_help(self, name, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main([name, "--help"])
+        assert stop.value.code == 0
+        assert "usage: radixtrain" in capsys.readouterr().out
+
+    def test_a_row_of_the_table_is_all_that_a_command_needs(self, monkeypatch, capsys):
+        """A module with `run(argv)`, which gets the command's name and its arguments."""
+        ran = []
+        module = SimpleNamespace(run=lambda argv: ran.append(argv))
+        monkeypatch.setitem(sys.modules, "radixtrain.commands.inspect", module)
+        monkeypatch.setitem(COMMANDS, "inspect", Command("inspect", "inspect", "one batch"))
+        assert main(["inspect", "--step", "3"]) == 0
+        assert ran == [["inspect", "--step", "3"]]
+        main(["--help"])
+        assert "  inspect    one batch\n" in capsys.readouterr().out
 
     def test_export_of_nothing(self, capsys, tmp_path):
         assert main(["export", f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--output_dir={tmp_path / 'y'}"]) == 1

@@ -1,10 +1,16 @@
-"""The measure itself: what it lets through, and that it fails when it must. Generated batches are tested where used."""
+"""The bars themselves: what passes, and what fails. Generated batches are tested by the tests that use them."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
+from radixtrain import verify_equivalence
+from radixtrain.testing import (
+    assert_equivalent,
+    assert_within_reference_error,
+    flash_attention_by_the_book,
+    relative_error,
+)
 
 UNIT = 2.0**-24  # the unit roundoff of float32
 
@@ -73,8 +79,8 @@ def test_one_wrong_element_fails_and_is_named(truth: Tensor) -> None:
         assert_within_reference_error([truth.float(), wrong], [truth.float()] * 2, [truth] * 2, names=["dq", "dk"])
 
 
-def test_each_tensor_stands_for_itself(truth: Tensor) -> None:
-    """A large error in a small tensor does not hide behind a large one."""
+def test_each_tensor_has_its_own_bar(truth: Tensor) -> None:
+    """A large error in a small tensor fails beside a large tensor that is right."""
     small, large = truth * 2.0**-30, truth * 2.0**30
     references = [small.float(), large.float()]
     with pytest.raises(AssertionError, match="tensor 0"):
@@ -110,6 +116,14 @@ def test_truth_of_zero_allows_what_the_reference_has() -> None:
 def test_what_cannot_be_compared(actual, reference, truth, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_within_reference_error(actual, reference, truth)
+
+
+def test_a_whole_model(tiny_qwen3) -> None:
+    """Passed and every gradient alive; a feature of one repeated token leaves queries and keys without a gradient."""
+    alive, dead = ([{"input_ids": ids, "labels": ids}] for ids in ([1, 0, 1, 1, 0, 0, 1, 0], [3, 3]))
+    assert_equivalent(verify_equivalence(tiny_qwen3(), alive, precisions=["float64"]))
+    with pytest.raises(AssertionError, match=r"zero: .*which proves little"):
+        assert_equivalent(verify_equivalence(tiny_qwen3(), dead, precisions=["float64"]))
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 4])

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,12 @@ def test_every_answer_is_a_code_of_the_prompt(folder: Path) -> None:
 def test_only_the_folder_is_left(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["demo"]
     assert sorted(path.name for path in folder.iterdir()) == ["model", "train.jsonl", "validation.jsonl"]
+
+
+def test_the_config_names_what_is_written(folder: Path) -> None:
+    config = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+    named = [config["model"]["model_name_or_path"], config["data"]["train_file"], config["data"]["validation_file"]]
+    assert sorted(named) == sorted(f"runs/demo/{path.name}" for path in folder.iterdir())
 
 
 def test_same_seed_same_bytes(folder: Path, tmp_path: Path) -> None:

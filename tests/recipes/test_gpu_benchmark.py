@@ -24,13 +24,13 @@ def run_of(seconds: float = 100.0, **options: Any) -> gpu.Run:
 
 
 def cases(run: gpu.Run, part: str) -> dict[str, dict[str, Any]]:
-    return {case: measures for row_part, case, measures in run.rows if row_part == part}
+    return {case: measures for row_part, case, measures in run.results if row_part == part}
 
 
 class TestCommandLine:
     @pytest.fixture(scope="class")
     def done(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
-        """Where only torch, transformers and what they need are installed: the output, and the lines of the file."""
+        """With only torch, transformers and what they need: the output, and the lines of the file."""
         path = tmp_path_factory.mktemp("gpu") / "gpu.csv"
         missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb", "flash_attn", "peft", "trl")
         code = f"""
@@ -50,7 +50,7 @@ runpy.run_path({str(FOLDER / "gpu.py")!r}, run_name="__main__")
         assert "| tiny, step, cascade |" in tables and "| tiny, forward, path |" in tables
         assert tables.splitlines()[-1].startswith("17 results in")
 
-    def test_the_file_says_where_and_when(self, done: tuple[str, list[str]]) -> None:
+    def test_the_file_names_machine_and_date(self, done: tuple[str, list[str]]) -> None:
         header = dict(line[2:].split(": ", 1) for line in done[1] if line.startswith("# "))
         assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn"} <= header.keys()
         assert header["torch"] == torch.__version__
@@ -60,10 +60,9 @@ runpy.run_path({str(FOLDER / "gpu.py")!r}, run_name="__main__")
         rows = [line for line in done[1] if not line.startswith("# ")]
         assert rows[0] == "part,case,measure,value"
         measured = {(line.split(",")[0], line.rsplit(",", 2)[1]) for line in rows[1:]}
-        expected = {
-            ("equivalence", "passed"), ("equivalence", "median_ratio"), ("kernels", "share_of_copy"),
-            ("step", "ideal"), ("step", "measured"), ("step", "efficiency"), ("step", "radix_peak_gigabytes"),
-        }  # fmt: skip
+        steps = ("ideal", "measured", "efficiency", "radix_peak_gigabytes")
+        expected = {("kernels", "share_of_copy"), *(("step", measure) for measure in steps)}
+        expected |= {("equivalence", measure) for measure in ("passed", "median_ratio")}
         assert expected <= measured
 
     def test_without_a_device(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,14 +88,13 @@ def test_shapes_are_those_of_qwen3() -> None:
     assert counted == {"Qwen3-0.6B": 0.6, "Qwen3-4B": 4.02, "Qwen3-8B": 8.19}
 
 
-def test_every_strategy_with_every_kernel_that_is_there() -> None:
+def test_every_strategy_with_every_installed_kernel() -> None:
     run = run_of()
     ways = list(gpu.ways(run, 64))
     strategies = ("cascade", "path", "expand")
     assert ways == [*((s, kernel) for kernel in ("torch", "eager") for s in strategies), ("reference", "auto")]
-    assert [line.split(":")[0] for line in run.left_out] == [
-        "equivalence with flash_attn", "equivalence with flash_attn_3"
-    ]  # fmt: skip
+    left_out = [line.split(":")[0] for line in run.left_out]
+    assert left_out == ["equivalence with flash_attn", "equivalence with flash_attn_3"]
 
 
 def test_a_kernel_that_raises_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +104,7 @@ def test_a_kernel_that_raises_is_a_difference(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu, "verify_equivalence", broken)
     run = run_of()
     gpu.equivalence(run, gpu.TINY_MODELS[0], 32)
-    assert len(run.rows) == 7 and not any(measures["passed"] for _, _, measures in run.rows)
+    assert len(run.results) == 7 and not any(measures["passed"] for _, _, measures in run.results)
     assert "misaligned address" in run.left_out[-1]
 
 
@@ -135,20 +133,21 @@ def test_without_time_everything_is_left_out() -> None:
     gpu.equivalence(run, gpu.TINY_MODELS[0], 32)
     gpu.kernels(run, gpu.TINY_GATHERS)
     gpu.steps(run, gpu.TINY_MODELS, 32, 8, 4)
-    assert not run.rows
+    assert not run.results
     late = [line for line in run.left_out if "of 0 seconds were left" in line]
     assert len(late) == 1 + 1 + 2
 
 
 class TestMicroBatches:
     def sizes(self, run: gpu.Run, free: int, monkeypatch: pytest.MonkeyPatch, num_sequences: int = 8) -> Any:
-        """(ordinary, radix) micro-batches where a token costs 1,000 bytes, and `free` bytes are there for sequences."""
+        """The work if a token costs 1,000 bytes, and `free` bytes are left for sequences."""
         monkeypatch.setattr(gpu, "_peak", lambda model, work, arm: 1000 * work.num_tokens)
         monkeypatch.setattr(gpu, "_free_bytes", lambda run: free)
         cell = gpu.Cell(gpu.TINY_MODELS[0], 32, 8, num_sequences)
-        return gpu.fitting_work(run, None, cell, 1.0)
+        ordinary = gpu.OrdinaryArm(plain_head=True)
+        return gpu.fitting_work(run, None, cell, 1.0, ordinary, gpu.RadixArm(attention="cascade", plain_head=True))
 
-    def test_all_in_one_where_there_is_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_all_in_one_if_there_is_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
         work = self.sizes(run_of(), 10**9, monkeypatch)
         assert (len(work.ordinary), len(work.radix)) == (1, 1)
 
@@ -198,11 +197,13 @@ def test_a_model_is_built_once_for_both_modes(monkeypatch: pytest.MonkeyPatch) -
     assert built == list(gpu.TINY_MODELS)
 
 
-def test_results_are_on_disk_as_soon_as_they_are_there(tmp_path: Path) -> None:
+def test_results_are_written_at_once(tmp_path: Path) -> None:
     run = run_of(csv=tmp_path / "gpu.csv")
     run.found("step", "a case", measured=2.5)
     run.leave_out("another case", "CUDA out of memory\nand a long trace")
     assert (tmp_path / "gpu.csv").read_text(encoding="utf-8").splitlines() == [
-        "# date: today", "# left out: another case: CUDA out of memory", "part,case,measure,value",
+        "# date: today",
+        "# left out: another case: CUDA out of memory",
+        "part,case,measure,value",
         "step,a case,measured,2.5",
-    ]  # fmt: skip
+    ]

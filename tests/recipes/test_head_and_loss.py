@@ -1,4 +1,4 @@
-"""The benchmark of head and loss: a time is printed only where both have one loss and one gradient."""
+"""The benchmark of head and loss: a time is printed only if both have one loss and one gradient."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixtrain import loss as fused
+from radixtrain.kernels import loss_chunks
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks" / "head_and_loss.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -23,8 +23,11 @@ def test_what_a_user_types():
     options = ["--vocab_size", "30", "--hidden_size", "4", "--predictions", "40", "--repeats", "1", "--chunk_rows", "8"]
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), *options, "--dtype", "bfloat16"],
-        capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     first, second, _, *table = ran.stdout.splitlines()
     assert f"1 threads, bfloat16, torch {torch.__version__}" in first
     assert second.startswith("V = 30, D = 4, P = 40: the logits are 0.0 MB")
@@ -34,9 +37,9 @@ def test_what_a_user_types():
 
 
 def test_ratios_are_those_of_the_fused_ones_and_the_chunks_are_put_back(capsys):
-    before = fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS
+    before = loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS
     assert len(benchmark.run(TINY, torch.float32, 1, [4, 8])) == 3
-    after = fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS
+    after = loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS
     assert after == before
     assert capsys.readouterr().out.splitlines()[3].startswith("| plain |")
 

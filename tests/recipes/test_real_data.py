@@ -22,7 +22,7 @@ TINY = ["--layers=1", "--hidden=16", "--head_dim=8", "--repeats=1", "--ordinary_
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    """20 rows behind one of two system prompts, answers of 1 to 5 words."""
+    """20 rows with one of two system prompts, and answers of 1 to 5 words."""
     file = tmp_path / "chats.jsonl"
     prompts = ("Answer in numbers, as shortly as you can.", "Answer in words, and be as kind as you can be.")
     with file.open("w", encoding="utf-8") as rows:

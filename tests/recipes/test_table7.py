@@ -83,8 +83,8 @@ def test_dead_gradients_are_seen_without_a_look_at_rope(model, monkeypatch):
         table7.check_alive(model, table7.PATTERNS["complex_sharing"])
 
 
-def test_a_wrong_position_shows_only_where_rope_is_alive(model):
-    """With integers a plan may give any position behind 0 and the published comparison does not change by a bit."""
+def test_a_wrong_position_shows_only_if_rope_is_alive(model):
+    """With integers a plan may give any position after 0 and the published comparison does not change by a bit."""
     sequences, loss = table7.PATTERNS["complex_sharing"], "logits.sum()"
 
     def passes(change=None):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from radixtrain import RadixCollator
-from radixtrain.collators.steps import StepCollator
-from radixtrain.kernels.cascade import blocked_pieces
+from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import radix_batch
 
@@ -38,13 +38,13 @@ class Way:
             yield from radix_batch(model, RadixCollator(**self._sizes)(features))
             return
         step = self.step(features)
-        for batch in step["micro_batches"]:
+        for batch in step.micro_batches:
             if self._fused:
-                yield _module(model).loss_sum(batch) / step["num_labels"]
+                yield _module(model).loss_sum(batch) / step.num_labels
             else:
-                yield model(**batch, num_items_in_batch=step["num_labels"]).loss
+                yield model(**batch, num_items_in_batch=step.num_labels).loss
 
-    def step(self, features: Any) -> dict[str, Any]:
+    def step(self, features: Any) -> Step:
         """The step, cut and collated."""
         return StepCollator(max_tokens=self.max_tokens, merge_labels=self._fused, **self._sizes)(features)
 
@@ -58,9 +58,9 @@ class Way:
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
-    monkeypatch.setattr("radixtrain.tree.layout.blocked_pieces", partial(blocked_pieces, block=4))
+def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
+    monkeypatch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
     monkeypatch.setattr("radixtrain.kernels.rectangles.STRIP", 6)
 
 

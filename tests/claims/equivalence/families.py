@@ -44,21 +44,38 @@ DECODER = {"is_decoder": True}
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GEMMA_3N = {
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
-    "intermediate_size": 64, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "laurel_rank": 4,
-}  # fmt: skip
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "intermediate_size": 64,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+    "laurel_rank": 4,
+}
 DBRX = {
     "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
     "ffn_config": {"moe_top_k": 2, "ffn_hidden_size": 16},
 }
 REFORMER = {
-    **DECODER, "attn_layers": ["local", "lsh"], "attention_head_size": 8, "axial_pos_shape": [8, 16],
-    "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 128, "lsh_attn_chunk_length": 128, "num_buckets": 4,
-}  # fmt: skip
+    **DECODER,
+    "attn_layers": ["local", "lsh"],
+    "attention_head_size": 8,
+    "axial_pos_shape": [8, 16],
+    "axial_pos_embds_dim": [16, 16],
+    "local_attn_chunk_length": 128,
+    "lsh_attn_chunk_length": 128,
+    "num_buckets": 4,
+}
 QWEN_4_EXP = {
-    "indexer_compress_ratio": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
-    "indexer_budget": 4, "ngram_vocab_size_base": 64, "ple_embed_dim": 32, "hc_lowrank": 4, "split_ngram_parts": 2,
-}  # fmt: skip
+    "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "ngram_vocab_size_base": 64,
+    "ple_embed_dim": 32,
+    "hc_lowrank": 4,
+    "split_ngram_parts": 2,
+}
 HYBRID_ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"]}
 
 CORE = [

@@ -104,10 +104,18 @@ def draw_row(rng: np.random.Generator, prompt: list[int], loss_on_all: bool, kin
 def bookkeeping(length: int) -> Row:
     """Entries that no model reads."""
     return {
-        "text": "a b c", "messages": [{"role": "user", "content": "a"}], "metadata": {"score": 0.5}, "tools": None,
-        "tags": ["a", None], "empty": [], "length": length, "special_tokens_mask": [0] * length, "idx": 3,
-        "offset_mapping": [(0, 1)] * length, "seq_lengths": [length],
-    }  # fmt: skip
+        "text": "a b c",
+        "messages": [{"role": "user", "content": "a"}],
+        "metadata": {"score": 0.5},
+        "tools": None,
+        "tags": ["a", None],
+        "empty": [],
+        "length": length,
+        "special_tokens_mask": [0] * length,
+        "idx": 3,
+        "offset_mapping": [(0, 1)] * length,
+        "seq_lengths": [length],
+    }
 
 
 def in_some_form(rng: np.random.Generator, name: str, values: Any) -> Any:
@@ -149,10 +157,19 @@ def unread(rng: np.random.Generator, row: Row) -> tuple[str, bool]:
     """Qwen3 ignores it, so it does not show."""
     length = len(row["input_ids"])
     values = {
-        "token_type_ids": [0] * length, "pixel_values": np.zeros((3, 2, 2)), "weight": 0.5, "label": 1, "score": [0.5],
-        "mm_token_type_ids": [0] * length, "inputs_embeds": np.zeros((length, 4)), "lengths": length, "is_good": True,
-        "nested": [[1, 2], [3]], "image": object(), "loss_weights": torch.ones(length),
-    }  # fmt: skip
+        "token_type_ids": [0] * length,
+        "pixel_values": np.zeros((3, 2, 2)),
+        "weight": 0.5,
+        "label": 1,
+        "score": [0.5],
+        "mm_token_type_ids": [0] * length,
+        "inputs_embeds": np.zeros((length, 4)),
+        "lengths": length,
+        "is_good": True,
+        "nested": [[1, 2], [3]],
+        "image": object(),
+        "loss_weights": torch.ones(length),
+    }
     name = pick(rng, list(values))
     row[name] = values[name]
     return name, False
@@ -267,7 +284,7 @@ def several_sequences(rng: np.random.Generator, row: Row) -> tuple[str, bool]:
 
 
 def some_column(rng: np.random.Generator, row: Row, *others: str) -> str:
-    """An entry that is there; the loss mask only where it is read."""
+    """An entry that is there; a loss mask only if it is read."""
     row.setdefault("attention_mask", [1] * len(row["input_ids"]))
     masks = [] if "labels" in row else ["completion_mask", "assistant_masks"]
     names = ["labels", "attention_mask", "position_ids", *masks, *others]
@@ -275,11 +292,22 @@ def some_column(rng: np.random.Generator, row: Row, *others: str) -> str:
 
 
 FAULTS: dict[str, Callable[[np.random.Generator, Row], tuple[str, bool]]] = {
-    "no loss": no_loss, "unread": unread, "hole": hole, "loss on padding": loss_on_padding,
-    "no mask value": no_mask_value, "all hidden": all_hidden, "empty": empty, "no ids": no_ids,
-    "wrong length": wrong_length, "floats": floats, "nested": nested, "no numbers": no_numbers, "booleans": booleans,
-    "negative": negative, "several sequences": several_sequences,
-}  # fmt: skip
+    "no loss": no_loss,
+    "unread": unread,
+    "hole": hole,
+    "loss on padding": loss_on_padding,
+    "no mask value": no_mask_value,
+    "all hidden": all_hidden,
+    "empty": empty,
+    "no ids": no_ids,
+    "wrong length": wrong_length,
+    "floats": floats,
+    "nested": nested,
+    "no numbers": no_numbers,
+    "booleans": booleans,
+    "negative": negative,
+    "several sequences": several_sequences,
+}
 
 
 # The ordinary route.
@@ -288,7 +316,7 @@ FAULTS: dict[str, Callable[[np.random.Generator, Row], tuple[str, bool]]] = {
 def ordinary_batch(features: list[Row]) -> dict[str, Tensor]:
     """[B, L], every column as it came and padded on the right by as many as its `input_ids`. Raises what torch raises.
 
-    Loss masks become labels as in TRL: the token where every mask is 1. Padding has none, nor the token after it.
+    Loss masks become labels as in TRL: the token if every mask is 1. Padding has none, nor the token after it.
     """
     longest = max(len(as_list(row["input_ids"])) for row in features)
     fills = {"input_ids": PAD, "attention_mask": 0, "position_ids": 0, "labels": N}
@@ -320,7 +348,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def without_hidden_tokens(features: list[Row]) -> list[Row]:
-    """The features, closed up where the mask hides a token; their loss masks may be too long or too short."""
+    """The features without the tokens that the mask hides; their loss masks may be too long or too short."""
     closed = []
     for row in features:
         seen = [bool(value) for value in as_list(row.get("attention_mask", [1] * len(as_list(row["input_ids"]))))]
@@ -375,13 +403,22 @@ def test_refused_by_name_or_the_ordinary_loss(models: tuple[Any, Any], block: in
 
 
 KINDS = [
-    "labels", "completion_mask", "assistant_masks", "both", "labels and a mask", "everywhere", "padding on the left",
-    "padding on the right", "positions: None", "positions: offset", "positions: jumps",
-]  # fmt: skip
+    "labels",
+    "completion_mask",
+    "assistant_masks",
+    "both",
+    "labels and a mask",
+    "everywhere",
+    "padding on the left",
+    "padding on the right",
+    "positions: None",
+    "positions: offset",
+    "positions: jumps",
+]
 
 
 def check(draw: Draw, models: tuple[Any, Any], with_gradients: bool) -> list[str]:
-    """Compare one draw; what it was an example of comes back."""
+    """Compare one draw. Returns what it was an example of."""
     try:
         batch = RadixCollator(**draw.options)(draw.features)
     except ValueError as error:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.attention import STRATEGIES
+from radixtrain.attention import EVERYWHERE
 
 SHARED = [7, 8, 9, 10]
 KEPT = [[1, 2, 3], [1, 2, 4, 5], [11]]
@@ -40,7 +40,7 @@ def losses_of_kept(model: Any, branch: list[int]) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, labels, reduction="none")[of_kept & (labels >= 0)]
 
 
-@pytest.mark.parametrize("attention", STRATEGIES)
+@pytest.mark.parametrize("attention", EVERYWHERE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("place", range(len(CHANGED)))
 def test_isolation(tiny_qwen3: Callable[..., Any], attention: str, dtype: torch.dtype, place: int) -> None:

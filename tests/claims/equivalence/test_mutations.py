@@ -1,4 +1,4 @@
-"""The tests are tested: every mistake below has been made by some system of the field, and each makes the suite fail.
+"""The tests are tested: every mistake below was made in some other system, and each makes the suite fail.
 
 The float64 rung, whose bar is a number, sees each; the float32 rung sees each that is larger than rounding.
 """
@@ -50,7 +50,7 @@ def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str) -> N
 
 
 def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
-    """The first token of one completion goes without loss: what a shared row with one label a row does."""
+    """The first token of one completion bears no loss: so it is if each shared row has one label."""
     first_of_branch = int(np.flatnonzero(np.diff(batch["radix_predictor_indices"].numpy()) == 0)[0])
     for name in ("labels", "shift_labels"):
         batch[name][0, first_of_branch] = -100
@@ -82,7 +82,7 @@ def predict_from_the_row_before(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_a_sibling_for_the_same(batch: dict[str, Any]) -> dict[str, Any]:
-    """Sharing by position and not by history: a token of one branch stands for the one beside it in another."""
+    """Sharing by position, not by history: a token of one branch stands for the one at its place in another."""
     batch["input_ids"][0, batch["radix_inverse_indices"][5 + 4 + 2]] = 9  # in the place of the third row's 5
     return batch
 
@@ -103,7 +103,7 @@ def test_a_mutated_batch(tiny_qwen3: Callable[..., Any], mutate: Callable[..., A
 
 
 def sibling_leak(layout: Any) -> Tensor:
-    """Causal over the rows and nothing else: every branch sees the ones before it."""
+    """Only causal over the rows: every branch sees the ones before it."""
     return torch.full_like(layout.subtree_ends, layout.num_rows)
 
 
@@ -133,7 +133,7 @@ def test_a_wrong_mask(
 
 
 def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
-    """The silent failure of the field: a model that nobody prepared reads jumps of positions as packed documents."""
+    """A silent failure: a model that is not prepared reads jumps of positions as packed documents."""
     model = tiny_qwen3()
     batch = RadixCollator()(FEATURES)
 
@@ -143,15 +143,15 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
         yield torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0])
 
     report = verify_arms(model, FEATURES, lambda: ordinary_padded(model, FEATURES), stock)
-    assert report["float64"].loss_error < 0.02, "the loss alone hardly sees it"
+    assert report["float64"].loss_error < 0.02, "the loss hardly shows it"
     assert_caught(report)
 
 
 def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see only its beginning."""
-    from radixtrain.kernels.blockwise import TorchCPUKernel
+    from radixtrain.kernels.looping import TorchCPUKernel
 
-    monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, block, scoring: {"is_causal": True})
+    monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, part, scoring: {"is_causal": True})
     assert_caught(verdict(tiny_qwen3(), attention="path"))
 
 
@@ -160,14 +160,14 @@ def test_the_log_sum_exp_of_a_piece_in_the_backward(
 ) -> None:
     """A forward pass that is right, and a backward pass of each piece as if it were the only one."""
 
-    def in_pieces_alone(q: Tensor, k: Tensor, v: Tensor, pieces: Any, *args: Any) -> Tensor:
+    def each_by_itself(q: Tensor, k: Tensor, v: Tensor, pieces: Any, *args: Any) -> Tensor:
         exact = attention_in_pieces(q, k, v, pieces, *args)
-        alone = attention_in_pieces(q, k, v, pieces[:1], *args)
-        return exact.detach() + alone - alone.detach()
+        first = attention_in_pieces(q, k, v, pieces[:1], *args)
+        return exact.detach() + first - first.detach()
 
-    monkeypatch.setattr("radixtrain.kernels.cascade.attention_in_pieces", in_pieces_alone)
+    monkeypatch.setattr("radixtrain.kernels.cascade.attention_in_pieces", each_by_itself)
     report = verdict(tiny_qwen3(), attention="cascade")
-    assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss alone does not see it"
+    assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss does not show it"
     assert_caught(report)
 
 
@@ -182,7 +182,7 @@ def test_a_gradient_that_is_written_and_not_added(
 
     monkeypatch.setattr(radixtrain.kernels.rows, "sum_rows", last_copy)
     report = verdict(tiny_qwen3(), attention=attention)
-    assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss alone does not see it"
+    assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss does not show it"
     assert_caught(report)
 
 
@@ -199,7 +199,7 @@ def test_a_hundred_millionth_too_much(tiny_qwen3: Callable[..., Any], monkeypatc
 
 
 def test_dead_attention(tiny_qwen3: Callable[..., Any]) -> None:
-    """Equal because nothing flows, as in a published proof: zero gradients prove nothing, and the report says so."""
+    """Equal because all gradients are zero, as in a published proof: that proves nothing, and the report says so."""
     model = tiny_qwen3()
     with torch.no_grad():
         for layer in model.model.layers:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixtrain import prepare_model, restore_model, verify_equivalence
-from radixtrain.attention import STRATEGIES
+from radixtrain.attention import EVERYWHERE
 from radixtrain.testing import labelled_features
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Features, float64_truth, gradients_of, ordinary_padded
@@ -35,14 +35,14 @@ def test_rounding(
     set_checkpointing: Callable[[Any, bool], None],
     dtype: torch.dtype,
     kind: str,
-    print_behind: Callable[[str, str], None],
+    print_after: Callable[[str, str], None],
 ) -> None:
     model = tiny_qwen3(seed=1, **MODELS[kind]).train()
     if kind == "LoRA":
         peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
     model = model.to(dtype)
-    rungs: dict[str, list[Rung]] = {attention: [] for attention in STRATEGIES}
+    rungs: dict[str, list[Rung]] = {attention: [] for attention in EVERYWHERE}
     # In one piece, as the ordinary batch: gradients that are added up over micro-batches round once more for each.
     whole = ways(max_tokens=st.none())
 
@@ -59,7 +59,7 @@ def test_rounding(
         radix, ordinary = max(rung.worst.radix for rung in tries), max(rung.worst_ordinary for rung in tries)
         median = statistics.median(t.radix / t.ordinary for rung in tries for t in rung.alive)
         name = str(dtype).removeprefix("torch.")
-        print_behind(
+        print_after(
             "rounding: error against the float64 truth, radix and the ordinary padded batch",
             f"{name} {kind}, {attention}: worst tensor {radix:.2e} and {ordinary:.2e} ({radix / ordinary:.2f}x), "
             f"median ratio {median:.3f}, {len(tries)} tries",
@@ -70,7 +70,7 @@ def test_rounding(
 
 
 def test_half_the_precision_is_seen(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar is where it says: attention that sums in bfloat16 fails the float32 rung."""
+    """The bar is not too high: attention that sums in bfloat16 fails the float32 rung."""
     import radixtrain.hf.attention
 
     def careless(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
@@ -88,7 +88,7 @@ def climb(model: Any, features: Features, way: Any) -> dict[str, Rung]:
     truth = float64_truth(restore_model(model), features)
     ordinary = gradients_of(model, lambda: ordinary_padded(model, features))
     rungs = {}
-    for attention in STRATEGIES:
+    for attention in EVERYWHERE:
         radix = gradients_of(prepare_model(model, attention=attention), lambda: way.terms(model, features))
         rungs[attention] = compare_gradients(precision, truth, ordinary, radix)
     restore_model(model)

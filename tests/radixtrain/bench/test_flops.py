@@ -1,19 +1,18 @@
-"""The ideal that measured speed-ups stand beside: literal counts, then pairs counted one by one."""
-
-from types import SimpleNamespace
+"""The ideal beside a measured speed-up: literal counts, then pairs counted one by one."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
+from transformers import BloomConfig, DeepseekV3Config, LlamaConfig
 
-from radixtrain.bench.flops import ideal_speedup, ordinary_flops, unique_flops
+from radixtrain.bench.flops import ordinary_flops, unique_flops
+from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
 
 # One layer: q and o 8 x 8 each, k and v 8 x 4 each, gate, up and down 8 x 16 each: 576 parameters.
-CONFIG = SimpleNamespace(
-    hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-    vocab_size=10,
-)  # fmt: skip
+SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+CONFIG = LlamaConfig(**SIZES, num_key_value_heads=1, head_dim=4)
 
 
 def plan_of(sequences, **options):
@@ -27,11 +26,25 @@ def test_two_sequences_that_share_two_tokens():
     assert (ordinary.linear, unique.linear) == (2 * 576 * 6, 2 * 576 * 4)
     assert (ordinary.attention, unique.attention) == (4 * 8 * 12, 4 * 8 * 9)  # 6 + 6 pairs; 1 + 2 + 3 + 3
     assert (ordinary.head, unique.head) == (2 * 8 * 10 * 2, 2 * 8 * 10)
-    assert ideal_speedup(CONFIG, plan, 2, 1) == (6912 + 384 + 320) / (4608 + 288 + 160)
+    assert (ordinary.total, unique.total) == (6912 + 384 + 320, 4608 + 288 + 160)
+
+
+def test_latent_attention_has_its_own_matrices_and_head_dims():
+    """q 8 x 3 and 3 x 2 * 6; k and v 8 x 5 and 5 x 2 * (4 + 3); the shared key 8 x 2; o 2 * 3 x 8; the MLP as above."""
+    dims = {"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "q_lora_rank": 3, "kv_lora_rank": 5}
+    flops = ordinary_flops(DeepseekV3Config(**SIZES, **dims), plan_of([[1, 2, 3]]), 2)
+    assert flops.linear == 2 * 3 * (24 + 36 + 40 + 70 + 16 + 48 + 384)
+    assert flops.attention == 2 * 2 * (6 + 3) * 6
+
+
+def test_a_width_that_the_configuration_does_not_say():
+    with pytest.raises(UserError, match="BloomConfig does not say the width of its MLP"):
+        ordinary_flops(BloomConfig(), plan_of([[1, 2, 3]]), 2)
 
 
 def test_nothing_shared_is_worth_nothing():
-    assert ideal_speedup(CONFIG, plan_of([[1, 2, 3], [4, 5]]), 5, 5) == 1.0
+    plan = plan_of([[1, 2, 3], [4, 5]])
+    assert ordinary_flops(CONFIG, plan, 5) == unique_flops(CONFIG, plan, 5)
 
 
 def test_padding_rows_are_not_part_of_the_ideal():

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,10 +23,9 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "recipes/benchmarks/training_step.py"
 TITLES = ["model", "sequences", "tree", "mode", "attention", "tokens", "r", "speed-up"]
 LAST = ["ratio", "error"]
-TINY = {
-    "models.num_hidden_layers": 2, "models.hidden_size": 32, "models.head_dim": 8, "models.vocab_size": 97,
-    "prompt_length": 60, "suffix_length": 5, "num_sequences": 8, "repeats": 1,
-}  # fmt: skip
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8, "vocab_size": 97}
+CELL = {"prompt_length": 60, "suffix_length": 5, "num_sequences": 8}
+TINY = {**{f"models.{name}": value for name, value in SHAPE.items()}, **CELL, "repeats": 1}
 
 
 def command(**changes: Any) -> list[str]:
@@ -40,8 +40,8 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_real_command(tmp_path: Path) -> None:
-    asked = [sys.executable, "-m", "radixtrain", *command(csv=tmp_path / "a.csv")]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    arguments = [sys.executable, "-m", "radixtrain", *command(csv=tmp_path / "a.csv")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     header, _, columns, row = done.stdout.splitlines()
     assert re.match(r"\d{4}-\d\d-\d\d, .*threads.*, float32, torch \d.*, transformers \d.*, medians of 1 ", header)
@@ -56,7 +56,7 @@ def test_the_whole_grid_in_a_csv_that_parses_back(tmp_path: Path, capsys: pytest
     assert main(command(**axes, attention="[cascade, path]", csv=tmp_path / "a.csv")) == 0
     rows = rows_of(tmp_path / "a.csv")
     assert len(rows) == 2 * 2 * 2 * 2
-    shape = ModelShape(num_hidden_layers=2, hidden_size=32, head_dim=8, vocab_size=97)
+    shape = ModelShape(**SHAPE)
     for row in rows:
         work = make_work(Cell(shape, 60, 5, int(row["num_sequences"]), row["tree"], row["mode"]))  # type: ignore[arg-type]
         assert float(row["r"]) == work.num_tokens / work.num_unique_tokens("cascade")
@@ -71,8 +71,8 @@ def test_the_whole_grid_in_a_csv_that_parses_back(tmp_path: Path, capsys: pytest
         speedups = [float(row[f"{name}_speedup"]) for name in ("lowest", "measured", "highest")]
         assert speedups == sorted(speedups)
         assert (row["dtype"], row["vocab_size"]) == ("float32", "97")
-    alone = [row for row in rows if row["num_sequences"] == "1"]
-    assert {(row["r"], row["ideal_speedup"]) for row in alone} == {("1.0", "1.0")}
+    without_sharing = [row for row in rows if row["num_sequences"] == "1"]
+    assert {(row["r"], row["ideal_speedup"]) for row in without_sharing} == {("1.0", "1.0")}
     assert capsys.readouterr().out.count("2x32") == len(rows)
 
 
@@ -95,7 +95,7 @@ def test_a_config_and_what_overrides_it(tmp_path: Path) -> None:
     assert [(row["model"], row["prompt_length"]) for row in rows] == [("1x16", "6"), ("wide", "6")]
 
 
-def test_the_radix_arm_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_timed_ordinary_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(ordinary="false", attention="cascade", num_sequences="[8, 50]", csv=tmp_path / "a.csv")) == 0
     _, _, columns, small, large = capsys.readouterr().out.splitlines()
     assert columns.split() == [*TITLES, "token", "radix", "radix", "error"]
@@ -113,7 +113,7 @@ def test_nothing_to_share(tmp_path: Path) -> None:
 
 
 class TestScript:
-    """recipes/benchmarks/training_step.py: the same where little is installed."""
+    """recipes/benchmarks/training_step.py: the same if little is installed."""
 
     @pytest.fixture
     def script(self) -> Any:
@@ -124,8 +124,8 @@ class TestScript:
             blocked = f"import sys, runpy; sys.modules.update(dict.fromkeys({left_out!r}))"
             code = f"{blocked}; sys.argv[1:] = {list(flags)!r}; runpy.run_path('{SCRIPT}', run_name='__main__')"
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            asked = [sys.executable, "-c", code]
-            return subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            arguments = [sys.executable, "-c", code]
+            return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
         return run
 
@@ -152,10 +152,16 @@ class TestScript:
         cells = [(row["model"], row["prompt_length"]) for row in rows_of(tmp_path / "a.csv")]
         assert cells == [("1x16", "6"), ("1x16", "0"), ("wide", "6"), ("wide", "0")]
 
+    def test_bad_input_in_a_process(self, script: Any, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("prompt_lenght: 3")
+        done = script("--config", str(tmp_path / "a.yaml"))
+        assert done.returncode == 1
+        (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+        assert "unknown key prompt_lenght" in error
+
     @pytest.mark.parametrize(
         ("written", "message"),
         [
-            ("prompt_lenght: 3", "unknown key prompt_lenght"),
             ("models: {hidden: 3}", "models: got an unexpected keyword argument 'hidden'"),
             ("tree: deep", "tree must be one of flat, nested, got deep"),
             ("dtype: float16", "dtype must be one of float32, bfloat16, got float16"),
@@ -163,11 +169,11 @@ class TestScript:
             ("attention: ring", "ring"),
         ],
     )
-    def test_bad_input(self, script: Any, tmp_path: Path, written: str, message: str) -> None:
+    def test_bad_input(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], written: str, message: str) -> None:
         (tmp_path / "a.yaml").write_text(written)
-        done = script("--config", str(tmp_path / "a.yaml"))
-        assert done.returncode == 1
-        (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+        run = runpy.run_path(str(ROOT / SCRIPT))["main"]
+        assert run(["--config", str(tmp_path / "a.yaml")]) == 1
+        (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
         assert message in error
 
 
@@ -180,7 +186,7 @@ def test_cells_that_are_too_large_are_left_out_and_named(tmp_path: Path, capsys:
 class TestRefusal:
     @pytest.fixture(autouse=True)
     def broken_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Keys get a thousandth more gradient than they should, where there is something to share."""
+        """Keys get a thousandth more gradient than they should, if there is something to share."""
 
         def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
             wrong = key + 1e-3 * (key - key.detach()) if len(key) > 65 else key

@@ -1,4 +1,7 @@
-"""The fixture's tokenizer gives every byte its own id, so that ids can be written as bytes: `[*b"hi", END]`."""
+"""Rows to samples: which tokens bear loss, and which rows are refused.
+
+The fixture's tokenizer gives every byte its own id, so that ids can be written as bytes: `[*b"hi", END]`.
+"""
 
 import json
 from pathlib import Path
@@ -11,8 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from radixtrain.data.chat import ChatEncoder, EncodeReport, load_tokenizer
+from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row
+from radixtrain.data.report import EncodeReport
 from radixtrain.errors import DataError, UserError
 
 TWO_NEWLINES, START, END, BOS = 256, 257, 258, 259  # two newlines are the only merge

@@ -1,3 +1,5 @@
+"""Files to rows: every kind of file, and each bad row named by file and line."""
+
 import json
 import os
 

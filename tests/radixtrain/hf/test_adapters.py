@@ -17,10 +17,10 @@ from torch import nn
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf import adapters
-from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_adapters
+from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_adapters, check_not_shared
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of layers that it has not seen
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about layers that it does not know
 
 ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 4, 4, 5]]
 FEATURES = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in ROWS]
@@ -35,7 +35,7 @@ PROMPT_OF_TOKENS = {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_toke
 
 # The settings that each exact kind is tried with. Target modules are PROJECTIONS unless they are given.
 EXACT_CASES: dict[str, list[dict[str, Any]]] = {
-    "ADALORA": [{"total_step": 10, "orth_reg_weight": 0.0}],  # `ordinary_alone` knows no regularizer
+    "ADALORA": [{"total_step": 10, "orth_reg_weight": 0.0}],  # `ordinary_one_by_one` knows no regularizer
     "ADAMSS": [{"r": 4, "num_subspaces": 2, "use_asa": True}, {"r": 4, "num_subspaces": 2, "use_dynamic_rank": True}],
     "ADAPTION_PROMPT": [{"adapter_len": 3, "adapter_layers": 2}],
     "BEFT": [{}],
@@ -122,7 +122,7 @@ DRAWING_CASES = [
     ("LORA", {"r": 4}, {"monteclora_config": MONTE_CARLO}),
     ("OFT", {"oft_block_size": 4}, {"module_dropout": 0.5}),
 ]
-# Every setting of an exact kind that was read in PEFT's source and found to work token by token, or is refused.
+# Every setting of an exact kind: it was read in PEFT's source and works token by token, or it is refused.
 JUDGED = """
 ab_svd_init act_fn adapter_layers adapter_len alora_invocation_tokens alpha alpha_pattern apply_GS arrow_config
 asa_importance_beta asa_schedule_exponent asa_target_subspaces asa_uncertainty_beta beta1 beta2 bias block_share
@@ -154,7 +154,7 @@ def peft() -> Any:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check is off, wherever it is called."""
+    """The check is off."""
     for name in ("_check_kind", "_check_settings", "_check_draws"):
         monkeypatch.setattr(adapters, name, lambda *arguments: None)
 
@@ -231,7 +231,7 @@ def kmeans(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestKinds:
     def test_every_kind_has_a_case(self, peft):
         known = EXACT_CASES.keys() | REFUSED_CASES.keys()
-        assert {kind.value for kind in peft.PeftType} - known == set(), "kinds of this PEFT that no one has tried"
+        assert {kind.value for kind in peft.PeftType} - known == set(), "kinds of this PEFT that have not been tried"
         assert EXACT_CASES.keys() == EXACT.keys()
         assert REFUSED_CASES.keys() == NOT_EXACT.keys()
 
@@ -241,7 +241,7 @@ class TestKinds:
         ]
         common = {field.name for field in dataclasses.fields(peft.PeftConfig)}
         settings = {field.name for config in classes for field in dataclasses.fields(config)} - common
-        assert settings - set(JUDGED.split()) == set(), "settings of this PEFT that no one has judged"
+        assert settings - set(JUDGED.split()) == set(), "settings of this PEFT that have not been judged"
 
     @pytest.mark.parametrize(
         ("kind", "settings"),
@@ -319,7 +319,7 @@ class TestSettings:
         assert rung.worst.radix <= BAR, rung.worst
 
     def test_the_regularizer_of_adalora_is_added_once(self, peft, tiny_qwen3):
-        """To the loss of a radix batch as to that of an ordinary one."""
+        """The same for a radix batch and an ordinary one."""
         losses = []
         for weight in (0.0, 0.5):
             config = configuration(peft, "ADALORA", total_step=10, orth_reg_weight=weight)
@@ -393,7 +393,7 @@ class TestHolders:
         model = adapted(peft, prepare_model(tiny_qwen3()), configuration(peft, "LILY", r=4))
         with pytest.raises(UserError, match="kind LILY"):
             model(**RadixCollator()(FEATURES))
-        assert model(input_ids=torch.tensor(ROWS[:1])).logits.isfinite().all(), "an ordinary batch is left alone"
+        assert model(input_ids=torch.tensor(ROWS[:1])).logits.isfinite().all(), "an ordinary batch is not refused"
 
     def test_adapters_that_come_later(self, peft, tiny_qwen3):
         base = tiny_qwen3()
@@ -444,3 +444,17 @@ def gradient_error(model: Any) -> float:
         radix = gradients_of(model, lambda: radix_batch(model, RadixCollator()(FEATURES))).tensors
     alive = [name for name in truth if truth[name].norm() > 0]
     return max(float((radix[name] - truth[name]).norm() / truth[name].norm()) for name in alive)
+
+
+class TestSharedMatrices:
+    @pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["q_proj", "lm_head"]])
+    def test_an_adapter_on_a_tied_matrix_is_refused(self, peft, tiny_qwen3, targets):
+        model = adapted(peft, tiny_qwen3(tie_word_embeddings=True), configuration(peft, "LORA", target_modules=targets))
+        other = "lm_head" if "embed_tokens" in targets else "model.embed_tokens"
+        with pytest.raises(UserError, match=rf"shares its weight with {other} \(tie_word_embeddings\)"):
+            check_not_shared(model)
+
+    @pytest.mark.parametrize(("tied", "targets"), [(True, ["q_proj"]), (False, ["lm_head", "embed_tokens"])])
+    def test_an_adapter_on_a_matrix_of_its_own(self, peft, tiny_qwen3, tied, targets):
+        model = tiny_qwen3(tie_word_embeddings=tied)
+        check_not_shared(adapted(peft, model, configuration(peft, "LORA", target_modules=targets)))

@@ -12,7 +12,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import radixtrain.hf.attention
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model, verify_equivalence
-from radixtrain.attention import STRATEGIES
+from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
 from radixtrain.hf.attention import RadixCall, radix_attention, radix_eager_attention
 from radixtrain.hf.windows import no_mask
@@ -27,15 +27,29 @@ FEATURES = [
     {"input_ids": [30, 31, 32], "labels": [30, 31, 32]},
 ]
 TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 EXPERTS = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+}
 # Queries of 12, or of 8 in MiMo; values of 6, 12, 20.
 FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**LATENT, **EXPERTS, "first_k_dense_replace": 1},
@@ -44,9 +58,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MiniCPM3": LATENT,
     "LongcatFlash": {**LATENT, "head_dim": 4, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2},
     "MiMoV2Flash": {  # ordinary heads with sinks and a window, and narrower values by choice
-        **EXPERTS, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        **EXPERTS,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
-}  # fmt: skip
+}
 
 
 def tiny(family: str, **changes: Any) -> Any:
@@ -65,7 +82,7 @@ class TestValuesOfAnotherHeadDim:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_same_gradient_with_every_strategy(self, family):
         model = tiny(family, v_head_dim=6)
-        for attention in ("auto", *STRATEGIES):
+        for attention in ("auto", *EVERYWHERE):
             if (family, attention) == ("MiMoV2Flash", "cascade"):
                 continue  # a window binds
             report = verify_equivalence(model, FEATURES, attention=attention, precisions=["float64"])
@@ -77,11 +94,11 @@ class TestValuesOfAnotherHeadDim:
         report = verify_equivalence(tiny("DeepseekV3", v_head_dim=v_head_dim), FEATURES)
         assert report.passed and report.conclusive, str(report)
 
-    @pytest.mark.parametrize("attention", STRATEGIES)
+    @pytest.mark.parametrize("attention", EVERYWHERE)
     @pytest.mark.parametrize("v_head_dim", [1, 3, 8, 13])
     @pytest.mark.parametrize("scaling", [None, 0.7])
     def test_against_dense_attention(self, attention, v_head_dim, scaling):
-        """Scores are scaled by the head dim of queries as they came, and outputs are as wide as the values."""
+        """Scores are scaled by the head dim of the queries before padding, and outputs are as wide as the values."""
         plan = nested_plan()
         query, key, value = heads(plan.num_rows, 8, 8, v_head_dim)
         call = RadixCall(TreeLayout.from_plan(plan), None, attention, "auto", window_may_bind=False)
@@ -97,7 +114,7 @@ class TestValuesOfAnotherHeadDim:
             torch.testing.assert_close(actual, exact, rtol=0, atol=1e-12)
 
     def test_the_padded_head_dim_as_scale_is_caught(self, monkeypatch):
-        """The comparison above is able to fail."""
+        """The comparison above can fail."""
         attend = radixtrain.hf.attention.tree_attention
         monkeypatch.setattr(
             radixtrain.hf.attention, "tree_attention", lambda *args, **rest: attend(*args, **{**rest, "scale": None})
@@ -108,7 +125,7 @@ class TestValuesOfAnotherHeadDim:
     def test_queries_and_keys_that_do_not_fit(self):
         plan = nested_plan()
         call = RadixCall(TreeLayout.from_plan(plan), None, "auto", "auto", window_may_bind=False)
-        with pytest.raises(UserError, match=r"Module of layer \?: head_dim must agree, got 12, 8 and 12"):
+        with pytest.raises(ValueError, match="head_dim must agree, got 12, 8 and 12"):
             radix_attention(nn.Module(), *heads(plan.num_rows, 8, 4, 12), None, radix_call=call)
 
 
@@ -125,7 +142,7 @@ def heads(num_rows: int, query: int, key: int, value: int) -> list[Tensor]:
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, plan: PrefixPlan, scale: float) -> Tensor:
-    """With a mask that is read off the sequences: a token sees the rows of those before it, and its own."""
+    """With a mask made from the sequences: a token sees its own row and those of the tokens before it."""
     seen = torch.zeros(plan.num_rows, plan.num_rows, dtype=torch.bool)
     for begin, end in pairwise(plan.cu_seqlens.tolist()):
         rows = torch.from_numpy(plan.inverse_indices[begin:end].astype(np.int64))
@@ -168,11 +185,11 @@ def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):
     model = prepare_model(tiny_qwen3(attn_implementation="eager"))
     monkeypatch.delattr("transformers.models.qwen3.modeling_qwen3.eager_attention_forward")
     query = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(UserError, match="Qwen3Attention of layer 0 has no eager attention beside it"):
+    with pytest.raises(UserError, match="Qwen3Attention of layer 0 has no eager attention in its file"):
         radix_eager_attention(model.model.layers[0].self_attn, query, query, query, None)
 
 
-def test_cascade_where_a_window_binds():
+def test_cascade_if_a_window_binds():
     model = prepare_model(MistralForCausalLM(MistralConfig(**TINY, sliding_window=4)), attention="cascade")
     message = (
         r"MistralAttention of layer 0 attends to the last 4 tokens, and this batch has a sequence of 9: "

@@ -52,19 +52,34 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def settings(folder: Path, **others: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(folder), "max_steps": 12, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
-        "learning_rate": 3e-3, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        "train_sampling_strategy": "sequential", "bf16": False, "seed": 0, **others,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": 12,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 3e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "bf16": False,
+        "seed": 0,
+        **others,
+    }
 
 
 def hugging_face(
     model: nn.Module, collator: Any, folder: Path, kind: type = Trainer, arguments: Any = None, **others: Any
 ) -> Any:
     return kind(
-        model=model, args=TrainingArguments(**settings(folder, **(arguments or {}))), train_dataset=ROWS,
-        eval_dataset=ROWS, data_collator=collator, processing_class=tokenizer(), **others,
-    )  # fmt: skip
+        model=model,
+        args=TrainingArguments(**settings(folder, **(arguments or {}))),
+        train_dataset=ROWS,
+        eval_dataset=ROWS,
+        data_collator=collator,
+        processing_class=tokenizer(),
+        **others,
+    )
 
 
 def trl(model: nn.Module, collator: Any, folder: Path, kind: Any = None, arguments: Any = None, **others: Any) -> Any:
@@ -73,9 +88,14 @@ def trl(model: nn.Module, collator: Any, folder: Path, kind: Any = None, argumen
 
     rows = Dataset.from_list(ROWS)
     return (kind or SFTTrainer)(
-        model=model, args=SFTConfig(**settings(folder, max_length=None, **(arguments or {}))), train_dataset=rows,
-        eval_dataset=rows, data_collator=collator, processing_class=tokenizer(), **others,
-    )  # fmt: skip
+        model=model,
+        args=SFTConfig(**settings(folder, max_length=None, **(arguments or {}))),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=collator,
+        processing_class=tokenizer(),
+        **others,
+    )
 
 
 def ordinary_collator() -> DataCollatorForSeq2Seq:
@@ -84,8 +104,9 @@ def ordinary_collator() -> DataCollatorForSeq2Seq:
 
 TRAINERS = pytest.mark.parametrize("make_trainer", [hugging_face, trl])
 METRICS: dict[str, Any] = {
-    "compute_metrics": compute_metrics, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)
-}  # fmt: skip
+    "compute_metrics": compute_metrics,
+    "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+}
 
 
 @TRAINERS
@@ -95,7 +116,7 @@ class TestRefused:
         with pytest.raises(UserError, match=REFUSED):
             trainer.evaluate()
 
-    def test_compute_metrics_in_the_midst_of_training(self, tiny_qwen3, tmp_path, make_trainer):
+    def test_compute_metrics_during_training(self, tiny_qwen3, tmp_path, make_trainer):
         arguments = {"eval_strategy": "steps", "eval_steps": 1}
         trainer = make_trainer(prepare_model(tiny_qwen3()), RadixCollator(), tmp_path, arguments=arguments, **METRICS)
         with pytest.raises(UserError, match=REFUSED):
@@ -108,7 +129,7 @@ class TestRefused:
 
 
 def test_what_is_refused_would_be_wrong(tiny_qwen3, tmp_path, monkeypatch):
-    """Without the check: one row per batch. Right tokens are counted right, right answers are not."""
+    """Without the check: one row per batch. The tokens are counted correctly, the answers are not."""
     monkeypatch.setattr(radixtrain.hf.hooks, "check_evaluation", lambda backbone: None)
     trainers = [
         hugging_face(model, collator, tmp_path, arguments={"max_steps": 40}, **METRICS)
@@ -125,7 +146,7 @@ def test_what_is_refused_would_be_wrong(tiny_qwen3, tmp_path, monkeypatch):
 class TestLossOnly:
     @TRAINERS
     def test_is_that_of_ordinary_batches(self, tiny_qwen3, tmp_path, make_trainer):
-        """In training and after it; TRL's own metrics too, but for the tokens that it has seen, which are unique."""
+        """In training and after it; TRL's own metrics too, except its count of tokens, which are the unique ones."""
         logged = []
         for model, collator in ((prepare_model(tiny_qwen3()), RadixCollator()), (tiny_qwen3(), ordinary_collator())):
             trainer = make_trainer(model, collator, tmp_path, arguments={"eval_strategy": "steps", "eval_steps": 4})
@@ -153,7 +174,7 @@ class TestLossOnly:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=BAR)
 
     def test_is_a_mean_over_rows_of_the_mean_of_their_batch(self, tiny_qwen3, tmp_path):
-        """That is the Trainer's own, with every collator: not the mean over tokens."""
+        """The Trainer takes the mean of batches with every collator, not the mean over tokens."""
         trainer = hugging_face(prepare_model(tiny_qwen3()), RadixCollator(), tmp_path)
         batches = [ROWS[start : start + 4] for start in (0, 4, 8)]
         model = trainer.model.eval()
@@ -220,7 +241,7 @@ class TestCheckEvaluation:
 
     @pytest.mark.parametrize(("asked", "refused"), [(True, False), (False, True), (None, True)])
     def test_the_innermost_prediction_step_decides(self, tiny_qwen3, tmp_path, asked, refused):
-        """An override may ask its parent for something else than it was asked."""
+        """An override may ask its parent class for something else than it was asked for."""
 
         class Own(Trainer):
             def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: Any, ignore_keys: Any = None):

@@ -14,14 +14,19 @@ from torch import Tensor, nn
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.padded import PaddedCollator
 from radixtrain.errors import UserError
+from radixtrain.hf.backbone import backbone_of, parts_of
 from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
-from radixtrain.hf.prepare import backbone_of
 from radixtrain.testing import relative_error
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 HEADS = {"num_key_value_heads": 2, "head_dim": 8}
 PLAIN = {
@@ -116,7 +121,7 @@ def conditional(model: Any, logits: Tensor) -> Tensor:
 
 
 class TestMutations:
-    """A plain head to which something is done, each of which would train wrong under the fused loss."""
+    """Changes to a plain head. With the fused loss each would train wrong."""
 
     def changed(self, model: Any, change: Callable[[Any, Tensor], Tensor]) -> Any:
         class Changed(type(model)):  # type: ignore[misc]
@@ -164,10 +169,14 @@ class TestMutations:
         model.lm_head.__class__ = Quantized
         assert not has_plain_head(model)
 
-    def test_of_zeros_nothing_is_known(self) -> None:
-        model = build(*NOT_PLAIN["Granite, scaled"])
+    @pytest.mark.parametrize("head", [PLAIN["Llama"], NOT_PLAIN["Granite, scaled"]], ids=["plain", "scaled"])
+    def test_of_zeros_nothing_is_known(self, head: Any, caplog: pytest.LogCaptureFixture) -> None:
+        """The log said that a plain head does more than one matrix product."""
+        model = build(*head)
         nn.init.zeros_(model.lm_head.weight)
-        assert not has_plain_head(model)
+        with caplog.at_level(logging.INFO, logger="radixtrain"):
+            assert not has_plain_head(model)
+        assert "is all zero, so its logits do not show whether it is one matrix product: its own head" in caplog.text
 
     def test_a_part_of_the_hidden_row(self) -> None:
         model = build(*PLAIN["Llama"])
@@ -208,7 +217,7 @@ class TestRefusals:
 
         assert "makes logits [1, 1, 50] of 3 hidden rows" in self.refused(forward)
 
-    def test_rows_that_know_of_one_another(self) -> None:
+    def test_rows_that_depend_on_one_another(self) -> None:
         def forward(self: Any, input_ids: Tensor) -> Any:
             output = super(type(self), self).forward(input_ids)
             return type(output)(logits=output.logits.cumsum(1))
@@ -244,17 +253,17 @@ class TestTheModelIsLeftAsItWas:
 class TestRows:
     @pytest.mark.parametrize("name", [*PLAIN, *list(NOT_PLAIN)[:-1]])
     def test_of_a_padded_batch(self, name: str) -> None:
-        """The logits of the rows that predict, and no row more goes through the head."""
+        """The logits of the rows that predict, and no other row goes through the head."""
         model = build(*{**PLAIN, **NOT_PLAIN}[name])
         batch = PaddedCollator()(FEATURES)
         expected = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0, :-1] for f in FEATURES])
         seen = []
         model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-        logits = logits_rows(model, inputs_of(batch))
+        logits = logits_rows(parts_of(model), inputs_of(batch))
         assert logits.shape == expected.shape == (12, 50)
         assert relative_error(logits, expected) <= 1e-6
         assert [shape[:-1] for shape in seen] == [(1, 12)]
-        hidden = hidden_rows(model, inputs_of(batch))
+        hidden = hidden_rows(parts_of(model), inputs_of(batch))
         assert len(hidden) == 12 and (name not in PLAIN or torch.equal(logits, model.get_output_embeddings()(hidden)))
 
     @pytest.mark.parametrize("name", ["Llama", "BERT", "ModernBERT-decoder", "Granite, scaled"])
@@ -263,22 +272,23 @@ class TestRows:
         batch = RadixCollator(merge_labels=True)(FEATURES)
         sequences = [torch.tensor([f["input_ids"]]) for f in FEATURES]
         expected = torch.cat([model(ids).logits[0] for ids in sequences])[batch["radix_gather_indices"]]
-        logits = logits_rows(prepare_model(model), inputs_of(batch))
+        logits = logits_rows(parts_of(prepare_model(model)), inputs_of(batch))
         assert relative_error(logits, expected[batch["radix_predictor_indices"]]) <= 1e-6
-        assert len(hidden_rows(model, inputs_of(batch))) == len(logits) < 12
+        assert len(hidden_rows(parts_of(model), inputs_of(batch))) == len(logits) < 12
 
-    def test_the_hook_goes_where_the_head_raises(self) -> None:
+    def test_the_hook_goes_if_the_head_raises(self) -> None:
         model = build(*NOT_PLAIN["BERT"])
         model.cls.forward = None
         with pytest.raises(TypeError):
-            logits_rows(model, inputs_of(PaddedCollator()(FEATURES)))
+            logits_rows(parts_of(model), inputs_of(PaddedCollator()(FEATURES)))
         assert not backbone_of(model)._forward_hooks
 
     def test_positions_that_start_after_the_padding_index(self) -> None:
-        """RoBERTa's own are left to it; positions that a feature brings are taken."""
+        """RoBERTa counts its own; positions that a feature has are used."""
         model = build(*NOT_PLAIN["RoBERTa"])
         shifted = [{**f, "position_ids": list(range(1, len(f["input_ids"]) + 1))} for f in FEATURES]
-        own, given = (logits_rows(model, inputs_of(PaddedCollator()(features))) for features in (FEATURES, shifted))
+        parts = parts_of(model)
+        own, given = (logits_rows(parts, inputs_of(PaddedCollator()(features))) for features in (FEATURES, shifted))
         assert relative_error(own, given) <= 1e-6
         moved = [{**f, "position_ids": list(range(5, len(f["input_ids"]) + 5))} for f in FEATURES]
-        assert relative_error(logits_rows(model, inputs_of(PaddedCollator()(moved))), own) > 1e-2
+        assert relative_error(logits_rows(parts, inputs_of(PaddedCollator()(moved))), own) > 1e-2

@@ -1,4 +1,4 @@
-"""What a prepared model does with a radix batch that something on the way has changed, and what it cannot return."""
+"""What a prepared model does with a radix batch that was changed on the way, and what it cannot return."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def changed(**changes):
 
 class TestInputs:
     def test_a_batch_that_lost_its_positions(self, model):
-        """Hugging Face counts them by row then: a gradient 0.87 off, without a word."""
+        """Then Hugging Face counts them by row: a gradient 0.87 off, and no error."""
         with pytest.raises(UserError, match=r"needs its position_ids \[1, 6\], got None: without them a token after"):
             model(**changed(position_ids=None))
 
@@ -45,7 +45,7 @@ class TestInputs:
             model(**changed(input_ids=torch.tensor([[1, 2, 3]])))
 
     @pytest.mark.parametrize("name", ["attention_mask", "past_key_values"])
-    def test_what_a_radix_batch_has_no_room_for(self, model, name):
+    def test_what_cannot_be_used_with_a_radix_batch(self, model, name):
         with pytest.raises(UserError, match=f"a radix batch came with {name}; "):
             model(**changed(**{name: torch.ones(1, 6, dtype=torch.int64)}))
 
@@ -60,12 +60,12 @@ class TestInputs:
 class TestOutputs:
     @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
     def test_what_would_come_back_by_unique_token(self, model, name):
-        with pytest.raises(UserError, match=f"{name} would come back by unique token, not by row"):
+        with pytest.raises(UserError, match=f"{name} would hold unique tokens, not those of each sequence"):
             model(**changed(), **{name: True})
 
     def test_the_same_by_configuration(self, tiny_qwen3):
         model = prepare_model(tiny_qwen3(output_hidden_states=True))
-        with pytest.raises(UserError, match="output_hidden_states would come back by unique token"):
+        with pytest.raises(UserError, match="output_hidden_states would hold unique tokens"):
             model(**changed())
 
     def test_an_ordinary_batch_still_returns_them(self, model):

@@ -20,19 +20,30 @@ FEATURES = [
     {"input_ids": [30, 31, 32, 33, 34], "labels": [30, 31, 32, 33, 34]},
 ]
 TEXT = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 GEMMA3_VISION = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
     "patch_size": 4,
-}  # fmt: skip
+}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 SECTIONS = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 
 
 def gemma3() -> Any:
-    """Windows of 4 in one layer, and 4 tokens an image."""
+    """Windows of 4 in one layer, and 4 tokens for an image."""
     text = {**TEXT, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     config = transformers.Gemma3Config(
         text_config=text, vision_config=GEMMA3_VISION, mm_tokens_per_image=4, image_token_index=60
@@ -91,7 +102,7 @@ def test_ordinary_batches_with_images_are_bit_equal():
 
 
 def test_ordinary_batches_stay_on_the_attention_of_the_text():
-    """GOT-OCR's whole class says that it has no sdpa, and its text decoder runs on it."""
+    """GOT-OCR's class says that it has no sdpa, but its text decoder runs on it."""
     model = gemma3()
     model._supports_sdpa = False
     assert prepare_model(model).config.text_config._attn_implementation == "radix"
@@ -115,7 +126,7 @@ def test_the_text_decoder_called_directly():
 
 
 def test_an_image_in_a_radix_batch():
-    with pytest.raises(UserError, match="a radix batch came with pixel_values; radix batches are text"):
+    with pytest.raises(UserError, match="a radix batch came with pixel_values; a radix batch is text only"):
         prepare_model(gemma3())(**RadixCollator()(FEATURES), pixel_values=with_image()["pixel_values"])
 
 

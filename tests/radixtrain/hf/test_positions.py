@@ -16,9 +16,14 @@ FEATURES = [
     {"input_ids": [7, 8, 9, 3], "labels": [N] * 3 + [3]},
 ]
 TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "max_position_embeddings": 32, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -33,10 +38,13 @@ def test_positions_that_start_after_the_padding_index(family):
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     {
-        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8,
-        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
     },
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
@@ -83,7 +91,7 @@ class TestLeftPadding:
             self.gpt2()(**self.batch())
 
     def test_positions_that_the_feature_brings(self):
-        """Then the padding changes nothing, whatever the model."""
+        """Then the padding changes nothing in any model."""
         model = self.gpt2()
         assert torch.equal(model(**self.batch(position_ids=POSITIONS)).loss, model(**RadixCollator()(FEATURES)).loss)
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 import radixtrain.hf.hooks
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.attention import tree_attention
-from radixtrain.hf.prepare import backbone_of, prepared_options
+from radixtrain.collators.unprepared import end_watch
+from radixtrain.hf.backbone import backbone_of
+from radixtrain.hf.prepare import prepared_options
 from radixtrain.testing import relative_error
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
@@ -32,13 +32,19 @@ NESTED = [
     {"input_ids": [7, 8], "labels": [7, 8]},
 ]
 TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 EXPERTS = {"experts_implementation": "eager"}  # grouped matrix products take no float64
 SLIDING = ["sliding_attention", "full_attention"]
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# Every family with a modifier, its window bitten by NESTED: the settings beside TINY.
+# Every family with a modifier, with a window that binds in NESTED: the settings besides TINY.
 MODIFIED: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "layer_types": SLIDING},
     "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": SLIDING, **EXPERTS},
@@ -47,7 +53,11 @@ MODIFIED: dict[str, dict[str, Any]] = {
     "Qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "Qwen3": {"head_dim": 8, "use_sliding_window": True, "max_window_layers": 1},
     "Qwen2Moe": {  # its layers do not hand their window to the attention function
-        "use_sliding_window": True, "layer_types": SLIDING, "shared_expert_intermediate_size": 8, **MOE, **EXPERTS,
+        "use_sliding_window": True,
+        "layer_types": SLIDING,
+        "shared_expert_intermediate_size": 8,
+        **MOE,
+        **EXPERTS,
     },
     "Gemma3": {"head_dim": 8, "layer_types": SLIDING},
     "Phi3": {},
@@ -55,7 +65,7 @@ MODIFIED: dict[str, dict[str, Any]] = {
     "Cohere2": {"layer_types": SLIDING},
     "Olmo3": {"layer_types": SLIDING},
     "VaultGemma": {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "layer_types": SLIDING},
-}  # fmt: skip
+}
 
 
 def tiny(family: str, **changes: Any) -> Any:
@@ -103,7 +113,7 @@ def with_gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def worst_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Relative L2, of the tensors that are not zero but for rounding (a key's bias may be)."""
+    """Relative L2, of the tensors that are not zero up to rounding, as a key's bias may be."""
     assert set(actual) == set(expected)
     noise = 1e-6 * max(float(x.norm()) for x in expected.values())
     alive = [name for name, x in expected.items() if x.norm() > noise]
@@ -118,7 +128,7 @@ BAR = 1e-6
 
 @pytest.mark.parametrize("family", MODIFIED)
 def test_modifiers_are_exact(family):
-    """Soft-cap, sinks and a window of 4: loss and gradients of the ordinary model, at any strategy that can."""
+    """Soft-cap, sinks and a window of 4: loss and gradients of the ordinary model, with any strategy that can."""
     model = windowed(family)
     expected = ordinary_results(model, NESTED)
     for attention in ("auto", "path", "expand", "reference"):
@@ -148,7 +158,7 @@ def test_full_layers_stay_on_cascade(monkeypatch):
     ("family", "lost"), [("Gemma2", "softcap"), ("Gemma2", "window"), ("GptOss", "sinks"), ("Mistral", "window")]
 )
 def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
-    """The comparison above is able to fail."""
+    """The comparison above can fail."""
     model = windowed(family)
     expected = ordinary_results(model, NESTED)
     monkeypatch.setattr(
@@ -264,7 +274,7 @@ class TestWithoutAPlan:
         assert not backbone_of(model)._forward_hooks
         assert not backbone_of(model)._forward_pre_hooks
 
-    def test_restore_leaves_a_model_alone_that_was_never_prepared(self, tiny_qwen3):
+    def test_restore_does_not_change_a_model_that_was_never_prepared(self, tiny_qwen3):
         model = tiny_qwen3()
         assert restore_model(model) is model
 
@@ -291,10 +301,12 @@ class TestNeverOnAnotherAttention:
             model(**RadixCollator()(FEATURES))
 
     def test_never_prepared(self, tiny_qwen3):
+        """Not even without the watch for such models."""
+        end_watch()
         with pytest.raises(ValueError, match=r"batch_size \(6\).*batch_size \([78]\)"):
             tiny_qwen3()(**RadixCollator()(FEATURES))
 
-    def test_a_layer_that_does_not_come_by(self, tiny_qwen3):
+    def test_a_layer_without_tree_attention(self, tiny_qwen3):
         model = prepare_model(tiny_qwen3())
         attention = model.model.layers[1].self_attn
 

@@ -1,5 +1,6 @@
-"""What is refused, when a model is prepared and at a batch: each with the layer, the reason and the fix."""
+"""What is refused, when a model is prepared and with a batch: each with the layer, the reason and the fix."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,19 @@ from transformers import (
 import radixtrain.hf.refusals
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
+from radixtrain.hf.refusals import check_choice
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 
 
 def tiny(family: str, **changes: Any) -> Any:
@@ -43,11 +51,22 @@ class TestAttention:
 
     def test_linear_attention(self):
         config = Qwen3NextConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-            linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
             shared_expert_intermediate_size=8,
-        )  # fmt: skip
+        )
         with pytest.raises(UserError, match="Qwen3NextForCausalLM layer 0 is 'linear_attention'"):
             prepare_model(Qwen3NextForCausalLM(config))
 
@@ -56,14 +75,17 @@ class TestAttention:
         [
             {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
             {
-                "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4,
-                "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
             },
         ],
         ids=lambda rope: rope["rope_type"],
-    )  # fmt: skip
+    )
     def test_rotary_embeddings_that_follow_the_longest_sequence(self, tiny_qwen3, rope):
-        """Up to the length at which they begin to, they are as any other."""
+        """Up to the length at which they begin to, they are like any other."""
         model = prepare_model(tiny_qwen3(rope_parameters=rope, max_position_embeddings=4))
         assert torch.isfinite(model(**RadixCollator(loss_on_all=True)([{"input_ids": [7, 8, 9, 1]}])).loss)
         with pytest.raises(UserError, match=rf"has {rope['rope_type']} rotary embeddings.*set max_length to 4 or less"):
@@ -105,7 +127,7 @@ class TestAttention:
 
 
 class TestClass:
-    """The labels of a collator are next tokens; what another head made of them was off by one, or a shape error."""
+    """The labels of a collator are next tokens. Other heads trained on the wrong token, or raised a shape error."""
 
     @pytest.mark.parametrize(
         "name",
@@ -114,7 +136,7 @@ class TestClass:
     def test_heads_that_predict_something_else(self, name):
         config = getattr(transformers, f"{name.partition('For')[0].removesuffix('DoubleHeadsModel')}Config")
         model = getattr(transformers, name)(config(**{**TINY, "num_key_value_heads": 4}, is_decoder=True))
-        with pytest.raises(UserError, match=f"{name} is no causal language model: the labels of a RadixCollator"):
+        with pytest.raises(UserError, match=f"{name} is not a causal language model: the labels of a RadixCollator"):
             prepare_model(model)
 
     def test_labels_that_are_shifted_already(self):
@@ -140,7 +162,7 @@ class TestClass:
     def test_verify_refuses_before_it_computes(self):
         """It said `Target 11 is out of bounds`."""
         model = transformers.LlamaForTokenClassification(transformers.LlamaConfig(**TINY))
-        with pytest.raises(UserError, match="LlamaForTokenClassification is no causal language model"):
+        with pytest.raises(UserError, match="LlamaForTokenClassification is not a causal language model"):
             verify_equivalence(model, FEATURES)
 
 
@@ -171,7 +193,7 @@ class TestChunks:
 
     @pytest.mark.parametrize("changes", [{}, {"layer_types": ["full_attention"] * 2, "attention_chunk_size": 3}])
     def test_same_gradient(self, changes):
-        """All full attention too: its backbone is not named as others are."""
+        """Also if all layers have full attention: its backbone is not named as others are."""
         report = verify_equivalence(self.llama4(**changes), FEATURES, precisions=["float64"])
         assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
 
@@ -189,7 +211,7 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"attention": "ring"}, "attention must be auto, cascade, path, expand, reference; got 'ring'"),
+            ({"attention": "ring"}, "attention must be auto, cascade, path, expand, reference, tree; got 'ring'"),
             ({"kernel": "cutlass"}, "kernel must be auto, torch, flash_attn, flash_attn_3, eager; got 'cutlass'"),
             ({"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: needs CUDA"),
         ],
@@ -207,9 +229,13 @@ class TestChoice:
             ("MiMoV2Flash", {"head_dim": 8, "v_head_dim": 24}, 24),
         ],
     )
-    def test_the_head_dim_that_a_kernel_is_asked_for(self, family, changes, head_dim):
+    def test_the_head_dim_that_a_kernel_is_asked_for(self, family, changes, head_dim, monkeypatch):
+        asked = []
+        monkeypatch.setattr(radixtrain.hf.refusals, "choose_attention", lambda *given, **_: asked.append(given[4]))
         config = getattr(transformers, f"{family}Config")(**TINY, **changes)
-        assert radixtrain.hf.refusals._head_dim(config) == head_dim
+        decoder = SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)]))
+        check_choice(decoder, "auto", "flash_attn")
+        assert asked == [head_dim]
 
 
 class TestDropout:
@@ -232,7 +258,7 @@ class TestDropout:
             model.train()(**RadixCollator()(FEATURES))
 
     def test_a_setting_inside_a_setting(self):
-        """DBRX: `ffn_config.moe_jitter_eps`, which drew in silence."""
+        """DBRX: `ffn_config.moe_jitter_eps`, which drew without an error."""
         sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 64}
         experts = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
         config = transformers.DbrxConfig(
@@ -244,7 +270,7 @@ class TestDropout:
             prepare_model(transformers.DbrxForCausalLM(config))
 
     def test_verify_compares_without_a_setting_that_was_allowed(self):
-        """Inside a setting too: the draw counted as another gradient."""
+        """Also inside another setting: the draw counted as a wrong gradient."""
         sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 64}
         experts = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
         config = transformers.DbrxConfig(
@@ -255,7 +281,7 @@ class TestDropout:
         assert report["float64"].worst.radix <= 1e-12, str(report)
 
     def test_dropout_of_a_vision_tower(self):
-        """Rows of text do not come through it."""
+        """Rows of text do not run through it."""
         vision = {
             "hidden_size": 16,
             "intermediate_size": 16,
@@ -271,7 +297,7 @@ class TestDropout:
         model = prepare_model(transformers.Gemma3ForConditionalGeneration(config).train())
         assert model(**RadixCollator()(FEATURES)).loss.isfinite()
 
-    def test_dropout_that_is_no_module(self):
+    def test_dropout_that_is_not_a_module(self):
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
         config = Starcoder2Config(vocab_size=32, num_hidden_layers=1, residual_dropout=0.1, **sizes)
         with pytest.raises(UserError, match=r"residual_dropout=0\.1.*allow_dropout=\['residual_dropout'\]"):
@@ -291,7 +317,7 @@ def with_lora(model: Any, dropout: float) -> Any:
 
 
 class TestDropoutThatCameLater:
-    """Behind `prepare_model` a trainer puts adapters around the model. It trained silently, with another gradient."""
+    """After `prepare_model` a trainer puts adapters around the model. It trained silently, with a wrong gradient."""
 
     REFUSED = r"dropout p=0\.5 at 'layers\.\d\..*_proj\.lora_dropout.default'.*allow_dropout=\['lora_dropout'\]"
 
@@ -308,7 +334,7 @@ class TestDropoutThatCameLater:
             model(**RadixCollator()(FEATURES))
 
     def test_adapters_are_born_in_training_mode(self, tiny_qwen3):
-        """As `from_pretrained` gives it, the model is in eval mode, and a loop without `train()` draws all the same."""
+        """`from_pretrained` returns a model in evaluation mode, and a loop without `train()` draws all the same."""
         model = with_lora(prepare_model(tiny_qwen3().eval()), 0.5)
         assert not model.get_base_model().model.training
         with pytest.raises(UserError, match=self.REFUSED):

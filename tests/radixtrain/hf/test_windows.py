@@ -1,4 +1,4 @@
-"""The window of a layer is the one that its mask would have had; what says otherwise is refused."""
+"""The window of a layer is the one that its mask would have had; what contradicts it is refused."""
 
 from typing import Any
 
@@ -9,14 +9,20 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
-from radixtrain.hf.windows import no_mask, told_by_mask, window_of
+from radixtrain.hf.windows import no_mask, window_of, window_on_mask
 
 LONGEST = 9
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
 TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 
 
 def tiny_mistral() -> Any:
@@ -24,7 +30,7 @@ def tiny_mistral() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("masked", "told", "window"),
+    ("masked", "argument", "window"),
     [
         (0, None, None),  # the whole past
         (4, None, 4),  # a layer that does not hand its window over
@@ -34,10 +40,10 @@ def tiny_mistral() -> Any:
         (LONGEST - 1, LONGEST - 1, LONGEST - 1),
     ],
 )
-def test_window_by_mask_and_argument(masked, told, window):
+def test_window_by_mask_and_argument(masked, argument, window):
     mask = torch.empty(1, 1, 0, masked, dtype=torch.bool)
-    assert told_by_mask(mask) == masked
-    assert window_of("layer 0", mask, told, LONGEST, may_bind=True) == window
+    assert window_on_mask(mask) == masked
+    assert window_of("layer 0", mask, argument, LONGEST, may_bind=True) == window
 
 
 def test_what_a_backbone_is_given():

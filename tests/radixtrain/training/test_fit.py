@@ -43,28 +43,15 @@ def test_fit_learns_and_leaves_a_hugging_face_folder(arguments, shop, tmp_path, 
     assert model.config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(out / "model").chat_template
     closing = capsys.readouterr().out
-    for word in (
-        "loss",
-        "eval_loss",
-        "tokens per computed token",
-        "effective",
-        str(out / "model"),
-        str(out / "checkpoints"),
-    ):
-        assert word in closing
+    for word in ("loss", "eval_loss", "tokens per computed token", "effective", out / "model", out / "checkpoints"):
+        assert str(word) in closing
     assert not list(out.glob(".*partial"))
 
 
 def test_every_step_logs_what_a_person_watches(arguments, tmp_path):
     assert main(arguments(trainer__max_steps=2)) == 0
-    for column in (
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "packing_ratio",
-        "tokens_per_second",
-        "computed_tokens_per_second",
-    ):
+    speeds = ("tokens_per_second", "computed_tokens_per_second")
+    for column in ("loss", "grad_norm", "learning_rate", "packing_ratio", *speeds):
         assert len(losses(tmp_path / "out", column=column)) == 2
     assert losses(tmp_path / "out", column="packing_ratio")[0] > 1.5
 
@@ -139,6 +126,15 @@ def test_activation_checkpointing_changes_nothing(arguments, tmp_path):
     assert max(abs(off[step] - on[step]) for step in off) < 1e-6
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_precision_that_converts_the_batches(arguments, shop, tmp_path, precision):
+    flags = {"trainer__precision": precision, "trainer__max_steps": 2, "data__predict_file": shop / "validation.jsonl"}
+    assert main(arguments(**flags)) == 0
+    assert len(losses(tmp_path / "out")) == 2
+    assert main(arguments("predict", **flags)) == 0
+    assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 5
+
+
 def test_mixed_precision_is_as_good_as_the_ordinary_arms(arguments, tmp_path):
     """Its distance to the float32 losses is at most twice the ordinary arm's, and one rounding of bfloat16."""
     arms = {"truth": ("true", "32-true"), "radix": ("true", "bf16-mixed"), "ordinary": ("false", "bf16-mixed")}
@@ -174,10 +170,10 @@ def test_sigterm_saves_and_exits_143_and_the_run_goes_on(arguments, tmp_path):
     flags = {"model__lr_scheduler_type": "constant", "model__learning_rate": 1e-3, "trainer__max_epochs": -1}
     endless = arguments(output_dir=tmp_path / "out", data__dataloader_num_workers=1, trainer__max_steps=10**6, **flags)
     process = subprocess.Popen([sys.executable, "-m", "radixtrain", *endless], stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "out" / "logs" / "version_0" / "metrics.csv"
+    first_epoch = tmp_path / "out" / "checkpoints" / "last.ckpt"
     deadline = time.monotonic() + 120
-    while not metrics.exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
+    while not first_epoch.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 143, stderr
@@ -257,20 +253,21 @@ def never_calibrated(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_a_machine_that_was_never_calibrated(arguments, shop, never_calibrated, command):
-    """Lightning builds some loaders in inference mode, where nothing can be differentiated."""
+    """Lightning builds some loaders in inference mode, in which nothing can be differentiated."""
     files = {f"data__{name}_file": shop / "validation.jsonl" for name in ("validation", "test", "predict")}
     assert main(arguments(command, **files, trainer__max_steps=1 if command == "fit" else None)) == 0
     assert len(list(never_calibrated.glob("rates-*.json"))) <= 1
 
 
 def test_a_run_that_is_resumed_on_another_machine_chooses_as_before(arguments, tmp_path, never_calibrated, monkeypatch):
-    monkeypatch.setattr("radixtrain.hf.calibration._measure", lambda shape: (Rates(1e-3, 0, 0, 0, 1e-12), 0.0))
+    rates = Rates(call=1e-3, rectangle=0, pair=0, element=0, flop=1e-12)
+    monkeypatch.setattr("radixtrain.hf.calibration.measured_rates", lambda layer: (rates, 0.0))
     assert main(arguments(trainer__max_steps=2)) == 0
     (saved,) = (tmp_path / "out" / "checkpoints").glob("*step=2*.ckpt")
     assert torch.load(saved, weights_only=False)["radixtrain_rates"]["call"] == 1e-3
     monkeypatch.setattr("radixtrain.hf.calibration._MEASURED", {})
     monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "another"))
-    monkeypatch.setattr("radixtrain.hf.calibration._measure", lambda shape: pytest.fail("measured again"))
+    monkeypatch.setattr("radixtrain.hf.calibration.measured_rates", lambda layer: pytest.fail("measured again"))
     assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved, trainer__max_steps=3)) == 0
 
 

@@ -18,17 +18,17 @@ from radixtrain.errors import UserError
 from radixtrain.training.loading import load_model, load_trainable
 
 SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
-}  # fmt: skip
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+    **{"num_local_experts": 2, "num_experts_per_tok": 1},
+}
 
 
 def settings(path: Any, **changes: Any) -> SimpleNamespace:
-    defaults = {
-        "model_name_or_path": str(path), "dtype": "float32", "attn_implementation": "sdpa", "use_peft": False,
-        "activation_checkpointing": False, "dedup": True, "attention": "auto", "kernel": "auto", "allow_dropout": None,
-    }  # fmt: skip
-    return SimpleNamespace(**{**defaults, **changes})
+    loading = {"model_name_or_path": str(path), "dtype": "float32", "attn_implementation": "sdpa"}
+    preparing = {"dedup": True, "attention": "auto", "kernel": "auto", "allow_dropout": None}
+    added = {"use_peft": False, "activation_checkpointing": False}
+    return SimpleNamespace(**{**loading, **preparing, **added, **changes})
 
 
 @pytest.mark.parametrize("dedup", [True, False])
@@ -45,7 +45,7 @@ def test_a_router_without_its_loss_is_loaded(tmp_path):
 
 def test_sinks_need_eager_beside_the_tree(tmp_path):
     GptOssForCausalLM(GptOssConfig(**SIZES)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"beyond sdpa; set model\.attn_implementation: eager"):
+    with pytest.raises(UserError, match=r"sdpa has no soft-cap and no sinks; set model\.attn_implementation: eager"):
         load_model(str(tmp_path), "float32", "sdpa")
     model = load_trainable(settings(tmp_path, attn_implementation="eager"))
     assert model.config._attn_implementation == "radix_eager"

@@ -1,14 +1,21 @@
-"""Loss, gradients and predictions of `RadixModule` are Hugging Face's own, whatever the head of the model does."""
+"""Loss, gradients and predictions of `RadixModule` are Hugging Face's own, whatever the head of the model computes."""
 
 from __future__ import annotations
 
+import csv
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -19,9 +26,9 @@ from radixtrain.training.module import RadixModule
 from radixtrain.verification.step import verify_step
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    **{"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
 HEADS = {"num_key_value_heads": 2, "head_dim": 8}
 DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,7 +75,7 @@ def saved(name: str, folder: Path, **changes: Any) -> Path:
 
 
 def loaded(folder: Path, **settings: Any) -> RadixModule:
-    """A module as the command line configures it; `eager`, since Gemma 2's other soft-cap is beyond `sdpa`."""
+    """A module as the command line configures it; `eager`, since `sdpa` has no soft-cap for Gemma 2."""
     module = RadixModule(str(folder), attn_implementation="eager", **settings)
     module.configure_model()
     return module
@@ -92,16 +99,16 @@ def test_loss_and_predictions(name: str, dedup: bool, tmp_path: Path) -> None:
     module = loaded(saved(name, tmp_path), dedup=dedup)
     expected = logprobs_of_hugging_face(tmp_path)
     step = StepCollator(dedup=dedup, max_tokens=18)(FEATURES)
-    assert len(step["micro_batches"]) > 1 and step["num_labels"] == NUM_LABELS
+    assert len(step.micro_batches) > 1 and step.num_labels == NUM_LABELS
     with torch.no_grad():
-        loss = sum(module.loss_sum(batch).item() for batch in step["micro_batches"]) / NUM_LABELS
+        loss = sum(module.loss_sum(batch).item() for batch in step.micro_batches) / NUM_LABELS
     assert loss == pytest.approx(-sum(map(sum, expected)) / NUM_LABELS, rel=1e-6)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     own = [model(**{key: torch.tensor([ids]) for key, ids in feature.items()}).loss.item() for feature in FEATURES]
     assert loss == pytest.approx(sum(x * len(y) for x, y in zip(own, expected, strict=True)) / NUM_LABELS, rel=1e-6)
     step = StepCollator(dedup=dedup, max_tokens=18, merge_labels=False)(FEATURES)
     with torch.no_grad():
-        records = module.predict_step({**step, "rows": list("abcd")}, 0)
+        records = module.predict_step(replace(step, where=tuple("abcd")), 0)
     for record, feature, logprobs in zip(records, FEATURES, expected, strict=True):
         assert record["tokens"] == [label for label in feature["labels"][1:] if label != -100]
         assert record["logprobs"] == pytest.approx(logprobs, abs=1e-5)
@@ -142,10 +149,10 @@ def test_a_plain_head_stays_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         module = loaded(saved("Qwen3ForCausalLM", tmp_path), dedup=dedup)
         monkeypatch.setattr(module.model.lm_head, "forward", lambda hidden: pytest.fail("the head was called"))
         assert module.plain_head is True
-        for batch in StepCollator(dedup=dedup)(FEATURES)["micro_batches"]:
+        for batch in StepCollator(dedup=dedup)(FEATURES).micro_batches:
             module.loss_sum(batch).backward()
         step = StepCollator(dedup=dedup, merge_labels=False)(FEATURES)
-        module.predict_step({**step, "rows": list("abcd")}, 0)
+        module.predict_step(replace(step, where=tuple("abcd")), 0)
 
 
 @pytest.mark.parametrize("dedup", [False, True])
@@ -153,17 +160,17 @@ def test_a_micro_batch_without_labels(dedup: bool, tmp_path: Path) -> None:
     """A sequence in which nothing is labelled has a micro-batch of its own if it is long."""
     module = loaded(saved("BertLMHeadModel", tmp_path), dedup=dedup)
     features = [{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]}]
-    loss = module.loss_sum(StepCollator(dedup=dedup)(features)["micro_batches"][0])
+    loss = module.loss_sum(StepCollator(dedup=dedup)(features).micro_batches[0])
     loss.backward()
     assert loss.item() == 0 and not any(p.grad.any() for p in module.parameters() if p.grad is not None)
     step = StepCollator(dedup=dedup, merge_labels=False)(features)
-    assert module.predict_step({**step, "rows": ["a"]}, 0) == [{"row": "a", "tokens": [], "logprobs": []}]
+    assert module.predict_step(replace(step, where=("a",)), 0) == [{"row": "a", "tokens": [], "logprobs": []}]
 
 
 def test_a_model_that_was_not_loaded_here_is_measured_when_it_is_used(tmp_path: Path) -> None:
     module = RadixModule("unused")
     module.model = build("GraniteForCausalLM")
-    module.loss_sum(StepCollator(dedup=False)(FEATURES)["micro_batches"][0])
+    module.loss_sum(StepCollator(dedup=False)(FEATURES).micro_batches[0])
     assert module.plain_head is False
 
 
@@ -223,3 +230,83 @@ def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any,
         lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
         predicted.append([logprob for line in lines for logprob in json.loads(line)["logprobs"]])
     assert predicted[0] == pytest.approx(predicted[1], abs=1e-4)
+
+
+class TestUnderTheTrainerOfAUser:
+    """A script of one's own: Lightning's trainer, `RadixModule` and `SFTData`, without our command line."""
+
+    @staticmethod
+    def parts(shop: Path, folder: Path, **settings: Any) -> tuple[L.Trainer, RadixModule, SFTData]:
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            logger=CSVLogger(folder, name="logs"),
+            callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
+            **quiet,
+        )
+        model = str(shop / "model")
+        sizes = {"batch_size": 4, "max_tokens": 4096, "dataloader_num_workers": 0}
+        data = SFTData(str(shop / "train.jsonl"), model_name_or_path=model, **sizes)
+        return trainer, RadixModule(model, learning_rate=1e-2, **settings), data
+
+    @staticmethod
+    def losses(folder: Path) -> dict[str, str]:
+        with (folder / "logs" / "version_0" / "metrics.csv").open() as file:
+            return {row["step"]: row["loss"] for row in csv.DictReader(file) if row["loss"]}
+
+    def test_it_is_the_run_of_the_command_line(self, shop: Path, tmp_path: Path, arguments: Any) -> None:
+        """In every digit: the schedule knows the steps of an epoch, and the data know what sharing costs."""
+        trainer, module, data = self.parts(shop, tmp_path / "script")
+        trainer.fit(module, datamodule=data)
+        assert module.steps_per_epoch == data.steps_per_epoch == 5
+        assert data.step_cost == module.step_cost and module.rates is not None, "calibrated"
+        assert main(arguments()) == 0
+        assert self.losses(tmp_path / "script") == self.losses(tmp_path / "out")
+
+    def test_it_resumes_inside_an_epoch(self, shop: Path, tmp_path: Path) -> None:
+        trainer, module, data = self.parts(shop, tmp_path / "whole")
+        trainer.fit(module, datamodule=data)
+        trainer, module, data = self.parts(shop, tmp_path / "resumed")
+        trainer.fit(module, datamodule=data, ckpt_path=tmp_path / "whole" / "step=7.ckpt")
+        whole, resumed = self.losses(tmp_path / "whole"), self.losses(tmp_path / "resumed")
+        assert resumed == {step: whole[step] for step in ("7", "8", "9")}
+
+    def test_loaders_without_a_data_module(self, shop: Path, tmp_path: Path) -> None:
+        trainer, module, data = self.parts(shop, tmp_path / "script")
+        data.setup("fit")
+        trainer.fit(module, data.train_dataloader())
+        assert module.steps_per_epoch is None and data.step_cost is None
+        assert len(self.losses(tmp_path / "script")) == 10
+
+    def test_the_first_batch_is_verified(
+        self, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("radixtrain.training.callbacks"), "level", logging.INFO)
+        trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
+        trainer.fit(module, datamodule=data)
+        assert "first batch verified:" in caplog.text
+        trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
+        data.setup("fit")
+        with pytest.raises(UserError, match="verify_first_batch needs SFTData"):
+            trainer.fit(module, data.train_dataloader())
+
+    def test_the_first_batch_of_another_module_is_not_verified(
+        self, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Lightning keeps the callbacks of the module that it fitted before."""
+        monkeypatch.setattr(logging.getLogger("radixtrain.training.callbacks"), "level", logging.INFO)
+        trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
+        _, other, _ = self.parts(shop, tmp_path)
+        for num_epochs, each in enumerate((module, other), 1):
+            trainer.fit_loop.max_epochs = num_epochs
+            trainer.fit(each, datamodule=data)
+        assert caplog.text.count("first batch verified:") == 1
+
+    def test_predictions_of_steps_that_came_from_no_file(self, shop: Path, tmp_path: Path) -> None:
+        trainer, module, _ = self.parts(shop, tmp_path)
+        collator = StepCollator(max_tokens=12, merge_labels=False)
+        predicted: Any = trainer.predict(module, DataLoader(FEATURES, batch_size=4, collate_fn=collator))
+        assert [record["row"] for record in predicted[0]] == [None] * 4
+        labelled = [[11, 12, 5, 2, 3], [11, 12, 5, 4], [8, 9, 6, 6], [31, 32, 33, 34, 35, 36]]
+        assert [record["tokens"] for record in predicted[0]] == labelled

@@ -137,7 +137,7 @@ def test_none_is_a_mistake(arguments: Arguments, capsys: pytest.CaptureFixture[s
 class TestVerifyFirstBatch:
     @pytest.mark.parametrize("use_peft", [False, True])
     def test_a_run_that_is_verified_is_the_same_run(self, arguments: Arguments, tmp_path: Path, use_peft: bool) -> None:
-        """Bit for bit: the check leaves weights, order and random state alone."""
+        """Bit for bit: the check does not change weights, order and random state."""
         for name, wanted in (("plain", False), ("verified", True)):
             flags = {"output_dir": tmp_path / name, "model__verify_first_batch": wanted, "trainer__max_epochs": 1}
             assert main(arguments(**flags, model__use_peft=use_peft)) == 0

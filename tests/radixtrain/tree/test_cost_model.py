@@ -1,4 +1,4 @@
-"""What strategies do, counted, against what the kernels are called with; and what is chosen by it."""
+"""The counted work of each strategy against the calls that its kernel gets, and the choice that follows from it."""
 
 import pickle
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from radixtrain.attention import tree_attention
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.kernels.blockwise import TorchCPUKernel
+from radixtrain.kernels.looping import TorchCPUKernel
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.cost_model import CHOICES, MIN_SHARED_TOKENS, Rates, StepCost, attention_work
+from radixtrain.tree.cost_model import CANDIDATES, CHOICES, AttentionWork, Rates, StepCost, attention_work
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -26,19 +26,27 @@ def plan_of(sequences, **options):
 
 
 def cost(on_host=True, row_flops=0.0, strategies=CHOICES, **rates):
-    return StepCost(Rates(**{**FREE, **rates}), on_host, 4, 2, 8, row_flops, strategies)
+    return StepCost(
+        rates=Rates(**{**FREE, **rates}),
+        on_host=on_host,
+        num_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        row_flops=row_flops,
+        strategies=strategies,
+    )
 
 
 def called(plan, strategy, monkeypatch):
     """Calls, rectangles and pairs that the CPU kernel computes forward."""
     seen = []
-    forward = TorchCPUKernel.block_forward
+    forward = TorchCPUKernel.part_forward
 
     def counting(self, q, k, v, mask, scoring):
         seen.append((q.shape[0], q.shape[0] * q.shape[1] * k.shape[1]))
         return forward(self, q, k, v, mask, scoring)
 
-    monkeypatch.setattr(TorchCPUKernel, "block_forward", counting)
+    monkeypatch.setattr(TorchCPUKernel, "part_forward", counting)
     q, k, v = (torch.randn(plan.num_rows, heads, 8) for heads in (4, 2, 2))
     tree_attention(q, k, v, plan, attention=strategy, kernel="torch")
     return len(seen), sum(number for number, _ in seen), sum(pairs for _, pairs in seen)
@@ -53,7 +61,7 @@ def test_the_count_is_what_runs_on_the_host(strategy, sequences, min_shared_toke
         calls, rectangles, pairs = called(plan, strategy, monkeypatch)
     work = attention_work(plan, strategy, on_host=True)
     assert (work.rectangles, work.pairs) == (rectangles, pairs)
-    assert calls <= work.calls <= rectangles, "calls are counted from above where equal ones lie unevenly"
+    assert calls <= work.calls <= rectangles, "an upper bound, if equal rectangles lie unevenly"
 
 
 @pytest.mark.parametrize("strategy", CHOICES)
@@ -66,15 +74,11 @@ def test_on_a_device_literally():
     """Trunk of 2, then 2 and 1 rows; paths of 4 and 3, sequences of 4 and 3."""
     plan = plan_of([[1, 2, 3, 4], [1, 2, 5]])
     counted = {strategy: attention_work(plan, strategy, on_host=False) for strategy in CHOICES}
-    assert vars(counted["cascade"]) == {
-        "calls": 2, "rectangles": 4, "pairs": 3 + 3 + 1 + 3 * 2, "query_rows": 3, "key_rows": 2,
-    }  # fmt: skip
-    assert vars(counted["path"]) == {
-        "calls": 1, "rectangles": 2, "pairs": 10 + 3, "query_rows": 0, "key_rows": 7,
-    }  # fmt: skip
-    assert vars(counted["expand"]) == {
-        "calls": 1, "rectangles": 2, "pairs": 10 + 6, "query_rows": 7 + 5, "key_rows": 7,
-    }  # fmt: skip
+    assert counted == {
+        "cascade": AttentionWork(calls=2, rectangles=4, pairs=3 + 3 + 1 + 3 * 2, query_rows=3, key_rows=2),
+        "path": AttentionWork(calls=1, rectangles=2, pairs=10 + 3, query_rows=0, key_rows=7),
+        "expand": AttentionWork(calls=1, rectangles=2, pairs=10 + 6, query_rows=7 + 5, key_rows=7),
+    }
 
 
 def test_seconds_literally():
@@ -95,18 +99,18 @@ def test_nothing_to_share(sequences, strategy, on_host):
 
 
 class TestCheapest:
-    def test_branches_where_rows_are_dear(self):
+    def test_branches_are_kept_if_rows_are_expensive(self):
         choice, plan = cost(row_flops=1e6, flop=1.0, call=1.0).cheapest(lambda n: plan_of(DEEP, min_shared_tokens=n))
         assert choice.min_shared_tokens == 1
         assert plan.num_rows == plan_of(DEEP).num_rows
 
-    def test_no_branches_where_calls_are_dear(self):
+    def test_branches_are_left_out_if_calls_are_expensive(self):
         branchy = [[1, n, *range(100, 140)] for n in range(2, 12)]
         choice, plan = cost(call=1.0, strategies=("cascade",)).cheapest(lambda n: plan_of(branchy, min_shared_tokens=n))
         assert choice.min_shared_tokens > 1
         assert plan.num_segments == len(branchy)
 
-    def test_a_deep_tree_by_path_where_calls_are_dear(self):
+    def test_a_deep_tree_is_computed_by_path_if_calls_are_expensive(self):
         rates = cost(on_host=False, call=1.0, pair=1e-9, row_flops=1.0, flop=1e-3)
         choice, _ = rates.cheapest(lambda n: plan_of(DEEP, min_shared_tokens=n))
         assert choice.strategy == "path"
@@ -124,7 +128,7 @@ class TestCheapest:
     def test_every_plan_that_may_differ_is_built(self):
         asked = []
         cost(call=1.0).cheapest(lambda n: asked.append(n) or plan_of([[1, 2], [1, 3]], min_shared_tokens=n))
-        assert asked == list(MIN_SHARED_TOKENS)
+        assert asked == list(CANDIDATES)
 
     def test_plans_above_the_budget_are_left_out(self):
         branchy = [[1, n, *range(100, 140)] for n in range(2, 12)]
@@ -134,7 +138,7 @@ class TestCheapest:
             choice, plan = rates.cheapest(lambda n: plan_of(branchy, min_shared_tokens=n), budget)
             assert (choice.min_shared_tokens, plan.num_rows) == (1, fewest)
 
-    def test_among_given_strategies_alone(self):
+    def test_only_among_given_strategies(self):
         for strategy in CHOICES:
             choice, _ = cost(strategies=(strategy,), pair=1.0).cheapest(lambda n: plan_of(DEEP, min_shared_tokens=n))
             assert choice.strategy == strategy

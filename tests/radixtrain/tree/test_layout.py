@@ -20,9 +20,9 @@ from radixtrain.tree.plan import build_prefix_plan
 
 INT64 = {"gather_indices", "inverse_indices", "path_keys", "level_queries", "level_keys"}
 INT32 = {
-    "cu_seqlens", "segment_starts", "subtree_ends", "path_cu_seqlens_q", "path_cu_seqlens_k",
-    "level_cu_seqlens_q", "level_cu_seqlens_k",
-}  # fmt: skip
+    *("cu_seqlens", "segment_starts", "subtree_ends", "path_cu_seqlens_q", "path_cu_seqlens_k"),
+    *("level_cu_seqlens_q", "level_cu_seqlens_k"),
+}
 INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
@@ -33,13 +33,16 @@ def plan_of(sequences, **options):
     return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
-def layout_of(sequences, **options):
-    return TreeLayout.from_plan(plan_of(sequences, **options))
+def layout_of(sequences, tiles=None, **options):
+    return TreeLayout.from_plan(plan_of(sequences, **options), tiles)
 
 
 def contents(layout):
     """All fields as plain Python, to compare."""
     values = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    values.update(
+        {f"tiles.{name}": value for name, value in (vars(values.pop("tiles")) if layout.tiles else {}).items()}
+    )
     return {name: (v.dtype, v.tolist()) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
@@ -75,9 +78,9 @@ def test_entries_of_a_batch():
 
 def test_dtypes_and_kinds():
     layout = layout_of(FOREST)
-    assert {field.name for field in fields(layout)} == INT64 | INT32 | INTS | {"levels"}
+    assert {field.name for field in fields(layout)} == INT64 | INT32 | INTS | {"levels", "tiles"}
     batch = layout.to_batch()
-    assert set(batch) == {PREFIX + field.name for field in fields(layout)}
+    assert set(batch) == {PREFIX + field.name for field in fields(layout)} - {"radix_tiles"}
     assert {batch[PREFIX + name].dtype for name in INT64} == {torch.int64}
     assert {batch[PREFIX + name].dtype for name in INT32} == {torch.int32}
     assert {type(batch[PREFIX + name]) for name in INTS} == {int}
@@ -199,6 +202,53 @@ def test_batch_survives_the_movers_of_other_trainers(move, device):
     assert {getattr(moved, name).device.type for name in INT64 | INT32} == {device}
     assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
     assert len(moved.pieces) == (1 if device == "cpu" else 3)
+
+
+class TestTiles:
+    """The lists of `attention="tree"`, which a batch carries only if they were asked for."""
+
+    def test_entries(self):
+        """Ends 5 5 3 5 5 | 10 7 10 9 10. Sizes that the kernel does not take keep the example small."""
+        batch, without = layout_of(FOREST, tiles=(4, 2)).to_batch(), layout_of(FOREST).to_batch()
+        tiles = {name: batch.pop(name) for name in sorted(batch.keys() - without.keys())}
+        assert batch.keys() == without.keys()
+        assert {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in tiles.items()
+        } == {
+            "radix_tiles_held": 4,
+            "radix_tiles_key_blocks": [0, 1, 0, 1, 2, 3, 2, 3, 4],
+            "radix_tiles_key_starts": [0, 2, 6, 9],
+            "radix_tiles_num_full": [0, 0, 0],
+            "radix_tiles_query_runs": [[0, 3, 2, 2], [2, 5, 4, 4], [4, 5, 5, 5]],
+            "radix_tiles_subtree_ends": [5, 5, 3, 5, 5, 10, 7, 10, 9, 10],
+            "radix_tiles_walked": 2,
+        }
+        assert {value.dtype for value in tiles.values() if isinstance(value, torch.Tensor)} == {torch.int32}
+
+    @settings(max_examples=30, deadline=None)
+    @given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([None, 8]))
+    def test_round_trip_and_pickle(self, sequences, pad_to_multiple_of):
+        layout = layout_of(sequences, tiles=(16, 16), pad_to_multiple_of=pad_to_multiple_of)
+        assert contents(TreeLayout.from_batch(layout.to_batch())) == contents(layout)
+        assert contents(pickle.loads(pickle.dumps(layout))) == contents(layout)
+
+    @pytest.mark.parametrize("move", [move_data_to_device, send_to_device], ids=["lightning", "accelerate"])
+    def test_move(self, move):
+        layout = layout_of(FOREST, tiles=(16, 16))
+        moved = TreeLayout.from_batch(move(layout.to_batch(), torch.device("meta")))
+        for tiles in (moved.tiles, layout.to("meta").tiles):
+            assert {x.device.type for x in vars(tiles).values() if isinstance(x, torch.Tensor)} == {"meta"}
+            assert (tiles.held, tiles.walked) == (16, 16)
+        assert layout.tiles.key_blocks.device.type == "cpu"
+
+    def test_a_lost_entry_is_named(self):
+        batch = layout_of(FOREST, tiles=(16, 16)).to_batch()
+        del batch["radix_tiles_num_full"]
+        with pytest.raises(KeyError, match="radix_tiles_num_full"):
+            TreeLayout.from_batch(batch)
+
+    def test_on_the_host_they_can_be_made_later(self):
+        assert layout_of(FOREST).host_tiles.subtree_ends.tolist() == [5, 5, 3, 5, 5, 10, 7, 10, 9, 10]
 
 
 def test_sequences_of_skips_empty_ones():

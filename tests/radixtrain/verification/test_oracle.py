@@ -1,4 +1,4 @@
-"""The rungs of the ladder: independent of each other, in the precision that they say, and the model comes back."""
+"""The rungs of the ladder: independent of each other, in the precision they name, with the model unchanged after."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from radixtrain.verification.oracle import (
     float64_throughout,
     float64_truth,
     gradients_of,
-    ordinary_alone,
+    ordinary_one_by_one,
     ordinary_padded,
     weights_in,
 )
@@ -35,16 +35,16 @@ def test_the_loss_is_the_mean_over_labelled_tokens(tiny_qwen3: Callable[..., Any
         labels = list(enumerate(feature["labels"]))[1:]
         picked += [logprobs[place - 1, label].item() for place, label in labels if label != -100]
     assert len(picked) == 5
-    for arm in (ordinary_alone, ordinary_padded):
+    for arm in (ordinary_one_by_one, ordinary_padded):
         loss = gradients_of(model, lambda arm=arm: arm(model, FEATURES)).loss
         assert loss == pytest.approx(-sum(picked) / 5, rel=1e-6)
 
 
 @pytest.mark.parametrize("offset", [None, 3])
 def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any], offset: int | None) -> None:
-    """One sequence a call, and the padded batch: what is left between them is float64's rounding."""
+    """One sequence a call and the padded batch differ only by the rounding of float64."""
     features = FEATURES
-    if offset is not None:  # a jump in the positions, which without a mask is read as another document
+    if offset is not None:  # a jump in the positions: without a mask it starts another document
         features = [{**f, "position_ids": [2 * p + offset for p in range(len(f["input_ids"]))]} for f in FEATURES]
     model = tiny_qwen3()
     truth = float64_truth(model, features)
@@ -57,7 +57,7 @@ def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any], offs
 
 
 class _SeesDtypes(TorchDispatchMode):
-    """Every floating-point tensor that any operation returns, forward and backward."""
+    """The dtype of every floating-point tensor that an operation returns, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ class _SeesDtypes(TorchDispatchMode):
 def test_nothing_is_cast_to_float32(tiny_qwen3: Callable[..., Any]) -> None:
     model = tiny_qwen3()
     with float64_throughout(model), _SeesDtypes() as seen:
-        gradients_of(model, lambda: ordinary_alone(model, FEATURES))
+        gradients_of(model, lambda: ordinary_one_by_one(model, FEATURES))
     assert seen.dtypes == {torch.float64}
     with weights_in(model, torch.float64), _SeesDtypes() as seen:
-        gradients_of(model, lambda: ordinary_alone(model, FEATURES))
+        gradients_of(model, lambda: ordinary_one_by_one(model, FEATURES))
     assert torch.float32 in seen.dtypes, "Hugging Face casts nothing, so nothing was tested"
 
 
@@ -86,16 +86,16 @@ def test_router_weights_are_lifted_too() -> None:
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
-    alone = float64_truth(model, FEATURES)
+    truth = float64_truth(model, FEATURES)
     with float64_throughout(model):
         padded = gradients_of(model, lambda: ordinary_padded(model, FEATURES))
-    for name, tensor in alone.tensors.items():
+    for name, tensor in truth.tensors.items():
         assert (padded.tensors[name] - tensor).norm() <= 1e-13 * max(1e-3, tensor.norm()), name
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_stays_in_float64(tiny_qwen3: Callable[..., Any], use_reentrant: bool) -> None:
-    """What the backward pass recomputes is lifted as well, and a backward pass inside of one."""
+    """So does what the backward pass recomputes, and a backward pass inside a backward pass."""
     model = tiny_qwen3().train()
     plain = float64_truth(model, FEATURES)
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -106,7 +106,7 @@ def test_activation_checkpointing_stays_in_float64(tiny_qwen3: Callable[..., Any
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weights_come_back(tiny_qwen3: Callable[..., Any], dtype: torch.dtype) -> None:
-    """Bit for bit, in the same `nn.Parameter` objects, buffers in the dtype that they had, and tied where they were."""
+    """Bit for bit, in the same `nn.Parameter` objects, buffers in their own dtype, and tied if they were."""
     model = tiny_qwen3().to(dtype)
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
     before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
@@ -124,12 +124,12 @@ def test_the_weights_come_back(tiny_qwen3: Callable[..., Any], dtype: torch.dtyp
 
 
 def test_flash_attention_is_sdpa_meanwhile(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that was loaded with flash-attn, which is not needed here: only its name is put in force."""
+    """flash-attn is not needed: the model only has its name."""
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
-    put = lambda name: setattr(model.config, "_attn_implementation_internal", name)  # noqa: E731
-    monkeypatch.setattr(model, "set_attn_implementation", put)
-    put("flash_attention_2")
+    set_name = lambda name: setattr(model.config, "_attn_implementation_internal", name)  # noqa: E731
+    monkeypatch.setattr(model, "set_attn_implementation", set_name)
+    set_name("flash_attention_2")
     assert float64_truth(model, FEATURES).loss == truth.loss
     assert model.config._attn_implementation == "flash_attention_2"
 

@@ -1,0 +1,109 @@
+"""Raises if `prepare_model` was forgotten, before the model computes anything.
+
+An unprepared Hugging Face model accepts a radix batch: it takes the entries that it does not know as options of its
+attention, and fails later, on the shapes of its loss. So the first `RadixCollator` of a process watches the calls of
+modules until a model is prepared, or a prepared one gets a radix batch; then the watch ends and costs nothing. While it
+lasts, it refuses a Hugging Face model that gets a radix batch and is not prepared.
+
+torch gives its global hooks no keyword arguments. They are read from the frame that calls the hook, in which
+`torch.nn.Module` names them `kwargs`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.data import get_worker_info
+from torch.utils.hooks import RemovableHandle
+
+from radixtrain.errors import UserError
+from radixtrain.tree.layout import INVERSE_INDICES
+
+__all__ = ["PREPARED", "allow_watch", "end_watch", "start_watch"]
+
+PREPARED = "_radixtrain"  # the attribute of a prepared backbone
+FORWARDED_BY = ("torch", "peft")  # packages whose modules hand a batch on to the one inside
+
+
+class _Watch:
+    """The state of this process.
+
+    handle: of the hook while it is installed. is_needed: no model is prepared. passed: modules of the user's own, by
+    id, that got a radix batch while nothing was refused.
+    """
+
+    handle: RemovableHandle | None = None
+    is_needed: bool = True
+    passed: ClassVar[set[int]] = set()
+
+
+def start_watch() -> None:
+    """Watch for a model that is not prepared, unless one was. Workers of a DataLoader have no model."""
+    if _Watch.is_needed and _Watch.handle is None and get_worker_info() is None:
+        _Watch.handle = register_module_forward_pre_hook(_check_call)
+
+
+def end_watch() -> None:
+    """A model is prepared: later collators do not watch either."""
+    _Watch.is_needed = False
+    _Watch.passed.clear()
+    if _Watch.handle is not None:
+        _Watch.handle.remove()
+        _Watch.handle = None
+
+
+def allow_watch() -> None:
+    """A model is restored, so the next collator watches again."""
+    _Watch.is_needed = True
+
+
+def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuse the call of a Hugging Face model with a radix batch, unless it is prepared; then the watch ends.
+
+    Trainers call `model(**batch)`, without positional arguments, as few of the modules inside are called.
+    """
+    if args or torch.compiler.is_compiling():
+        return
+    if INVERSE_INDICES not in (sys._getframe(1).f_locals.get("kwargs") or ()):
+        return
+    parts = list(module.modules())
+    if any(PREPARED in vars(part) for part in parts) or not any(map(_is_hugging_face, parts)):
+        end_watch()
+        return
+    receiver = next((part for part in parts if _package_of(part) not in FORWARDED_BY), module)
+    if not _package_of(receiver).startswith("transformers"):
+        _leave_to_its_parts(module)
+        return
+    _Watch.passed.clear()
+    raise UserError(
+        f"{type(receiver).__name__} got a batch of RadixCollator, but it is not prepared: call "
+        f"model = radixtrain.prepare_model(model) before training, or before the trainer gets the model"
+    )
+
+
+def _leave_to_its_parts(module: nn.Module) -> None:
+    """A module of the user's own may use a batch as it likes, and a model that it hands it to is called next.
+
+    If it gets a second batch, nothing was wrong with the first, and the watch ends.
+    """
+    if id(module) in _Watch.passed:
+        end_watch()
+    else:
+        _Watch.passed.add(id(module))
+
+
+def _package_of(module: nn.Module) -> str:
+    """Where its forward pass was written; `transformers_modules` for a model whose code came with its weights."""
+    return str(getattr(type(module).forward, "__module__", "")).partition(".")[0]
+
+
+def _is_hugging_face(module: nn.Module) -> bool:
+    """By name, because importing transformers takes seconds."""
+    return any(
+        (kind.__module__, kind.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
+        for kind in type(module).__mro__
+    )

@@ -1,0 +1,96 @@
+"""A batch -> the rows that predict, and what they predict: one loss for training, `verify` and the benchmarks.
+
+R rows that predict, P predictions, D hidden, V vocabulary. A row may predict several tokens: the last token of a shared
+prompt predicts the first token of every completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.head import hidden_rows, logits_rows
+from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
+from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, sequences_of
+
+__all__ = ["TARGET_KEYS", "PredictingRows", "Targets", "labelled_logprobs", "predict"]
+
+TARGET_KEYS = ("shift_labels", "labels", PREDICTION_ROWS, LOSS_WEIGHTS, LABEL_INDICES)
+"""The entries of a batch that no model receives."""
+
+
+class Targets(NamedTuple):
+    """What the rows predict.
+
+    labels: (P,), int64. the tokens.
+    rows: (P,), int64. which of the R rows predicts each.
+    weights: (P,), float32. how many original tokens each stands for; 0 if it bears no loss.
+    """
+
+    labels: Tensor
+    rows: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> Targets:
+        """The targets of a batch of a `RadixCollator`, with `merge_labels` or without, or of a `PaddedCollator`."""
+        labels = batch["shift_labels"][0]
+        if PREDICTION_ROWS in batch:
+            return cls(labels, batch[PREDICTION_ROWS], batch[LOSS_WEIGHTS])
+        rows = torch.arange(len(labels), device=labels.device)  # nothing is merged
+        return cls(labels.clamp(min=0), rows, (labels >= 0).float())
+
+
+class PredictingRows(NamedTuple):
+    """The rows that predict, and what they should predict.
+
+    rows: (R, D), hidden rows for `head`; or (R, V), their logits.
+    head: the matrix that is fused with the loss; None if `rows` are logits.
+    """
+
+    rows: Tensor
+    head: nn.Linear | None
+    targets: Targets
+
+    def loss_sum(self) -> Tensor:
+        """Cross-entropy summed over the labelled original tokens; a float32 scalar (float64 for a float64 model)."""
+        if self.head is None:
+            return logits_cross_entropy(self.rows, *self.targets)
+        return linear_cross_entropy(self.rows, self.head.weight, *self.targets, self.head.bias)
+
+    def logprobs(self) -> Tensor:
+        """(P,). The log-probability of each prediction, whatever its weight."""
+        labels, rows, _ = self.targets
+        if self.head is None:
+            return logits_logprobs(self.rows, labels, rows)
+        return prediction_logprobs(self.rows, self.head.weight, labels, rows, self.head.bias)
+
+
+def predict(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> PredictingRows:
+    """Run the model on a batch.
+
+    model: prepared for a batch of a `RadixCollator`, unprepared for one of a `PaddedCollator`.
+    batch: on the device of the model.
+    plain_head: `has_plain_head(model)`, which is asked once for each model.
+    """
+    inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
+    parts = parts_of(model)
+    if plain_head:
+        return PredictingRows(hidden_rows(parts, inputs), parts.head, Targets.of(batch))
+    return PredictingRows(logits_rows(parts, inputs), None, Targets.of(batch))
+
+
+def labelled_logprobs(batch: Mapping[str, Any], logprobs: Tensor) -> list[tuple[int, int, float]]:
+    """(sequence of the batch, label, log-probability) of every labelled token, in the order of the tokens.
+
+    batch: not merged. logprobs: (P,), as `PredictingRows.logprobs` returns them.
+    """
+    labels, tokens = batch["shift_labels"][0], batch[LABEL_INDICES]
+    kept = labels >= 0
+    order = tokens[kept].argsort(stable=True)
+    columns = (column[kept][order].tolist() for column in (sequences_of(tokens, batch[CU_SEQLENS]), labels, logprobs))
+    return list(zip(*columns, strict=True))

@@ -1,0 +1,55 @@
+"""AdamW, and its learning rate over the steps of a whole run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+__all__ = ["adamw", "num_steps_of_run", "schedule"]
+
+
+def adamw(module: nn.Module, settings: Any) -> torch.optim.AdamW:
+    """AdamW over what is trained. settings: of a `RadixModule`."""
+    return torch.optim.AdamW(
+        _parameter_groups(module, settings.weight_decay),
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+    )
+
+
+def schedule(optimizer: torch.optim.Optimizer, settings: Any, num_steps: int) -> Any:
+    """Warm-up, and after it what `lr_scheduler_type` says. settings: of a `RadixModule`."""
+    warmup = settings.warmup_steps
+    num_warmup = round(warmup * num_steps) if warmup < 1 else int(warmup)
+    return get_scheduler(settings.lr_scheduler_type, optimizer, num_warmup, num_steps)
+
+
+def num_steps_of_run(trainer: L.Trainer, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run.
+
+    steps_per_epoch: None if nobody knows. Then `trainer.estimated_stepping_batches` counts: it sets up the loader
+        before a checkpoint is restored, after which Lightning (2.6.6) does not give the loader its state back, and a
+        resumed run repeats data.
+    """
+    if steps_per_epoch is None:
+        return int(trainer.estimated_stepping_batches)
+    if trainer.max_epochs in (None, -1):
+        return trainer.max_steps
+    limit = trainer.limit_train_batches
+    per_epoch = min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
+    num_steps = per_epoch * int(trainer.max_epochs or 0)
+    return num_steps if trainer.max_steps == -1 else min(num_steps, trainer.max_steps)
+
+
+def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

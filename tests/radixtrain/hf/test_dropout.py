@@ -1,0 +1,45 @@
+"""Turning off for a while what draws at random. What is refused is in `test_refusals.py`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from radixtrain.hf.dropout import DROPOUTS, evaluating, without_dropout
+
+
+@pytest.fixture
+def model(tiny_qwen3: Callable[..., Any]) -> Any:
+    """In training mode but for one layer, with a dropout module."""
+    model = tiny_qwen3().train()
+    model.model.layers[0].eval()
+    model.model.layers[1].mlp.dropout = nn.Dropout(0.5)
+    return model
+
+
+def modes(model: Any) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_every_dropout_of_torch_is_known() -> None:
+    assert {kind.__name__ for kind in DROPOUTS} == set(torch.nn.modules.dropout.__all__)
+
+
+@pytest.mark.parametrize("off", [evaluating, lambda model: without_dropout(model, ["neftune"])])
+def test_modes_come_back(model: Any, off: Any) -> None:
+    """After an error too."""
+    before = modes(model)
+    with pytest.raises(KeyError), off(model):
+        assert not any(modes(model))
+        raise KeyError
+    assert modes(model) == before
+
+
+def test_without_dropout(model: Any) -> None:
+    """The mode stays, since every dropout is a module."""
+    dropout, before, x = model.model.layers[1].mlp.dropout, modes(model), torch.ones(64)
+    with without_dropout(model, ["dropout"]):
+        assert modes(model) == before and torch.equal(dropout(x), x)
+    assert dropout.p == 0.5 and not torch.equal(dropout(x), x)

@@ -1,0 +1,99 @@
+"""Loss and log-probabilities are Hugging Face's, whatever the kind of batch and whoever computes the logits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.collators.padded import PaddedCollator
+from radixtrain.hf.predictions import TARGET_KEYS, Targets, labelled_logprobs, predict
+
+N = -100
+FEATURES = [
+    {"input_ids": [7, 8, 9, 5], "labels": [7, N, 9, 5]},
+    {"input_ids": [7, 8, 9, 4], "labels": [7, N, 9, 4]},
+    {"input_ids": [7, 8], "labels": [N, N]},
+    {"input_ids": [3, 2, 1], "labels": [3, 2, N]},
+]
+LABELS = [(0, 9), (0, 5), (1, 9), (1, 4), (3, 2)]  # sequence and label, in the order of the tokens
+COLLATORS = {"merged": RadixCollator(merge_labels=True), "listed": RadixCollator(), "padded": PaddedCollator()}
+
+
+def logprobs_of_hugging_face(model: Any) -> list[float]:
+    """Of the labelled tokens, by `log_softmax` of the model's own logits for each sequence."""
+    found = []
+    for feature in FEATURES:
+        logprobs = model(torch.tensor([feature["input_ids"]])).logits[0].log_softmax(-1)
+        labels = list(enumerate(feature["labels"]))[1:]
+        found += [logprobs[place - 1, label].item() for place, label in labels if label != N]
+    return found
+
+
+def model_for(name: str, model: Any) -> Any:
+    return model if name == "padded" else prepare_model(model)
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+@pytest.mark.parametrize("name", COLLATORS)
+def test_the_loss_is_the_sum_over_labelled_tokens(name: str, plain_head: bool, tiny_qwen3: Any) -> None:
+    expected = -sum(logprobs_of_hugging_face(tiny_qwen3().double()))
+    model = model_for(name, tiny_qwen3().double())
+    predictions = predict(model, COLLATORS[name](FEATURES), plain_head)
+    assert predictions.rows.shape[1] == (32 if plain_head else 50)
+    assert (predictions.head is model.lm_head) == plain_head
+    assert predictions.loss_sum().item() == pytest.approx(expected, rel=1e-12)
+    assert predictions.targets.weights.sum() == len(LABELS)
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+@pytest.mark.parametrize("name", ["listed", "padded"])
+def test_log_probabilities_in_the_order_of_the_tokens(name: str, plain_head: bool, tiny_qwen3: Any) -> None:
+    expected = logprobs_of_hugging_face(tiny_qwen3().double())
+    batch = COLLATORS[name](FEATURES)
+    found = labelled_logprobs(batch, predict(model_for(name, tiny_qwen3().double()), batch, plain_head).logprobs())
+    assert [(sequence, label) for sequence, label, _ in found] == LABELS
+    assert [logprob for *_, logprob in found] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:
+    model = tiny_qwen3(tie_word_embeddings=False).double()
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
+    batch = PaddedCollator()(FEATURES)
+    fused, own = (predict(model, batch, plain_head) for plain_head in (True, False))
+    assert fused.loss_sum().item() == pytest.approx(own.loss_sum().item(), rel=1e-12)
+    assert fused.logprobs().tolist() == pytest.approx(own.logprobs().tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "predictors", "labels", "weights"),
+    [
+        ("merged", [3, 2, 1, 7, 8, 9, 4, 5], [0, 4, 5, 5], [2, 9, 4, 5], [1, 2, 1, 1]),
+        ("listed", [3, 2, 1, 7, 8, 9, 4, 5], [0, 4, 4, 5, 5, 0], [2, 9, 9, 5, 4, 0], [1, 1, 1, 1, 1, 0]),
+        (
+            "padded",
+            [7, 8, 9, 5, 7, 8, 9, 4, 7, 8, 0, 0, 3, 2, 1, 0],
+            [1, 2, 5, 6, 12],
+            [9, 5, 9, 4, 2],
+            [1, 1, 1, 1, 1],
+        ),
+    ],
+)
+def test_targets(name: str, tokens: list[int], predictors: list[int], labels: list[int], weights: list[int]) -> None:
+    """A label that is not predicted, the last one of a list, is 0 with weight 0."""
+    batch = COLLATORS[name](FEATURES)
+    targets = Targets.of(batch)
+    assert batch["input_ids"].flatten().tolist() == tokens
+    assert batch["radix_predictor_indices"][targets.rows].tolist() == predictors
+    assert targets.labels.tolist() == labels
+    assert targets.weights.tolist() == weights
+    assert targets.weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", COLLATORS)
+def test_no_target_reaches_the_model(name: str, tiny_qwen3: Any) -> None:
+    model = model_for(name, tiny_qwen3())
+    seen: list[str] = []
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.extend(kwargs), with_kwargs=True)
+    predict(model, COLLATORS[name](FEATURES), True)
+    assert seen and not {*seen} & {*TARGET_KEYS}

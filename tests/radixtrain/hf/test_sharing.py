@@ -1,0 +1,129 @@
+"""A prepared model that trains without sharing warns once and says what helps; nothing else is a reason to warn."""
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.hf.sharing import NUM_CALLS
+
+SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
+UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
+ORDINARY = (
+    "its first 10 training batches were ordinary ones, so training shares nothing: give the trainer data_collator"
+)
+NOTHING = "the first 10 training batches of Qwen3ForCausalLM shared nothing: no two sequences of a batch began alike"
+
+
+@pytest.fixture
+def model(tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.WARNING, logger="radixtrain")
+    return prepare_model(tiny_qwen3()).train()
+
+
+def ordinary() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 4]])
+    return {"input_ids": ids, "labels": ids}
+
+
+def run(model: Any, batch: dict[str, Any], times: int) -> None:
+    for _ in range(times):
+        model(**batch)
+
+
+class TestOrdinaryBatches:
+    def test_said_once(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+        """DPO on a prepared model shared nothing, and said nothing."""
+        run(model, ordinary(), NUM_CALLS - 1)
+        assert not caplog.records
+        run(model, ordinary(), 2 * NUM_CALLS)
+        assert [ORDINARY in record.getMessage() for record in caplog.records] == [True]
+
+    def test_not_if_a_radix_batch_was_among_them(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+        """Rows with images beside rows of text."""
+        for features in (SHARED, UNSHARED):
+            prepare_model(model)
+            run(model, ordinary(), NUM_CALLS - 1)
+            run(model, RadixCollator()(features), 1)
+            run(model, ordinary(), 2 * NUM_CALLS)
+        assert not caplog.records
+
+    def test_not_in_evaluation_or_generation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+        with torch.no_grad():  # as a preference loss runs its reference model
+            run(model, ordinary(), 2 * NUM_CALLS)
+            model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=2 * NUM_CALLS, pad_token_id=0)
+        run(model.eval(), ordinary(), 2 * NUM_CALLS)
+        assert not caplog.records
+
+    def test_not_of_a_model_that_is_not_prepared(
+        self, tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run(tiny_qwen3().train(), ordinary(), 2 * NUM_CALLS)
+        assert not caplog.records
+
+
+class TestRadixBatches:
+    @pytest.mark.parametrize("collator", [RadixCollator(), RadixCollator(pad_to_multiple_of=16)])
+    def test_said_once(self, model: Any, caplog: pytest.LogCaptureFixture, collator: RadixCollator) -> None:
+        batch = collator(UNSHARED)
+        run(model, batch, NUM_CALLS - 1)
+        assert not caplog.records
+        run(model, batch, 2 * NUM_CALLS)
+        assert [NOTHING in record.getMessage() for record in caplog.records] == [True]
+
+    def test_not_if_one_shared(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+        run(model, RadixCollator()(UNSHARED), NUM_CALLS - 1)
+        run(model, RadixCollator()(SHARED), 1)
+        run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
+        assert not caplog.records
+
+    def test_not_if_one_shared_less_than_the_padding(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+        run(model, RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)
+        assert not caplog.records
+
+    def test_not_of_a_frozen_model(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+        """A reference model that computes with gradients on."""
+        model.requires_grad_(False)
+        run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
+        run(prepare_model(model), ordinary(), 2 * NUM_CALLS)
+        assert not caplog.records
+
+    def test_not_in_evaluation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+        run(model.eval(), RadixCollator()(UNSHARED), 2 * NUM_CALLS)
+        assert not caplog.records
+
+
+def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run(model, ordinary(), NUM_CALLS - 1)
+    copied = copy.deepcopy(model)
+    run(copied, ordinary(), 1)
+    assert len(caplog.records) == 1
+    run(model, ordinary(), 1)
+    assert len(caplog.records) == 2
+
+
+def test_dpo(tiny_qwen3: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """TRL's trainer makes its batches itself, and runs a reference model, which is not counted."""
+    trl = pytest.importorskip("trl", reason="pip install 'radixtrain[dev]'")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(50)}, unk_token="2"))
+    settings = {"max_steps": NUM_CALLS, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no"}
+    rows = [{"prompt": "7 8 9", "chosen": "1 2", "rejected": str(n)} for n in range(3, 9)]
+    trainer = trl.DPOTrainer(
+        model=prepare_model(tiny_qwen3()),
+        ref_model=tiny_qwen3(),
+        args=trl.DPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
+    )
+    with caplog.at_level(logging.WARNING, logger="radixtrain"):
+        trainer.train()
+    assert [ORDINARY in record.getMessage() for record in caplog.records if "radix" in record.name] == [True]

@@ -1,0 +1,121 @@
+"""The sorted order and its LCP array against Python's own sort, and which branch points are too small to keep."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixtrain.testing import ragged_batches
+from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.sorting import sort_sequences, without_small_branches
+
+
+def pack(sequences):
+    """Packed ids and cu_seqlens of a list of lists."""
+    ids = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
+    return ids, np.cumsum([0, *map(len, sequences)])
+
+
+def num_unique_by_the_rule(sequences, min_shared_tokens):
+    """U by the rule for small branches, written as a recursion over groups of sequences from the root downwards."""
+
+    def rows(group, above):
+        if len(group) == 1:
+            return len(group[0]) - above
+        depth = min(map(len, group))
+        while len({sequence[:depth] for sequence in group}) > 1:
+            depth -= 1
+        branches = {}
+        for place, sequence in enumerate(group):  # a sequence that ends here is a branch of its own
+            key = sequence[depth] if len(sequence) > depth else ("ends", place)
+            branches.setdefault(key, []).append(sequence)
+        kept = depth if (depth - above) * (len(branches) - 1) >= min_shared_tokens else above
+        return kept - above + sum(rows(branch, kept) for branch in branches.values())
+
+    group = [tuple(sequence) for sequence in sequences if sequence]
+    return rows(group, 0) if group else 0
+
+
+def test_sort_sequences_is_stable_and_leaves_empty_ones_out():
+    by_order = sort_sequences(*pack([[7, 8, 9], [], [7, 8], [7, 8, 9], [256], [1]]))
+    assert by_order.order.tolist() == [5, 2, 0, 3, 4]
+    assert by_order.lengths.tolist() == [1, 2, 3, 3, 1]
+    assert by_order.lcp.tolist() == [0, 0, 2, 3, 0]
+
+
+@pytest.mark.parametrize("offset", [0, 2**32], ids=["four bytes", "eight bytes"])
+@pytest.mark.parametrize("places", [None, 0, 2**32], ids=["default positions", "positions", "large positions"])
+def test_neighbours_part_at_the_depth_of_the_last_two_or_at_another(offset, places):
+    """Each LCP is guessed from the one before it: right, too deep, too shallow, and beyond the end of a sequence."""
+    sequences = [
+        [1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 2, 1],
+        [1, 1, 1, 1, 3, 3],
+        [1, 1, 2],
+        [1, 1, 3, 1, 1, 1],
+        [1, 1, 3, 1, 1, 2],
+        [1, 1, 3, 1, 1, 2],
+        [1, 2],
+        [1, 2, 2, 2, 2, 2, 2],
+        [1, 2, 3],
+        [2, 2, 3],
+        [2, 2, 4],
+    ]
+    ids, cu_seqlens = pack([[token + offset for token in sequence] for sequence in sequences])
+    positions = None if places is None else np.full(len(ids), places)
+    by_order = sort_sequences(ids, cu_seqlens, positions)
+    assert by_order.order.tolist() == list(range(len(sequences)))
+    assert by_order.lcp.tolist() == [0, 4, 4, 2, 2, 5, 6, 1, 2, 2, 0, 2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(ragged_batches(min_length=0, min_sequences=0))
+def test_sort_sequences_sorts_as_python_does(sequences):
+    by_order = sort_sequences(*pack(sequences))
+    expected = sorted((index for index, ids in enumerate(sequences) if ids), key=lambda index: sequences[index])
+    assert by_order.order.tolist() == expected
+    assert by_order.lengths.tolist() == [len(sequences[index]) for index in expected]
+    shared = [0]
+    for one, other in pairwise(expected):
+        pairs = list(zip(sequences[one], sequences[other], strict=False))
+        shared.append(next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+    assert by_order.lcp.tolist() == shared[: len(expected)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([3, -1], [0, 2]), "input_ids must not be negative: input_ids[1] = -1"),
+        (([3, -(2**63)], [0, 2], [0, 1]), f"input_ids must not be negative: input_ids[1] = {-(2**63)}"),
+        (([2**40, -1], [0, 2], [0, 0]), "input_ids must not be negative: input_ids[1] = -1"),
+        (([2**40, 1], [0, 2], [0, -3]), "position_ids must not be negative: position_ids[1] = -3"),
+        (([1, 2], [0, 2], [0, -3]), "position_ids must not be negative: position_ids[1] = -3"),
+    ],
+    ids=str,
+)
+def test_negative_tokens_and_positions(arguments, message):
+    for takes in (sort_sequences, build_prefix_plan):
+        with pytest.raises(ValueError) as error:
+            takes(*(np.array(values, dtype=np.int64) for values in arguments))
+        assert str(error.value) == message
+
+
+def test_small_branches_literally():
+    """[7 8 9], [7 8 9 6] and [7 8 5] share two tokens, a branch point that saves 2; the first two one more."""
+    lcp = np.array([0, 2, 3], dtype=np.int64)
+    assert without_small_branches(lcp, 1).tolist() == [0, 2, 3]
+    assert without_small_branches(lcp, 2).tolist() == [0, 2, 2]
+    assert without_small_branches(lcp, 3).tolist() == [0, 0, 3], "from the root downwards: the run below is longer now"
+    assert without_small_branches(lcp, 4).tolist() == [0, 0, 0]
+    assert lcp.tolist() == [0, 2, 3], "what came is not changed"
+
+
+@settings(max_examples=100, deadline=None)
+@given(ragged_batches(min_length=0), st.integers(1, 12))
+def test_small_branches_go_by_the_rule_and_no_other(sequences, min_shared_tokens):
+    by_order = sort_sequences(*pack(sequences))
+    num_unique = (by_order.lengths - without_small_branches(by_order.lcp, min_shared_tokens)).sum()
+    plan = build_prefix_plan(*pack(sequences), min_shared_tokens=min_shared_tokens)
+    assert plan.num_unique_tokens == num_unique == num_unique_by_the_rule(sequences, min_shared_tokens)

@@ -1,0 +1,343 @@
+"""Names of other libraries that begin with an underscore, and so may go in any release: all that we use, in one table.
+
+After an upgrade `test_it_is_still_there` says which file lost what. A new use must be entered here.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from transformers import PretrainedConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Private(NamedTuple):
+    """name: dotted, from its package on. files: of ours, that use it. purpose: what for."""
+
+    name: str
+    files: tuple[str, ...]
+    purpose: str
+
+
+DISTRIBUTIONS = {"flash_attn": "flash-attn", "flash_attn_3": "flash-attn-3"}  # names to install what may be missing
+TABLE = (
+    Private(
+        "lightning.pytorch.cli.LightningCLI._get",
+        ("radixtrain/commands/lightning.py",),
+        "reads a setting of the command that runs",
+    ),
+    Private(
+        "lightning.pytorch.cli.LightningCLI._parse_ckpt_path",
+        ("radixtrain/commands/lightning.py",),
+        "is overridden, so that a checkpoint's settings do not replace those that were typed",
+    ),
+    Private(
+        "lightning.pytorch.cli.LightningCLI._prepare_subcommand_kwargs",
+        ("radixtrain/commands/lightning.py",),
+        "is overridden, so that checkpoints are read as weights only",
+    ),
+    Private(
+        "lightning.pytorch.cli.LightningCLI._run_subcommand",
+        ("radixtrain/commands/lightning.py",),
+        "is overridden, to load data and model before the trainer starts",
+    ),
+    Private(
+        "lightning.pytorch.Trainer.fit_loop.epoch_loop._batches_that_stepped",
+        ("radixtrain/training/callbacks.py",),
+        "is counted back in a checkpoint that SIGTERM makes at the end of an epoch",
+    ),
+    Private(
+        "transformers.PretrainedConfig._attn_implementation",
+        (
+            "radixtrain/bench/baseline.py",
+            "radixtrain/hf/hooks.py",
+            "radixtrain/hf/prepare.py",
+            "radixtrain/verification/oracle.py",
+        ),
+        "names the attention of a model",
+    ),
+    Private(
+        "transformers.PretrainedConfig._attn_implementation_internal",
+        ("radixtrain/hf/prepare.py",),
+        "sets the attention of one part back, without the parts in it",
+    ),
+    Private(
+        "transformers.PreTrainedModel._supports_sdpa",
+        ("radixtrain/hf/prepare.py",),
+        "says whether our attention can take the place of sdpa",
+    ),
+    Private(
+        "transformers.PreTrainedModel._can_set_experts_implementation",
+        ("radixtrain/verification/oracle.py",),
+        "says whether experts can run as a loop, which float64 needs",
+    ),
+    Private(
+        "transformers.PreTrainedModel._from_config",
+        ("radixtrain/bench/cells.py",),
+        "makes a model with random weights in a dtype",
+    ),
+    Private(
+        "torch.autograd.graph._engine_run_backward",
+        ("radixtrain/verification/oracle.py",),
+        "runs the backward pass under the mode that lifts casts",
+    ),
+    Private(
+        "torch._C._functorch.is_batchedtensor",
+        ("radixtrain/loss.py",),
+        "says whether a batch of gradients is computed, which needs what was saved",
+    ),
+    Private(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        ("radixtrain/loss.py",),
+        "says whether this is under retain_graph, which needs what was saved",
+    ),
+    Private(
+        "torch.nn.Module._buffers",
+        ("radixtrain/verification/oracle.py",),
+        "puts buffers back that a forward pass replaced",
+    ),
+    Private(
+        "torch.nn.Module._modules",
+        ("radixtrain/hf/dropout.py",),
+        "finds dropout modules in 0.3 ms",
+    ),
+    Private(
+        "torch.nn.Module._parameters",
+        ("radixtrain/hf/adapters.py",),
+        "finds the modules that hold a shared matrix",
+    ),
+    Private(
+        "torch.nn.Module._is_replica",
+        ("radixtrain/hf/trainers.py",),
+        "tells a copy that DataParallel made",
+    ),
+    Private(
+        "torch.ops.aten._flash_attention_forward.default._schema",
+        ("kernels/flash.py",),
+        "says whether torch's flash attention takes a window",
+    ),
+    Private(
+        "torch.ops.aten._flash_attention_forward",
+        ("kernels/flash.py",),
+        "is flash attention on CUDA, and returns the log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten._flash_attention_backward",
+        ("kernels/flash.py",),
+        "is its backward pass, with a merged log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        ("kernels/looping.py",),
+        "is flash attention on a CPU, and returns the log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        ("kernels/looping.py",),
+        "is its backward pass, with a merged log-sum-exp",
+    ),
+    Private(
+        "flash_attn.flash_attn_interface._flash_attn_varlen_forward",
+        ("kernels/flash.py",),
+        "is flash attention over sequences of any length, and returns the log-sum-exp",
+    ),
+    Private(
+        "flash_attn.flash_attn_interface._flash_attn_varlen_backward",
+        ("kernels/flash.py",),
+        "is its backward pass, with a merged log-sum-exp",
+    ),
+    Private(
+        "flash_attn_3._C",
+        ("kernels/flash.py",),
+        "registers the operators of flash-attention 3 with torch",
+    ),
+    Private(
+        "sys._getframe",
+        ("collators/unprepared.py", "radixtrain/hf/evaluation.py"),
+        "reads which trainer calls the model",
+    ),
+)
+# What has an attribute only on instances. A copy of DataParallel has all of a module's, and one more.
+INSTANCES: dict[Any, Callable[[], Any]] = {
+    nn.Module: lambda: nn.Linear(1, 1)._replicate_for_data_parallel(),
+    PretrainedConfig: PretrainedConfig,
+    L.Trainer: lambda: L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False),
+}
+PRIVATE = re.compile(r"_[A-Za-z]\w*")  # not dunder names, which Python documents
+OUR_MARK = "_radix"  # attributes that we set on objects of others
+
+
+def privates_of(name: str) -> set[str]:
+    return {part for part in name.split(".") if PRIVATE.fullmatch(part)}
+
+
+def resolve(name: str) -> Any:
+    """The object of a dotted name. A class that lacks an attribute is asked for an instance."""
+    first, *parts = name.split(".")
+    found, path = import_module(first), first
+    for part in parts:
+        path = f"{path}.{part}"
+        if isinstance(found, type) and not hasattr(found, part):
+            found = INSTANCES[found]()
+        if not hasattr(found, part):
+            import_module(path)
+        found = getattr(found, part)
+    return found
+
+
+def source_files() -> list[Path]:
+    """Every source file once, under its real path."""
+    folders = [ROOT / "radixtrain", ROOT / "kernels", ROOT / "collators"]
+    own = [path for folder in folders for path in folder.rglob("*.py")]
+    return sorted({path for path in own if path.resolve() == path})
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """Functions, classes, variables, and what is set on `self`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def named_in(tree: ast.AST) -> Iterator[str]:
+    """Dotted names in imports, attributes, and strings that are dotted names, for `getattr` and `import_module`."""
+    pieces = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
+            yield from [node.value] if re.fullmatch(r"[\w.]+", node.value) else []
+
+
+def used_in(source: str) -> set[str]:
+    """Private names that a source uses and does not define."""
+    tree = ast.parse(source)
+    names = {private for name in named_in(tree) for private in privates_of(name)}
+    return {name for name in names - defined_in(tree) if not name.startswith(OUR_MARK)}
+
+
+def overridden_in(path: Path) -> set[str]:
+    """Private methods of other libraries that a file's classes override. A file without any private is not imported."""
+    methods = private_methods(path.read_text(encoding="utf-8"))
+    if not methods:
+        return set()
+    parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "radixtrain"]
+    module = import_module(".".join(["radixtrain", *parts]))
+    return {name for kind, names in methods.items() for name in overridden(getattr(module, kind), names, "radixtrain")}
+
+
+def private_methods(source: str) -> dict[str, set[str]]:
+    """Class -> its private methods, of the classes that have bases."""
+    kinds = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.bases]
+    methods = {kind.name: {node.name for node in kind.body if isinstance(node, ast.FunctionDef)} for kind in kinds}
+    private = {kind: {name for name in names if PRIVATE.fullmatch(name)} for kind, names in methods.items()}
+    return {kind: names for kind, names in private.items() if names}
+
+
+def overridden(kind: type, names: set[str], package: str) -> set[str]:
+    """Those of the names that a base class from outside the package has."""
+    foreign = [base for base in kind.__mro__ if not f"{base.__module__}.".startswith(f"{package}.")]
+    return {name for name in names if any(name in vars(base) for base in foreign)}
+
+
+@pytest.mark.parametrize("private", TABLE, ids=[private.name for private in TABLE])
+def test_it_is_still_there(private: Private) -> None:
+    package = private.name.partition(".")[0]
+    if find_spec(package) is None:
+        pytest.skip(f"pip install {DISTRIBUTIONS[package]}")
+    try:
+        resolve(private.name)
+    except (AttributeError, ImportError) as error:
+        release = version(packages_distributions()[package][0]) if package in packages_distributions() else sys.version
+        pytest.fail(f"{package} {release}: {error}. In {', '.join(private.files)} it {private.purpose}")
+
+
+def test_the_table_is_complete() -> None:
+    entered = {(file, part) for private in TABLE for file in private.files for part in privates_of(private.name)}
+    used = {
+        (str(path.relative_to(ROOT)), name)
+        for path in source_files()
+        for name in used_in(path.read_text(encoding="utf-8")) | overridden_in(path)
+    }
+    assert not used - entered, f"enter in TABLE, or use a public name: {sorted(used - entered)}"
+    assert not entered - used, f"no longer used: {sorted(entered - used)}"
+
+
+def test_every_row_names_something_private_once() -> None:
+    assert len({private.name for private in TABLE}) == len(TABLE)
+    assert all(privates_of(private.name) for private in TABLE)
+
+
+class TestTheScan:
+    @pytest.mark.parametrize(
+        ("source", "names"),
+        [
+            ("import torch._C", {"_C"}),
+            ("import torch._dynamo.config as c", {"_dynamo"}),
+            ("from torch.autograd.graph import _engine_run_backward as run", {"_engine_run_backward"}),
+            ("from torch._inductor import config", {"_inductor"}),
+            ("def f(x):\n    import torch._C", {"_C"}),
+            ("x._schema", {"_schema"}),
+            ("x._schema = 1", {"_schema"}),
+            ("f(x)[0]._a._b()", {"_a", "_b"}),
+            ("class A(B):\n    def f(self): return self._get()", {"_get"}),
+            ("getattr(x, '_is_replica', False)", {"_is_replica"}),
+            ("import_module('flash_attn_3._C')", {"_C"}),
+        ],
+    )
+    def test_sees(self, source: str, names: set[str]) -> None:
+        assert used_in(source) == names
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "from a import b\nb.c.__dict__",
+            "def _f(): ...\n_f()",
+            "class _A: ...\nx._A",
+            "class A:\n    def __init__(self): self._a = 1\n    def f(self, other): return self._a + other._a",
+            "'a sentence about _C'",
+            "f'{name}_internal'",
+            "getattr(x, '_radix_call', None)",
+            "for _ in x: ...",
+        ],
+    )
+    def test_leaves_out_what_is_ours_or_public(self, source: str) -> None:
+        assert not used_in(source)
+
+    def test_sees_a_method_that_is_overridden(self) -> None:
+        source = "class A(B):\n    def _get(self): ...\n    def f(self): ...\nclass C:\n    def _own(self): ..."
+        assert private_methods(source) == {"A": {"_get"}}
+
+        class Base:
+            def _own(self) -> None: ...
+
+        class Cli(Base, LightningCLI): ...
+
+        assert overridden(Cli, {"_get", "_own", "_new"}, __name__) == {"_get"}
+
+    def test_a_name_that_is_gone_raises(self) -> None:
+        assert resolve("torch.nn.Module._buffers") == {}
+        for name in ("torch.nn.Module._gone", "torch._gone", "torch.ops.aten._gone", "torch._gone.f"):
+            with pytest.raises((AttributeError, ImportError)):
+                resolve(name)
