@@ -1,4 +1,4 @@
-# Six verbs. Each sets up what it needs; `make test PYTHON=python3.12` chooses the interpreter (3.11 or newer for the pins).
+# `make` lists the verbs. Each sets up what it needs; `make test PYTHON=python3.12` chooses the interpreter (3.11 or newer).
 
 PYTHON ?= python3
 WORKERS ?= auto
@@ -6,39 +6,42 @@ SOURCES := pyproject.toml constraints.txt
 INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 
-.PHONY: fit test test-full check bench test-gpu setup clean
+.PHONY: help fit test test-full check bench test-gpu setup clean
 .NOTPARALLEL:
 
-fit: .venv/.user runs/demo/train.jsonl  ## fine-tune the demo model on the demo chats
-	.venv/bin/python -m radixtrain fit --config configs/sft.yaml
+help:  ## this list
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: setup  ## everything that runs without a GPU, one thread per worker
+fit: .venv/.user runs/demo/train.jsonl  ## write a demo and fine-tune a tiny model on it: about a minute on two CPU cores
+	.venv/bin/python -m radixtrain fit --config configs/demo.yaml
+
+test: setup  ## run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not gpu"
 
 test-full: export RADIXTRAIN_TRIES = 500
 test-full: export RADIXTRAIN_FAMILIES = all
-test-full: test  ## the same with ten times the generated tries and every model family
+test-full: test  ## the same with ten times the generated cases and every model family
 
-check: setup  ## lint, formatting, types
+check: setup  ## check style, formatting and types: ruff, mypy
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-bench: .venv/.user  ## a training step, deduplicated and not
+bench: .venv/.user  ## time a training step on this machine, deduplicated and not
 	.venv/bin/python -m radixtrain bench --attention '[auto, cascade, path, expand]' --repeats 7
 	.venv/bin/python -m radixtrain bench --attention '[auto, cascade, path, expand]' --repeats 7 \
 	  --num_sequences 1 --prompt_length 2048 --suffix_length 256
 
-test-gpu: setup  ## what needs a CUDA device; a test that skips says what it lacks
+test-gpu: setup  ## run the tests that need a CUDA device; one that skips says what it lacks
 	$(TEST) -m gpu -rs
 
-setup: .venv/.dev
+setup: .venv/.dev  ## install into .venv for development
 
-clean:  ## caches and builds; .venv and runs stay
+clean:  ## remove caches and builds; .venv and runs stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# Stamps: set-up runs again only after one of the SOURCES changed.
+# Stamps: set-up runs again only after one of the SOURCES has changed.
 .venv/.user: $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(INSTALL) -e .

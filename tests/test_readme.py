@@ -1,16 +1,30 @@
-"""What README.md and CONTRIBUTING.md name exists: paths, make targets, commands."""
+"""The README's picture, snippets and figures are right, and what the pages name exists: paths, make verbs, commands."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import transformers
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md"]
-FOLDERS = ["radixtrain", "kernels", "collators", "configs", "tests", "recipes", r"\.ci"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/benchmarks.md",
+    "docs/configuration.md",
+    "docs/data-formats.md",
+    "docs/exactness.md",
+    "docs/how-it-works.md",
+]
+FOLDERS = ["radixtrain", "kernels", "collators", "configs", "docs", "tests", "recipes", r"\.ci"]
 FOLDER_PATH = re.compile(rf"(?<![\w/.@~-])(?:{'|'.join(FOLDERS)})/[\w./-]*")
 TOP_FILE = re.compile(r"(?<![\w/.-])(?:[A-Z]{3,}(?:\.md)?|Makefile|pyproject\.toml|constraints\.txt)(?![\w/.-])")
 
@@ -28,7 +42,7 @@ def code_of(text: str) -> list[str]:
 
 
 def links_of(text: str) -> list[str]:
-    """The targets of links and pictures that are no addresses, without anchors."""
+    """The targets of links and pictures in the repository, without anchors."""
     targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text)
     plain = [(first or second).partition("#")[0] for first, second in targets]
     return [target for target in plain if target and "://" not in target and not target.startswith("mailto:")]
@@ -50,9 +64,14 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][\w-]*):(?!=)", read("Makefile"), re.MULTILINE))
 
 
-COMMANDS = sorted(
-    {word for page in PAGES if (ROOT / page).exists() for word in words_after("-m radixtrain", read(page))}
-)
+def commands_of(text: str) -> set[str]:
+    """The commands named in code after `python -m radixtrain`, and in the README's table of them."""
+    table = re.search(r"^\| `python -m radixtrain` .*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    cells = [row.split("|")[1] for row in table[1].splitlines()] if table else []
+    return words_after("-m radixtrain", text) | {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(read(page))})
 
 
 def test_the_reader_of_pages_reads() -> None:
@@ -67,24 +86,142 @@ def test_the_reader_of_pages_reads() -> None:
 def test_paths_exist(page: str) -> None:
     text = read(page)
     assert paths_of(text), f"{page} names no path at all"
-    missing = [name for name in [*paths_of(text), *links_of(text)] if not (ROOT / name).exists()]
+    missing = [name for name in paths_of(text) if not (ROOT / name).exists()]
+    missing += [name for name in links_of(text) if not (ROOT / page).parent.joinpath(name).exists()]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_make_targets_exist(page: str) -> None:
-    named = words_after("make", read(page))
-    assert named, f"{page} names no make target"
-    assert named <= make_targets()
+    assert words_after("make", read(page)) <= make_targets()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_first_verbs_are_named(page: str) -> None:
+    assert {"fit", "test"} <= words_after("make", read(page))
+
+
+@pytest.mark.parametrize("goal", [[], ["help"]])
+def test_make_lists_its_verbs(goal: list[str]) -> None:
+    done = subprocess.run(["make", "--no-print-directory", *goal], cwd=ROOT, capture_output=True, text=True, check=True)
+    commented = dict(re.findall(r"^([a-z][\w-]*):.*  ## (.+)$", read("Makefile"), re.MULTILINE))
+    listed = dict(re.findall(r"^make (\S+) +(.+)$", done.stdout, re.MULTILINE))
+    assert listed == commented and set(listed) == make_targets()
 
 
 def test_readme_names_commands() -> None:
-    assert "fit" in COMMANDS
+    assert commands_of(read("README.md")) == {"fit", "validate", "test", "predict", "verify", "bench", "export"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command_exists(command: str) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    asked = [sys.executable, "-m", "radixtrain", command, "--help"]
-    done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_command_exists(command: str, printed_by: Callable[..., str]) -> None:
+    assert "usage: " in printed_by(command, "--help")
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL)
+
+
+def test_readme_is_read_in_a_minute() -> None:
+    assert len(read("README.md").splitlines()) <= 130
+
+
+class TestPicture:
+    PICTURE = "docs/sharing.svg"
+
+    def test_comes_first_and_is_small(self) -> None:
+        assert re.findall(r"!\[[^]]*\]\(([^)]+)\)", read("README.md"))[0] == self.PICTURE
+        assert (ROOT / self.PICTURE).stat().st_size < 200_000
+
+    def test_the_script_draws_the_same_bytes(self, tmp_path: Path) -> None:
+        command = [sys.executable, "docs/draw_sharing.py", "--output", str(tmp_path / "again.svg")]
+        subprocess.run(command, cwd=ROOT, check=True)
+        assert (tmp_path / "again.svg").read_bytes() == (ROOT / self.PICTURE).read_bytes()
+
+    def test_counts_are_those_of_the_drawn_tokens(self) -> None:
+        """By the groups that are drawn: each token of the rows is one box, and each unique token is another."""
+        drawing = ElementTree.parse(ROOT / self.PICTURE)
+        classes = [group.get("class") for group in drawing.iter("{http://www.w3.org/2000/svg}g")]
+        copies = classes.count("copy")
+        unique, rest = divmod(sum(name == "answer" or str(name).startswith("level") for name in classes), 2)
+        assert rest == 0 and copies > unique > 0
+        tokens = unique + copies
+        total = f"T = {tokens} tokens become U = {unique}: r = T / U = {tokens / unique:.1f}"
+        assert any(total in (text.text or "") for text in drawing.iter("{http://www.w3.org/2000/svg}text"))
+        assert f"{tokens} tokens, of which {copies} are copies, become a tree of {unique}" in read("README.md")
+
+
+ROWS = [{"input_ids": [3, 1, 4, 1, 5, 9, number], "labels": [-100] * 6 + [number]} for number in range(10, 50)]
+
+
+class TestSnippets:
+    def test_drop_in_trains_as_the_ordinary_trainer(self, tiny_qwen3: Any, tmp_path: Path) -> None:
+        drop_in, _ = blocks_of("README.md", "python")
+        tiny_qwen3().save_pretrained(tmp_path / "model")
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            max_steps=2,
+            logging_steps=1,
+            learning_rate=1e-4,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        given = {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "Trainer")}
+        names: dict[str, Any] = {**given, "args": args, "dataset": ROWS}
+        exec(drop_in.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")), names)
+        ordinary = transformers.Trainer(model=tiny_qwen3(), args=args, train_dataset=ROWS)  # rows are of one length
+        ordinary.train()
+        assert losses_of(names["trainer"]) == pytest.approx(losses_of(ordinary), rel=1e-6)
+        assert sum(bool(line.strip()) for line in drop_in.splitlines()) == 4
+
+    def test_ratio_is_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
+        _, ratio = blocks_of("README.md", "python")
+        exec(ratio, {"dataset": ROWS})
+        assert float(capsys.readouterr().out) == 7 * 32 / (6 + 32)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_step_gets_about_r_times_as_fast() -> None:
+    text = read("README.md")
+    rows = re.findall(r"\| ([\d.]+) \| \**([\d.]+)x\** \|", text)
+    shares = [float(speed) / float(ratio) for ratio, speed in rows]
+    assert len(rows) == 7 and f"{min(shares):.2f} r to {max(shares):.2f} r in every row" in text
+
+
+class TestOwnData:
+    """The README's command, with the config that it names, has nothing of the demo in it."""
+
+    def command(self) -> list[str]:
+        found = re.search(r"^python -m radixtrain (fit(?:.*\\\n)*.*)$", read("README.md"), re.MULTILINE)
+        assert found
+        return shlex.split(found[1].replace("\\\n", " "))
+
+    def run(self, arguments: list[str]) -> str:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        asked = [sys.executable, "-m", "radixtrain", *arguments]
+        done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    def test_as_printed(self, printed_by: Callable[..., str]) -> None:
+        printed = printed_by(*self.command(), "--print_config")
+        config = yaml.safe_load(printed)
+        assert "demo" not in printed
+        assert config["model"]["learning_rate"] == 2e-5 and "The learning rate is 2e-5" in read("README.md")
+        assert f"`{config['output_dir']}`" in read("README.md")
+
+    def test_as_run(self, shop: Path, tmp_path: Path) -> None:
+        values = {"Qwen/Qwen3-0.6B": str(shop / "model"), "chats.jsonl": str(shop / "train.jsonl")}
+        arguments = [values.pop(word, word) for word in self.command()]
+        assert not values, "the command names another model or file"
+        out = tmp_path / "out"
+        self.run([*arguments, f"--output_dir={out}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"])
+        (written,) = out.rglob("config.yaml")
+        text = written.read_text(encoding="utf-8")
+        assert yaml.safe_load(text)["model"]["learning_rate"] == 2e-5 and "runs/" not in text
+        assert (out / "model" / "model.safetensors").is_file()

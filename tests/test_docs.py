@@ -1,0 +1,419 @@
+"""The pages under docs/ and CONTRIBUTING.md say what the code does: their examples run, their tables are the code's."""
+
+import ast
+import csv
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+import yaml
+from docstring_parser import parse as parse_docstring
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from radixtrain.__main__ import main
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.formats import read_rows
+from radixtrain.data.sample import Sample
+from radixtrain.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+# docs/data-formats.md: every row is encoded, and every error is raised
+
+FORMATS = "docs/data-formats.md"
+EXAMPLE = re.compile(r"^```json([^\n]*)\n(.*?)^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLES = [pytest.param(*found, id=found[1][:50]) for found in EXAMPLE.findall(read(FORMATS))]
+
+
+@cache
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A token for each byte, and a stock chat template of Qwen3."""
+    trl = pytest.importorskip("trl", reason="carries a copy of Qwen3's stock chat template: pip install trl")
+    names = bytes_to_unicode()
+    backend = Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    stock = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=stock)
+
+
+def options_of(info: str) -> dict[str, Any]:
+    """`split_turns=false max_length=16` after the word json."""
+    pairs = (pair.split("=") for pair in info.split())
+    return {name: {"false": False}.get(value, int(value) if value.isdigit() else value) for name, value in pairs}
+
+
+def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[Sample]]:
+    """The samples of a row that stands on a line of its own in chats.jsonl."""
+    (folder / "chats.jsonl").write_text(" ".join(row.split("\n")), encoding="utf-8")
+    tokenizer = byte_tokenizer(options.pop("template", "qwen3"))
+    encoder = ChatEncoder(tokenizer, **options)
+    return tokenizer, [sample for samples in encoder.encode_all(read_rows("chats.jsonl")) for sample in samples]
+
+
+def lines_of(samples: list[Sample], tokenizer: PreTrainedTokenizerFast, said: str) -> Iterator[str]:
+    for sample in samples:
+        learned = tokenizer.decode(sample.labels[sample.labels != -100])
+        as_labels = said.startswith("labels")
+        yield f"labels {sample.labels.tolist()}" if as_labels else f"learns {json.dumps(learned, ensure_ascii=False)}"
+
+
+@pytest.mark.parametrize(("info", "row", "said"), EXAMPLES)
+def test_a_row_is_what_the_page_says(
+    info: str, row: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        tokenizer, samples = encode(row, tmp_path, options_of(info))
+    except UserError as error:
+        assert f"error: {error}\n" == said
+    else:
+        assert list(lines_of(samples, tokenizer, said)) == said.splitlines()
+
+
+def test_every_row_of_the_page_is_tried() -> None:
+    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS), re.MULTILINE)) > 25
+    outcomes = "".join(example.values[2] for example in EXAMPLES)
+    formats = "".join(example.values[1] for example in EXAMPLES)
+    assert outcomes.count("error: ") > 12 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
+    for key in ("messages", "conversations", "prompt", "text", "input_ids", "reasoning_content", "tool_calls"):
+        assert f'"{key}"' in formats
+
+
+def test_file_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    for suffix in (".jsonl", ".json", ".parquet", ""):
+        assert [row.fields for row in read_rows(tmp_path / f"rows{suffix}")] == rows
+    assert all(f"| `{suffix}` |" in read(FORMATS) for suffix in (".jsonl", ".json", ".parquet"))
+    monkeypatch.chdir(tmp_path)
+    Path("chats.csv").write_text("text\na\n", encoding="utf-8")
+    with pytest.raises(UserError) as raised:
+        read_rows("chats.csv")
+    assert f"\nerror: {raised.value}\n" in read(FORMATS)
+
+
+def test_a_bad_row_is_skipped_if_the_page_says_so(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"text": "shelf one"}\n{"text": ""}\n', encoding="utf-8")
+    kept = SFTData("chats.jsonl", on_bad_row="skip", model_name_or_path=str(shop / "model"))
+    with caplog.at_level("INFO", logger="radixtrain"):
+        kept.setup("fit")
+    assert len(kept.conversations["train"]) == 1
+    assert "skipped chats.jsonl:2: no token bears loss" in caplog.text
+    with pytest.raises(UserError, match=r"chats\.jsonl:2"):
+        SFTData("chats.jsonl", model_name_or_path=str(shop / "model")).setup("fit")
+
+
+def test_the_measurement_of_r(capsys: pytest.CaptureFixture[str]) -> None:
+    [(code, printed)] = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
+    exec(compile(code, FORMATS, "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+IGNORED = [
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}], "system": "Be brief."},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}], "weight": 0},
+    {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
+        "chat_template_kwargs": {"enable_thinkin": False},
+    },
+]
+
+
+@pytest.mark.parametrize("fields", IGNORED, ids=["system next to conversations", "weight", "misspelt variable"])
+def test_what_the_page_says_is_ignored(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer, [sample] = encode(json.dumps(fields), tmp_path, {})
+    assert tokenizer.decode(sample.input_ids) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nYo<|im_end|>"
+    )
+
+
+# docs/configuration.md: its tables are the code's
+
+CONFIGURATION = "docs/configuration.md"
+TABLES = ["cli", "model", "data", "verify", "export", "bench"]
+NOT_KEYS = ("self", "model", "datamodule")  # of `verify`, which the command line fills in
+
+
+class Recorder:
+    """Stands in for the parser of the command line: `RadixCLI` adds its own keys to it, and the links between keys."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[str]] = []
+        self.linked: set[str] = set()
+
+    def add_argument(self, name: str, *, type: Any, default: Any, help: str) -> None:
+        self.rows.append([name.removeprefix("--"), kind_of(type), as_yaml(default), help])
+
+    def link_arguments(self, source: str, target: str, **_: Any) -> None:
+        self.linked.add(target)
+
+
+@cache
+def recorded() -> Recorder:
+    from radixtrain.commands.lightning import RadixCLI
+
+    recorder = Recorder()
+    RadixCLI.add_arguments_to_parser(None, recorder)  # type: ignore[arg-type]
+    return recorder
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """key, values, default, meaning: from the signature and the docstring."""
+    from radixtrain.commands.bench import bench
+    from radixtrain.commands.export import export
+    from radixtrain.training.module import RadixModule
+    from radixtrain.training.trainer import Trainer
+
+    if table == "cli":
+        return recorded().rows
+    owner = {"model": RadixModule, "data": SFTData, "verify": Trainer.verify, "export": export, "bench": bench}[table]
+    called = owner.__init__ if inspect.isclass(owner) else owner
+    kinds = get_type_hints(called)
+    documented = {each.arg_name: each.description for each in parse_docstring(inspect.getdoc(owner) or "").params}
+    keys = {
+        name: parameter
+        for name, parameter in inspect.signature(called).parameters.items()
+        if f"{table}.{name}" not in recorded().linked and (table in ("model", "data") or name not in NOT_KEYS)
+    }
+    return [
+        [name, kind_of(kinds[name]), as_yaml(parameter.default), documented[name] or ""]
+        for name, parameter in keys.items()
+        if name != "self"
+    ]
+
+
+def kind_of(annotation: Any) -> str:
+    """The values of a key in words: `one of`, `number`, `list of text`."""
+    names = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null"}
+    if annotation in names:
+        return names[annotation]
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if get_origin(annotation) is list:
+        return f"list of {kind_of(parts[0])}"
+    if get_origin(annotation) is dict:
+        return "mapping"
+    return ", ".join(map(kind_of, parts)) if parts else annotation.__name__
+
+
+def as_yaml(default: Any) -> str:
+    if default is inspect.Parameter.empty:
+        return "required"
+    words = {None: "null", True: "true", False: "false"}
+    if default is None or isinstance(default, bool):
+        return f"`{words[default]}`"
+    return f"`{default}`" if isinstance(default, str | int | float) else "its own defaults"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head = [["key", "values", "default", "meaning"], ["---"] * 4]
+    body = [[f"`{name}`", *(" ".join(cell.split()).replace("|", r"\|") for cell in cells)] for name, *cells in rows]
+    return "".join("| " + " | ".join(row) + " |\n" for row in [*head, *body])
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_of_keys_is_the_codes(table: str) -> None:
+    begin, end = f"<!-- {table}: begin -->\n", f"<!-- {table}: end -->"
+    before, rest = read(CONFIGURATION).split(begin)
+    said, after = rest.split(end)
+    found = markdown(rows_of(table))
+    if WRITING:
+        (ROOT / CONFIGURATION).write_text(f"{before}{begin}{found}{end}{after}", encoding="utf-8")
+        return
+    assert said == found, f"RADIXTRAIN_WRITE_TABLE=1 writes the tables of {CONFIGURATION}"
+
+
+def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str]) -> None:
+    """The defaults of the pages are those of the command line, also where Lightning sets them."""
+    printed = printed_by("fit", "--model.model_name_or_path=x", "--model.learning_rat=3", "--print_config")
+    config = yaml.safe_load(printed)
+    for table in ("model", "data"):
+        assert set(config[table]) == {name for name, *_ in rows_of(table)}
+    assert config["model"]["learning_rate"] == 3, "an unfinished key: the page says so"
+    assert config["seed_everything"] == 42 and "`seed_everything`, 42 by default" in read(CONFIGURATION)
+    for key in ("devices", "log_every_n_steps"):
+        assert f"| `{key}` | `{config['trainer'][key]}` |" in read(CONFIGURATION)
+
+
+def test_every_environment_variable_is_named() -> None:
+    sources = [path for folder in ("radixtrain", "kernels", "tests") for path in (ROOT / folder).rglob("*.py")]
+    read_by_us = {name for path in sources for name in re.findall("RADIXTRAIN_[A-Z]+", path.read_text("utf-8"))}
+    assert read_by_us == set(re.findall("RADIXTRAIN_[A-Z]+", read(CONFIGURATION)))
+
+
+class TestResume:
+    """What the page says that a resume does with other settings. If one of these changes, so does the page."""
+
+    def test_a_new_learning_rate_is_ignored(self, arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+        last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+        assert main(arguments(trainer__max_epochs=1)) == 0
+        changed = {"model__learning_rate": 1e-3, "model__weight_decay": 0.3, "model__adam_beta1": 0.5}
+        assert main(arguments(ckpt_path=last, **changed)) == 0
+        checkpoint = torch.load(last, weights_only=True)
+        group = checkpoint["optimizer_states"][0]["param_groups"][0]
+        assert (group["initial_lr"], group["weight_decay"], group["betas"][0]) == (1e-2, 0.0, 0.9)
+        assert checkpoint["hyper_parameters"]["learning_rate"] == 1e-3
+        assert self.column(tmp_path, "learning_rate")[0] == 0
+        assert main(arguments(ckpt_path=last, data__batch_size=5)) == 1
+        assert main(arguments(ckpt_path=last, model__use_peft=True)) == 1
+
+    def test_a_stop_by_max_steps_ends_the_epoch(self, arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+        assert main(arguments(trainer__max_epochs=1, trainer__max_steps=2)) == 0
+        last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+        assert main(arguments(trainer__max_epochs=1, ckpt_path=last)) == 0
+        assert not (tmp_path / "out" / "logs" / "version_1" / "metrics.csv").exists()
+
+    def test_a_last_checkpoint_may_be_older_than_the_model(
+        self, arguments: Callable[..., list[str]], shop: Path, tmp_path: Path
+    ) -> None:
+        given = {"trainer__max_epochs": 1, "trainer__val_check_interval": 2}
+        assert main(arguments(data__validation_file=shop / "validation.jsonl", **given)) == 0
+        checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
+        assert checkpoint["global_step"] == 4 and len(self.column(tmp_path, "loss", version=0)) == 5
+
+    def column(self, tmp_path: Path, name: str, version: int = 1) -> list[float]:
+        with (tmp_path / "out" / "logs" / f"version_{version}" / "metrics.csv").open() as file:
+            return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+# CONTRIBUTING.md: the tour and the map of rooms
+
+TOUR = re.compile(r"^(\d)\. \*\*([^*]+)\.\*\* `([^`]+)`,\s+`([^`]+)`,\s+(\d+) lines\.", re.MULTILINE)
+STOPS = ["Command", "Data", "Collator", "Plan", "Step", "Model", "Attention", "Loss"]
+ONE_SCREEN = 60
+
+
+def lines_in(path: str, name: str) -> int:
+    """From the first decorator or the `def` of a function or class to its last line."""
+    scope: Any = ast.parse(read(path))
+    for part in name.split("."):
+        [scope] = [node for node in scope.body if getattr(node, "name", None) == part]
+    first = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
+    return int(scope.end_lineno) - first + 1
+
+
+def test_the_tour_leads_to_functions_of_one_screen() -> None:
+    page = read("CONTRIBUTING.md")
+    stops = TOUR.findall(page)
+    assert [name for _, name, *_ in stops] == STOPS and len(stops) <= 8
+    counted = {(path, name): lines_in(path, name) for _, _, path, name, _ in stops}
+    assert max(counted.values()) <= ONE_SCREEN
+    if WRITING:
+        said = TOUR.sub(lambda found: re.sub(r"\d+ lines", f"{counted[found[3], found[4]]} lines", found[0]), page)
+        (ROOT / "CONTRIBUTING.md").write_text(said, encoding="utf-8")
+        return
+    assert {(path, name): int(number) for _, _, path, name, number in stops} == counted, "RADIXTRAIN_WRITE_TABLE=1"
+
+
+def test_the_map_has_the_floors_of_the_imports() -> None:
+    tree = ast.parse(read("tests/test_imports.py"))
+    [floors] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "FLOORS"
+    ]
+    drawn = re.findall(r"^(\d)  (\w+(?:   \w+)*) {2,}\S", read("CONTRIBUTING.md"), re.MULTILINE)
+    assert [(int(number), set(rooms.split())) for number, rooms in drawn] == [
+        (number, set(rooms)) for number, rooms in reversed(list(enumerate(floors, start=1)))
+    ]
+
+
+# CHANGELOG.md and numbers that several pages repeat
+
+
+def test_moved_import_paths_exist() -> None:
+    rows = re.findall(r"^\| (`radixtrain\..*) \| (`radixtrain\..*) \|$", read("CHANGELOG.md"), re.MULTILINE)
+    assert len(rows) > 4
+    for old, new in rows:
+        first, *others = re.findall("`([^`]+)`", new)
+        targets = [first, *(first.rpartition(".")[0] + other for other in others)]
+        moved = re.findall("`([^`]+)`", old)
+        assert len(targets) in (1, len(moved))
+        assert all(find_spec(target) for target in targets)
+        assert not any(found_module(gone) for gone in moved)
+
+
+def found_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+REPEATED = [
+    r"(\d+) (?:of 253 tiny|have the same gradient)",
+    r"(\d+) (?:of 253: linear|are refused)",
+    r"(\d+) kinds of",
+    r"takes ([\d.]+ to [\d.]+) of the ordinary time",
+    r"(\w+) times as slow as `cascade`",
+    r"no loss differs by more than ([\d.]+e-\d)|largest difference of (?:the|a) loss [^|]*?\|? (?:is )?([\d.]+e-\d)",
+    r"on ([\d.]+) for 256|, and ([\d.]+) (?:for|at) 256",
+]
+PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("pattern", REPEATED)
+def test_a_number_is_the_same_on_every_page(pattern: str) -> None:
+    found = {
+        page: {"".join(groups) for groups in re.findall(f"(?:{pattern})()", " ".join(read(page).split()))}
+        for page in PAGES
+    }
+    said = {page: numbers for page, numbers in found.items() if numbers}
+    assert len(said) > 1 and len(set().union(*said.values())) == 1, said
+
+
+def test_the_readmes_steps_are_those_of_the_benchmarks() -> None:
+    row = re.compile(r"\| ([\d.]+) \|(?: [\d.]+x \|)? \*{0,2}([\d.]+x)\*{0,2} \| ([\d, ()a-z]+->[^|]+) \|")
+    assert len(row.findall(read("README.md"))) == 7
+    assert set(row.findall(read("README.md"))) == set(row.findall(read("docs/benchmarks.md")))
+
+
+def test_the_readmes_r_is_measured_by_the_snippet() -> None:
+    text = " ".join(read("README.md").split())
+    ratios = re.search(
+        r"shuffled rows have r = ([\d.]+), batches of 256 have ([\d.]+), .* by prompt have ([\d.]+)\.", text
+    )
+    assert ratios
+    table = {
+        size: (shuffled, sorted_)
+        for size, shuffled, sorted_ in re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+)$", read(FORMATS), re.M)
+    }
+    assert ratios.groups() == (table["32"][0], table["256"][0], table["32"][1])
+
+
+def test_no_page_names_a_place_of_one_machine() -> None:
+    pages = [*PAGES, "CONTRIBUTING.md", "recipes/LOG.md"]
+    found = {
+        page: re.findall(r"(?<![\w.~}-])/(?:work|tmp|home|root|shared|mnt|Users)\b\S*", read(page)) for page in pages
+    }
+    assert not any(found.values()), found
