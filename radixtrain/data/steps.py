@@ -85,6 +85,15 @@ class StepLoader:
         self.loader: DataLoader[Step] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
         self.handed_out = 0
 
+    @property
+    def _iterator(self) -> Any:
+        """By this name Lightning looks for workers that outlive an epoch, and ends them when the run is over."""
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self.loader._iterator = iterator
+
     def __len__(self) -> int:
         return len(self.sampler)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,13 @@ def test_workers_change_nothing(arguments, tmp_path):
     for name, workers in (("none", 0), ("two", 2)):
         assert main(arguments(output_dir=tmp_path / name, data__dataloader_num_workers=workers)) == 0
     assert_bit_equal(weights(tmp_path / "none"), weights(tmp_path / "two"))
+
+
+def test_workers_end_with_the_run(arguments, tmp_path):
+    """Not whenever Python finds the circle that holds their loader, which then waits 5 s for each of them."""
+    others = set(active_children())
+    assert main(arguments(data__dataloader_num_workers=2)) == 0
+    assert set(active_children()) <= others
 
 
 @pytest.mark.parametrize("workers", [0, 2])
