@@ -1,6 +1,5 @@
 """The README's picture, snippets and figures are right, and what the pages name exists: paths, make verbs, commands."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -13,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import transformers
 import yaml
+
+from radixtrain.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -201,13 +202,6 @@ class TestOwnData:
         assert found
         return shlex.split(found[1].replace("\\\n", " "))
 
-    def run(self, arguments: list[str]) -> str:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        asked = [sys.executable, "-m", "radixtrain", *arguments]
-        done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
     def test_as_printed(self, printed_by: Callable[..., str]) -> None:
         printed = printed_by(*self.command(), "--print_config")
         config = yaml.safe_load(printed)
@@ -215,12 +209,14 @@ class TestOwnData:
         assert config["model"]["learning_rate"] == 2e-5 and "The learning rate is 2e-5" in read("README.md")
         assert f"`{config['output_dir']}`" in read("README.md")
 
-    def test_as_run(self, shop: Path, tmp_path: Path) -> None:
+    def test_as_run(self, shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         values = {"Qwen/Qwen3-0.6B": str(shop / "model"), "chats.jsonl": str(shop / "train.jsonl")}
         arguments = [values.pop(word, word) for word in self.command()]
         assert not values, "the command names another model or file"
         out = tmp_path / "out"
-        self.run([*arguments, f"--output_dir={out}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"])
+        monkeypatch.chdir(ROOT)
+        short = (f"--output_dir={out}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false")
+        assert main([*arguments, *short]) == 0
         (written,) = out.rglob("config.yaml")
         text = written.read_text(encoding="utf-8")
         assert yaml.safe_load(text)["model"]["learning_rate"] == 2e-5 and "runs/" not in text

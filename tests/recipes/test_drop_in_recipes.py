@@ -27,7 +27,10 @@ RECIPES = {
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "demo"
-    run("recipes/demo.py", f"--output_dir={folder}", "--rows=192", "--validation_rows=12")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["demo.py", f"--output_dir={folder}", "--rows=192", "--validation_rows=12"])
+        patch.syspath_prepend(str(ROOT / "recipes"))
+        runpy.run_path(str(ROOT / "recipes" / "demo.py"), run_name="__main__")
     return folder
 
 
