@@ -12,7 +12,7 @@ TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-fit: .venv/.user runs/demo/train.jsonl  ## write a demo and fine-tune a tiny model on it: about a minute on two CPU cores
+fit: .venv/.user runs/demo/train.jsonl  ## write a demo and fine-tune a tiny model on it: one to two minutes on two CPU cores
 	.venv/bin/python -m radixtrain fit --config configs/demo.yaml
 
 test: setup  ## run every test that needs no GPU
