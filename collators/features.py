@@ -1,7 +1,7 @@
 """Features, read and checked once, as NumPy arrays: what every collator and the oracle start from.
 
-A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss. Entries
-that no collator reads are ignored or refused by `unread.py`.
+A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss. Its floats
+are read by `token_floats.py`. Entries that no collator reads are ignored or refused by `unread.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.targets import IGNORE_INDEX, FloatArray
+from radixtrain.collators.token_floats import FLOAT_ENTRIES, token_floats
 from radixtrain.collators.unread import HARMLESS, check_unread
 from radixtrain.tree.arrays import IntArray
 
 __all__ = ["FeatureArrays", "all_feature_arrays", "packed_positions"]
 
-LOSS_MASKS = ("completion_mask", "assistant_masks")
-READ = frozenset({"input_ids", "labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengths"})
+LOSS_MASKS = ("completion_mask", "assistant_masks", "mask")
+READ = frozenset({"input_ids", "labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengths", *FLOAT_ENTRIES})
 """The entries of a feature that a collator reads."""
 KNOWN = READ | HARMLESS
 
@@ -31,12 +32,17 @@ class FeatureArrays(NamedTuple):
     labels: (L,), int64. unshifted; a token with -100 bears no loss.
     position_ids: (L,), int64, or None if they count from 0.
     num_left_padding: tokens that the attention mask hid before the first of these.
+    loss_weights, old_logprobs, advantages: (L,), float32, aligned with the labels, 0 where there is none; None if the
+        feature has no such entry.
     """
 
     input_ids: IntArray
     labels: IntArray
     position_ids: IntArray | None
     num_left_padding: int
+    loss_weights: FloatArray | None = None
+    old_logprobs: FloatArray | None = None
+    advantages: FloatArray | None = None
 
     @property
     def is_counted_from_padding(self) -> bool:
@@ -50,15 +56,19 @@ def all_feature_arrays(features: Sequence[Mapping[str, Any]], loss_on_all: bool 
     loss_on_all: a feature that has neither labels nor a loss mask bears loss on every token; otherwise it is refused.
 
     Raises ValueError for an empty list of features. Raises ValueError that names the feature and its entry for: no
-    labels and no loss mask; an entry that is not a flat list of integers, or not as long as `input_ids`; a negative
-    value; a mask value other than 0 and 1; an empty sequence; several packed ones; an attention mask with a hole;
-    labels on padding; and an entry that a collator does not read, unless it cannot be an input of a model.
+    labels and no loss mask; an entry that is not a flat list of integers (of finite numbers, for loss weights,
+    log-probabilities and advantages), or not as long as `input_ids`; a negative integer; a mask value other than 0 and
+    1; an empty sequence; several packed ones; an attention mask with a hole; labels on padding; log-probabilities or
+    advantages in only some of the features that bear loss; and an entry that a collator does not read, unless it cannot
+    be an input of a model.
     """
     if not features:
         raise ValueError("a collator needs at least one feature, got an empty list")
     arrays = [_feature_arrays(feature, index, loss_on_all) for index, feature in enumerate(features)]
     for name in ("input_ids", "labels", "position_ids"):
         _check_not_negative(name, arrays)
+    for name in ("old_logprobs", "advantages"):
+        _check_in_all(name, arrays)
     return arrays
 
 
@@ -86,7 +96,9 @@ def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -
     if not len(ids):
         raise ValueError(f"feature {index}: input_ids is empty")
     positions = _column(feature, "position_ids", ids, index) if feature.get("position_ids") is not None else None
-    sequence = FeatureArrays(ids, _labels(feature, ids, index, loss_on_all), positions, 0)
+    labels = _labels(feature, ids, index, loss_on_all)
+    floats = {} if feature.keys().isdisjoint(FLOAT_ENTRIES) else token_floats(feature, labels, index)
+    sequence = FeatureArrays(ids, labels, positions, 0, **floats)
     if feature.get("attention_mask") is not None:
         sequence = _without_padding(sequence, feature, index)
     _check_one_sequence(feature, sequence.position_ids, index)
@@ -99,7 +111,8 @@ def _labels(feature: Mapping[str, Any], ids: IntArray, index: int, loss_on_all: 
     names = [name for name in LOSS_MASKS if feature.get(name) is not None]
     if not names and not loss_on_all:
         raise ValueError(
-            f"feature {index} has neither labels nor {' or '.join(LOSS_MASKS)}, so nothing says where the loss is. "
+            f"feature {index} has neither labels nor {', '.join(LOSS_MASKS[:-1])} or {LOSS_MASKS[-1]}, so nothing says "
+            f"where the loss is. "
             f"Hugging Face's Trainer drops the mask columns unless remove_unused_columns=False; "
             f"RadixCollator(loss_on_all=True) trains every token"
         )
@@ -129,8 +142,9 @@ def _without_padding(sequence: FeatureArrays, feature: Mapping[str, Any], index:
         _check_no_loss_on_padding(sequence.labels, mask, start, end, index)
     if np.count_nonzero(sequence.input_ids < 0):
         raise _negative("input_ids", sequence.input_ids, int(sequence.input_ids.argmin()), 0, index)
-    positions = None if sequence.position_ids is None else sequence.position_ids[start:end]
-    return FeatureArrays(sequence.input_ids[start:end], sequence.labels[start:end], positions, start)
+    columns = {name: column for name, column in sequence._asdict().items() if isinstance(column, np.ndarray)}
+    kept = {name: column[start:end] for name, column in columns.items()}
+    return sequence._replace(**kept, num_left_padding=start)
 
 
 def _check_no_loss_on_padding(labels: IntArray, mask: npt.NDArray[np.bool_], start: int, end: int, index: int) -> None:
@@ -209,6 +223,16 @@ def _check_not_negative(name: str, arrays: Sequence[FeatureArrays]) -> None:
         if place < len(values):
             raise _negative(name, values, place, arrays[index].num_left_padding, index)
         place -= len(values)
+
+
+def _check_in_all(name: str, arrays: Sequence[FeatureArrays]) -> None:
+    """Floats for which no number stands if they are missing."""
+    has = next((index for index, feature in enumerate(arrays) if getattr(feature, name) is not None), None)
+    if has is None:
+        return
+    for index, feature in enumerate(arrays):
+        if getattr(feature, name) is None and (feature.labels[1:] != IGNORE_INDEX).any():
+            raise ValueError(f"feature {index} bears loss and has no {name}, but feature {has} has some")
 
 
 def _negative(name: str, values: IntArray, place: int, num_left_padding: int, index: int) -> ValueError:

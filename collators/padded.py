@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.packed_floats import packed_floats, policy_entries
+from radixtrain.collators.targets import IGNORE_INDEX, FloatArray
 from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
 __all__ = ["PaddedCollator"]
@@ -27,7 +28,9 @@ class PaddedCollator:
     input_ids, attention_mask, position_ids: [B, L], int64.
     shift_labels: [1, P], int64. the labelled tokens.
     radix_predictor_indices: [P], int64. which of the B * L flattened tokens predicts each.
-    radix_prediction_rows, radix_loss_weights: [P]. 0 ... P - 1 and ones, since no prediction is merged.
+    radix_prediction_rows: [P], int64. 0 ... P - 1, since no prediction is merged.
+    radix_loss_weights: [P], float32. the features' loss weights, or ones.
+    radix_old_logprobs, radix_advantages: [P], float32. as given; absent if no feature has any.
     radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
     radix_cu_seqlens: [B+1], int32. bounds of the features, back to back.
 
@@ -56,20 +59,23 @@ class PaddedCollator:
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy((np.arange(size[1]) < lengths[:, None]).astype(np.int64)),
             "position_ids": torch.from_numpy(positions),
-            **_targets(labels, lengths),
+            **_targets(labels, lengths, packed_floats(arrays)),
         }
 
 
-def _targets(labels: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
-    """labels: (B, L), -100 on padding. lengths: (B,)."""
+def _targets(labels: np.ndarray, lengths: np.ndarray, floats: Mapping[str, FloatArray]) -> dict[str, Any]:
+    """labels: (B, L), -100 on padding. lengths: (B,). floats: (T,) each."""
     labels[:, 0] = IGNORE_INDEX  # it is never predicted
     sequences, places = np.nonzero(labels != IGNORE_INDEX)
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = cu_seqlens[sequences] + places
+    weights = floats.get("loss_weights", np.ones(int(cu_seqlens[-1]), dtype=np.float32))
     return {
         "shift_labels": torch.from_numpy(labels[sequences, places])[None],
         PREDICTOR_INDICES: torch.from_numpy(sequences * labels.shape[1] + places - 1),
         PREDICTION_ROWS: torch.arange(len(places)),
-        LOSS_WEIGHTS: torch.ones(len(places)),
-        LABEL_INDICES: torch.from_numpy(cu_seqlens[sequences] + places),
+        LOSS_WEIGHTS: torch.from_numpy(weights[tokens]),
+        LABEL_INDICES: torch.from_numpy(tokens),
         CU_SEQLENS: torch.from_numpy(cu_seqlens.astype(np.int32)),
+        **policy_entries(floats, tokens),
     }

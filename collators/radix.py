@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
-from radixtrain.collators.targets import IGNORE_INDEX, Predictions, list_predictions, merge_predictions
+from radixtrain.collators.packed_floats import check_no_floats, packed_floats, policy_entries
+from radixtrain.collators.shared_targets import check_shared_targets, keep_once
+from radixtrain.collators.targets import (
+    IGNORE_INDEX,
+    FloatArray,
+    Predictions,
+    list_predictions,
+    merge_predictions,
+)
 from radixtrain.collators.unprepared import start_watch
 from radixtrain.kernels.tree_tiles import check_tile_sizes, tile_sizes
 from radixtrain.tree.arrays import IntArray
@@ -44,6 +52,8 @@ class RadixCollator:
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
+    shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
+        an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
     return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
@@ -56,10 +66,16 @@ class RadixCollator:
 
     input_ids: the tokens of one sequence. The first one is never predicted, and so bears no loss.
     labels: not shifted, -100 bears no loss. If they are given, the loss masks are not read.
-    completion_mask, assistant_masks: 0/1, instead of labels; a token bears loss if all that are given are 1.
+    completion_mask, assistant_masks, mask: 0/1, instead of labels; a token bears loss if all that are given are 1.
     attention_mask: 0/1. Zeros on the left and on the right are padding, which is cut off and bears no loss.
     position_ids: by default they count from 0.
     seq_lengths: [1], as TRL's packing leaves it; more than one is refused.
+
+    and, with `merge_labels`, these floats, (L,), read as float32 and aligned with the labels:
+
+    loss_weights, or weights: a factor of each label's cross-entropy; may be negative. By default 1.
+    old_logprobs: the log-probability of each label by the policy that sampled it.
+    advantages: of each label, or one number for all.
 
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
     `radixtrain.collators.unread.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
@@ -84,8 +100,15 @@ class RadixCollator:
 
     There is no `attention_mask`. With `merge_labels`, `labels` and `radix_label_indices` are absent,
     `radix_predictor_indices` [R] are the distinct predictors, and two more entries belong to `shift_labels` [1, P]:
-    `radix_prediction_rows` [P], int64, which of the R rows, ascending, and `radix_loss_weights` [P], float32, how many
+    `radix_prediction_rows` [P], int64, which of the R rows, ascending, and `radix_loss_weights` [P], int64, how many
     original tokens.
+
+    If some feature has one of the three floats, predictions are not merged with each other, only their predictors, so
+    that each entry is one original token: `radix_label_indices` is there again, `radix_loss_weights`, float32, are the
+    weights as they were given, and so are `radix_old_logprobs` and `radix_advantages`, [P], float32, if they came.
+
+    The loss is `sum_p w_p cross_entropy_p`, to be divided by the number of labelled tokens, whatever their weights:
+    those may add up to nothing. `radixtrain.loss` computes it, and that of a clipped policy ratio.
 
     >>> first = {"input_ids": [7, 8, 9], "labels": [-100, -100, 9]}
     >>> second = {"input_ids": [7, 8, 5], "labels": [-100, -100, 5]}
@@ -97,7 +120,8 @@ class RadixCollator:
 
     Raises ValueError that names the feature and its entry for: no labels and no loss mask; an entry that it would have
     to drop; entries that are not lists of integers or differ in length; an empty sequence, and one that another packer
-    has filled with several; an attention mask with a hole; labels on padding.
+    has filled with several; an attention mask with a hole; labels on padding; floats without `merge_labels`, which the
+    model's own loss would ignore.
     """
 
     min_shared_tokens: int = 1
@@ -107,6 +131,7 @@ class RadixCollator:
     step_cost: StepCost | None = None
     loss_on_all: bool = False
     tree_tiles: bool | tuple[int, int] = False
+    shared_targets: Literal["every", "once"] = "every"
 
     def __post_init__(self) -> None:
         if self.step_cost is not None and self.min_shared_tokens != 1:
@@ -117,23 +142,28 @@ class RadixCollator:
             raise ValueError(
                 f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
             )
+        check_shared_targets(self.shared_targets)
         if not isinstance(self.tree_tiles, bool):
             check_tile_sizes(*self.tree_tiles)
         start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self.collate(all_feature_arrays(features, self.loss_on_all))
+        arrays = all_feature_arrays(features, self.loss_on_all)
+        return self.collate(keep_once(arrays) if self.shared_targets == "once" else arrays)
 
     def collate(self, arrays: Sequence[FeatureArrays], max_tokens: int | None = None) -> dict[str, Any]:
-        """The batch of features that have been read already.
+        """The batch of features that have been read already, and whose shared labels are to be trained as they are.
 
         max_tokens: most unique tokens that `step_cost` may choose, if that is possible.
         """
         ids, labels = (np.concatenate([getattr(each, name) for each in arrays]) for name in ("input_ids", "labels"))
         cu_seqlens = np.concatenate([[0], np.cumsum([len(feature.input_ids) for feature in arrays])])
         plan, chosen = self._plan(ids, cu_seqlens, packed_positions(arrays), max_tokens)
-        predictions = list_predictions(plan, labels)
-        targets = _merged_entries(predictions) if self.merge_labels else _plain_entries(predictions, plan)
+        if not self.merge_labels:
+            check_no_floats(arrays)
+        floats = packed_floats(arrays)
+        predictions = list_predictions(plan, labels, floats.get("loss_weights"))
+        targets = _merged_entries(predictions, floats) if self.merge_labels else _plain_entries(predictions, plan)
         return {
             "input_ids": torch.from_numpy(ids[plan.gather_indices])[None],
             "position_ids": torch.tensor(plan.position_ids)[None],
@@ -187,13 +217,20 @@ def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]
     }
 
 
-def _merged_entries(predictions: Predictions) -> dict[str, Any]:
-    """Distinct predictions and distinct predictors, for `radixtrain.loss`."""
-    merged = merge_predictions(predictions)
+def _merged_entries(predictions: Predictions, floats: Mapping[str, FloatArray]) -> dict[str, Any]:
+    """Distinct predictors, and distinct predictions if none has a float of its own, for `radixtrain.loss`.
+
+    Merging those too would round the sum of two weights, which the loss adds in its own dtype. It would also save
+    little, since the head runs once for each predictor anyway: 64 copies of each prediction took the loss 2 % more time
+    (1,024 rows, V = 32,000, D = 512).
+    """
+    merged = predictions if floats else merge_predictions(predictions)
     is_first = np.diff(merged.predictor_indices, prepend=-1) > 0
     return {
         "shift_labels": torch.from_numpy(merged.labels)[None],
         PREDICTOR_INDICES: torch.from_numpy(merged.predictor_indices[is_first]),
         PREDICTION_ROWS: torch.from_numpy(is_first.cumsum() - 1),
-        LOSS_WEIGHTS: torch.from_numpy(merged.weights.astype(np.float32)),
+        LOSS_WEIGHTS: torch.from_numpy(merged.weights),  # counts are whole, so no precision of a trainer rounds them
+        **({LABEL_INDICES: torch.from_numpy(merged.label_indices)} if floats else {}),
+        **policy_entries(floats, merged.label_indices),
     }

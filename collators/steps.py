@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
+from radixtrain.collators.packed_floats import check_no_floats
 from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.radix import RadixCollator
+from radixtrain.collators.shared_targets import check_shared_targets, keep_once
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.tree.cost_model import StepCost
 
@@ -30,7 +32,7 @@ class Step:
 
     micro_batches: what the model receives, one after the other.
     members: the features that each micro-batch holds, by index.
-    num_labels: labelled tokens of the step, the divisor of its loss.
+    num_labels: labelled tokens of the step, whatever their weights: the divisor of its loss.
     num_tokens: T, tokens of the step.
     num_computed_tokens: rows that the model computes: unique tokens, or padded ones.
     where: the file and line that each feature came from, for error messages; empty if they came from no file.
@@ -70,6 +72,8 @@ class StepCollator:
     max_tokens: most tokens that a micro-batch computes; None for a single micro-batch.
     merge_labels: True merges identical predictions and weights them (training); False keeps one for each labelled
         token (`predict`).
+    shared_targets: what a label counts that several sequences of the step share, see `RadixCollator`. Decided before
+        the step is cut, so that it does not depend on the cut.
     min_shared_tokens, pad_to_multiple_of, step_cost: see `RadixCollator`.
     pad_token_id: see `PaddedCollator`.
 
@@ -84,9 +88,13 @@ class StepCollator:
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
     step_cost: StepCost | None = None
+    shared_targets: Literal["every", "once"] = "every"
+
+    def __post_init__(self) -> None:
+        check_shared_targets(self.shared_targets)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
-        arrays = all_feature_arrays(features)
+        arrays = self._read(features)
         sequences = [feature.input_ids for feature in arrays]
         if self.dedup:
             cut = cut_by_unique_tokens(sequences, self.max_tokens, packed_positions(arrays))
@@ -100,6 +108,13 @@ class StepCollator:
             num_tokens=sum(map(len, sequences)),
             num_computed_tokens=sum(batch["input_ids"].numel() for _, batch in collated),
         )
+
+    def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
+        """The features with the labels that are to be trained."""
+        arrays = all_feature_arrays(features)
+        if self.dedup and not self.merge_labels:
+            check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
+        return keep_once(arrays) if self.shared_targets == "once" else arrays
 
     def _within_budget(
         self, group: list[int], arrays: Sequence[FeatureArrays]

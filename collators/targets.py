@@ -11,15 +11,17 @@ predictions.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["IGNORE_INDEX", "Predictions", "list_predictions", "merge_predictions"]
+__all__ = ["IGNORE_INDEX", "FloatArray", "Predictions", "list_predictions", "merge_predictions"]
 
+FloatArray: TypeAlias = npt.NDArray[np.float32]
 IGNORE_INDEX = -100
 
 
@@ -27,37 +29,40 @@ class Predictions(NamedTuple):
     """predictor_indices: (P,), int64. the unique row that predicts, ascending.
     labels: (P,), int64. the token to predict.
     label_indices: (P,), int64. the packed token that bears the label; of a merged entry, the first one.
-    weights: (P,), int64. how many original labelled tokens the entry stands for.
+    weights: (P,). how many original labelled tokens the entry stands for, int64; or its loss weight, float32.
     """
 
     predictor_indices: IntArray
     labels: IntArray
     label_indices: IntArray
-    weights: IntArray
+    weights: IntArray | FloatArray
 
 
-def list_predictions(plan: PrefixPlan, labels: IntArray) -> Predictions:
-    """One entry per original labelled token, weight 1.
+def list_predictions(plan: PrefixPlan, labels: IntArray, weights: FloatArray | None = None) -> Predictions:
+    """One entry per original labelled token.
 
     labels: (T,), int64, packed and unshifted as in Hugging Face: `labels[t]` is predicted from token t - 1 of the same
         sequence; `IGNORE_INDEX` bears no loss, and neither does the first token of a sequence.
+    weights: (T,), of the same tokens; None if each counts 1.
     """
     predicted = labels != IGNORE_INDEX
     predicted[plan.cu_seqlens[:-1][np.diff(plan.cu_seqlens) > 0]] = False
     tokens = np.flatnonzero(predicted)
     predictors = plan.inverse_indices[tokens - 1]
     order = np.argsort(predictors, kind="stable")
-    return Predictions(predictors[order], labels[tokens][order], tokens[order], np.ones(len(tokens), dtype=np.int64))
+    tokens = tokens[order]
+    counted = np.ones(len(tokens), dtype=np.int64) if weights is None else weights[tokens]
+    return Predictions(predictors[order], labels[tokens], tokens, counted)
 
 
 def merge_predictions(predictions: Predictions) -> Predictions:
     """Identical (row, label) pairs become one entry that stands for all of them."""
     order = _by_row_and_label(predictions.predictor_indices, predictions.labels)
-    rows, labels, tokens, weights = (array[order] for array in predictions)
+    rows, labels, tokens = (array[order] for array in predictions[:3])
     is_first = np.ones(len(rows), dtype=bool)
     is_first[1:] = (rows[1:] != rows[:-1]) | (labels[1:] != labels[:-1])
     first = np.flatnonzero(is_first)
-    return Predictions(rows[first], labels[first], tokens[first], np.add.reduceat(weights, first))
+    return Predictions(rows[first], labels[first], tokens[first], np.add.reduceat(predictions.weights[order], first))
 
 
 def _by_row_and_label(rows: IntArray, labels: IntArray) -> IntArray:

@@ -26,6 +26,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.formats import read_rows
 from radixtrain.data.sample import Sample
+from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,19 +60,23 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
 def options_of(info: str) -> dict[str, Any]:
     """`split_turns=false max_length=16` after the word json."""
     pairs = (pair.split("=") for pair in info.split())
-    return {name: {"false": False}.get(value, int(value) if value.isdigit() else value) for name, value in pairs}
+    words = {"false": False, "true": True}
+    return {name: words.get(value, int(value) if value.isdigit() else value) for name, value in pairs}
 
 
 def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[Sample]]:
     """The samples of a row that stands on a line of its own in chats.jsonl."""
     (folder / "chats.jsonl").write_text(" ".join(row.split("\n")), encoding="utf-8")
     tokenizer = byte_tokenizer(options.pop("template", "qwen3"))
-    encoder = ChatEncoder(tokenizer, **options)
+    encoder = (UnlabelledEncoder if options.pop("unlabelled", False) else ChatEncoder)(tokenizer, **options)
     return tokenizer, [sample for samples in encoder.encode_all(read_rows("chats.jsonl")) for sample in samples]
 
 
 def lines_of(samples: list[Sample], tokenizer: PreTrainedTokenizerFast, said: str) -> Iterator[str]:
     for sample in samples:
+        if said.startswith("reads"):
+            yield f"reads {json.dumps(tokenizer.decode(sample.input_ids), ensure_ascii=False)}"
+            continue
         learned = tokenizer.decode(sample.labels[sample.labels != -100])
         as_labels = said.startswith("labels")
         yield f"labels {sample.labels.tolist()}" if as_labels else f"learns {json.dumps(learned, ensure_ascii=False)}"

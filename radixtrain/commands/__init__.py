@@ -22,7 +22,9 @@ TABLE = (
     Command("fit", "lightning", "fine-tune", example="fit --config configs/sft.yaml"),
     Command("validate", "lightning", "loss on data.validation_file"),
     Command("test", "lightning", "loss on data.test_file"),
-    Command("predict", "lightning", "log-probability of every labelled token of data.predict_file"),
+    Command(
+        "predict", "lightning", "scores of the rows of data.predict_file: log-probabilities, yes or no, embeddings"
+    ),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
     Command("bench", "bench", "time and memory of a step on this machine, with and without deduplication"),

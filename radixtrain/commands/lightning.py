@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -20,6 +21,7 @@ from radixtrain.commands import commands_of
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokenization import load_tokenizer
 from radixtrain.errors import UserError, first_line
+from radixtrain.hf.scores import needs_labels
 from radixtrain.training.callbacks import PredictionWriter, ProgressLine, RunSummary, SaveOnSigterm
 from radixtrain.training.checkpoint import check_checkpoint_file, check_model_folder, save_hf_folder
 from radixtrain.training.module import RadixModule
@@ -32,6 +34,10 @@ DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps
 # What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
 # CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
 REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError)
+QUOTES = (
+    "model.next_tokens: YAML reads yes, no, on and off without quotes as true and false; write them in double quotes, "
+    """on the command line inside single ones: --model.next_tokens='["yes", "no"]'"""
+)
 ALLOWED_IMPORTS = ("radixtrain", "lightning", "torch", "transformers")
 
 
@@ -53,6 +59,7 @@ class RadixCLI(LightningCLI):
         parser.link_arguments("dedup", "data.dedup")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=_data_seed)
         parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
+        parser.link_arguments("model.scores", "data.predict_unlabelled", compute_fn=_is_unlabelled)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -61,6 +68,15 @@ class RadixCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning would replace the settings that were typed with those of the checkpoint."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """As Lightning's. If YAML has read a word as true or false, the error says how to write it."""
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            if re.search(r"next_tokens\b.*\b(True|False)\b", str(error), re.DOTALL):
+                raise ArgumentError(None, QUOTES) from None
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A CSV logger and a checkpoint of the last step unless the configuration names others."""
@@ -173,6 +189,10 @@ def _has(callbacks: list[Any], kind: type) -> bool:
 
 def _data_seed(seed: Any) -> int:
     return seed if isinstance(seed, int) and not isinstance(seed, bool) else 42
+
+
+def _is_unlabelled(scores: Any) -> bool:
+    return scores is not None and not needs_labels(scores)
 
 
 def _quiet() -> None:

@@ -9,12 +9,13 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from radixtrain.data.conversation import Conversation, check_encodable
+from radixtrain.data.conversation import Conversation, text_of
 from radixtrain.data.formats import Row
 from radixtrain.data.messages import check_messages, from_sharegpt
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.sample import Sample, check_bears_loss, check_vocabulary, sample_from_tokens
 from radixtrain.data.tokenization import Draft, DraftTokenizer, load_tokenizer
+from radixtrain.data.trajectories import plain_rows
 from radixtrain.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ ROW_KINDS = "messages, prompt + completion, conversations, text or input_ids"
 class ChatEncoder:
     """Turns rows into samples. The keys of a row tell its kind, by the first of these that it has:
 
-    - `input_ids`, with `labels`, or `assistant_masks` and `completion_mask` (1 = loss), else loss on every token;
+    - `input_ids`, with `labels`, or `assistant_masks`, `mask` and `completion_mask` (1 = loss), else loss on every
+        token; and `loss_weights`;
     - `messages` `[{role, content, tool_calls?, reasoning_content? ...}]`;
     - `prompt` and `completion`, both text or both messages;
     - `conversations` `[{from: human|gpt|system, value}]`;
-    - `text`, loss on every token.
+    - `text`, loss on every token;
+    - a run of an agent, as verifiers, prime-rl and ART save it: see `plain_rows`.
 
     Chats may carry the columns `tools` (a list, or its JSON) and `chat_template_kwargs`. Plain text gets the
     tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
@@ -99,7 +102,7 @@ class ChatEncoder:
         self, rows: list[Row], on_error: Callable[[DataError], None] | None, report: EncodeReport
     ) -> Iterator[list[Sample]]:
         drafted = [self._draft_or_error(row) for row in rows]
-        tokenized = self._tokenize([item for items in drafted for item in items if isinstance(item, Draft)])
+        tokenized = self.tokenize([item for items in drafted for item in items if isinstance(item, Draft)])
         for items in drafted:
             report.num_rows += 1
             samples: list[Sample] = []
@@ -114,7 +117,7 @@ class ChatEncoder:
 
     def _draft_or_error(self, row: Row) -> list[Draft | Sample | DataError]:
         try:
-            return [*self._draft(row)]
+            return [item for plain in plain_rows(row) for item in self._draft(plain)]
         except DataError as error:  # raised when its row's turn comes, so that errors keep the order of the file
             return [error]
 
@@ -123,17 +126,17 @@ class ChatEncoder:
         if "input_ids" in fields:
             return [sample_from_tokens(fields, where, self.completion_only_loss)]
         if "messages" in fields:
-            return self._draft_chat(self._conversation(check_messages(fields["messages"], where), fields, where))
+            return self._draft_chat(self.conversation(check_messages(fields["messages"], where), fields, where))
         if {"prompt", "completion"} <= fields.keys():
             return self._draft_completion(fields, where)
         if "conversations" in fields:
             messages = check_messages(from_sharegpt(fields["conversations"], where), where, "conversations")
-            return self._draft_chat(self._conversation(messages, fields, where))
+            return self._draft_chat(self.conversation(messages, fields, where))
         if "text" in fields:
-            return [Draft("", _text(fields, "text", where), where, "plain")]
+            return [Draft("", text_of(fields, "text", where), where, "plain")]
         raise DataError(where, f"expected the keys {ROW_KINDS}; found {_list_keys(row.fields)}")
 
-    def _conversation(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Conversation:
+    def conversation(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Conversation:
         kwargs = fields.get("chat_template_kwargs", {})
         if not isinstance(kwargs, dict):
             raise DataError(where, f"chat_template_kwargs: expected an object, found {kwargs!r}")
@@ -151,14 +154,14 @@ class ChatEncoder:
     def _draft_completion(self, fields: dict[str, Any], where: str) -> list[Draft]:
         kinds = {type(fields["prompt"]), type(fields["completion"])}
         if kinds == {str}:
-            prompt, completion = _text(fields, "prompt", where), _text(fields, "completion", where)
+            prompt, completion = text_of(fields, "prompt", where), text_of(fields, "completion", where)
             return [Draft(prompt, completion, where, "plain", prompt_bears_loss=not self.completion_only_loss)]
         if str in kinds:
             raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
         turns = check_messages(fields["prompt"], where, "prompt")
         start = len(turns)
         turns += check_messages(fields["completion"], where, "completion")
-        return self._draft_chat_completion(self._conversation(turns, fields, where), start)
+        return self._draft_chat_completion(self.conversation(turns, fields, where), start)
 
     def _draft_chat_completion(self, chat: Conversation, start: int) -> list[Draft]:
         if not self.completion_only_loss:
@@ -189,7 +192,7 @@ class ChatEncoder:
 
     def _fit(self, sample: Sample) -> Sample | None:
         """The sample within `max_length`; None if it is dropped."""
-        check_vocabulary(sample, self._vocab_size)
+        check_vocabulary(sample, self.num_known_tokens)
         if self.max_length is None or len(sample.input_ids) <= self.max_length:
             check_bears_loss(sample)
             return sample
@@ -198,16 +201,16 @@ class ChatEncoder:
         if self.excess_length_strategy == "raise":
             excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
             raise DataError(sample.where, f"{excess}; raise max_length or set excess_length_strategy: drop | truncate")
-        short = Sample(sample.input_ids[: self.max_length], sample.labels[: self.max_length], sample.where)
+        short = sample.truncated(self.max_length)
         check_bears_loss(short, f" once truncated to max_length {self.max_length}; raise max_length")
         return short
 
     @cached_property
-    def _vocab_size(self) -> int:
+    def num_known_tokens(self) -> int:
         return len(self.tokenizer) if self.vocab_size is None else self.vocab_size
 
     @cached_property
-    def _tokenize(self) -> DraftTokenizer:
+    def tokenize(self) -> DraftTokenizer:
         return DraftTokenizer(self.tokenizer)
 
 
@@ -230,13 +233,6 @@ def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(where, f"tools: expected a list of function descriptions, found {str(tools)[:60]!r}")
     return tools
-
-
-def _text(fields: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(fields[name], str):
-        raise DataError(where, f"{name}: expected text, found {type(fields[name]).__name__}")
-    check_encodable(fields[name], where)
-    return fields[name]
 
 
 def _list_keys(fields: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from radixtrain.errors import DataError, UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Conversation", "check_encodable"]
+__all__ = ["Conversation", "check_encodable", "text_of"]
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
@@ -51,6 +51,10 @@ class Conversation:
     def text(self) -> str:
         """The whole conversation, rendered."""
         return self._checked(self.messages, self._render(self.messages))
+
+    def prompt(self) -> str:
+        """What the model reads before it answers: the whole conversation and the generation prompt."""
+        return self._checked(self.messages, self._render(self.messages, add_generation_prompt=True))
 
     def prompt_and_target(self, start: int, end: int) -> tuple[str, str]:
         """What the model reads before message `start`, and what it should write up to message `end`.
@@ -130,6 +134,14 @@ def check_encodable(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         reason = f"text holds \\u{ord(text[error.start]):04x}, half of a surrogate pair"
         raise DataError(where, f"{reason}; write both halves or \\ufffd") from None
+
+
+def text_of(fields: dict[str, Any], name: str, where: str) -> str:
+    """The text of a row's field. Raises DataError if it is not text, or not one that a tokenizer can read."""
+    if not isinstance(fields[name], str):
+        raise DataError(where, f"{name}: expected text, found {type(fields[name]).__name__}")
+    check_encodable(fields[name], where)
+    return fields[name]
 
 
 def _function_name(tool: dict[str, Any]) -> str:

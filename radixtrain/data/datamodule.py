@@ -19,6 +19,7 @@ from radixtrain.data.report import EncodeReport
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features_of
 from radixtrain.data.tokenization import load_tokenizer
+from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import DataError, UserError, first_line
 from radixtrain.tree.cost_model import StepCost
 
@@ -54,10 +55,14 @@ class SFTData(L.LightningDataModule):
             is true or false and not a number.
         min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; auto chooses for each batch,
             together with the attention strategy, by a calibration of this machine that is measured once.
+        shared_targets: what a label counts that several sequences of a step share. every counts it once for each of
+            them, as an ordinary trainer does; once counts it once, with the mean of their loss weights.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
         dataloader_num_workers: processes that collate and build plans ahead of the training step.
         model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
         dedup: False for the ordinary padded baseline on the same batches.
+        predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true
+            if no score of `model.scores` is of labelled tokens.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
@@ -82,10 +87,12 @@ class SFTData(L.LightningDataModule):
         shuffle_dataset: bool = True,
         seed: int = 42,
         min_shared_tokens: int | Literal["auto"] = "auto",
+        shared_targets: Literal["every", "once"] = "every",
         pad_to_multiple_of: int | None = None,
         dataloader_num_workers: int = 1,
         model_name_or_path: str | None = None,
         dedup: bool = True,
+        predict_unlabelled: bool = False,
     ):
         super().__init__()
         self.save_hyperparameters()
@@ -105,7 +112,8 @@ class SFTData(L.LightningDataModule):
         }
         for split in wanted[stage]:
             if split not in self.conversations and self._file(split):
-                self.conversations[split] = self._encode(self._file(split))
+                unlabelled = split == "predict" and self.hparams.predict_unlabelled
+                self.conversations[split] = self._encode(self._file(split), unlabelled)
         if "train" in wanted[stage] and "train" not in self.conversations:
             raise UserError("data.train_file is missing: name the file to train on")
         if "validation" in wanted[stage] and "validation" not in self.conversations and self.hparams.val_size:
@@ -151,7 +159,10 @@ class SFTData(L.LightningDataModule):
         return -(-len(self.conversations["train"]) // self.hparams.batch_size)
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """What makes an optimizer step of sequences. Calls `step_cost`, which may calibrate."""
+        """What makes an optimizer step of sequences. Calls `step_cost`, which may calibrate.
+
+        merge_labels: False for `predict`, which lists every label once.
+        """
         hparams = self.hparams
         is_auto = hparams.min_shared_tokens == "auto"
         return StepCollator(
@@ -160,6 +171,7 @@ class SFTData(L.LightningDataModule):
             merge_labels=merge_labels,
             min_shared_tokens=1 if is_auto else hparams.min_shared_tokens,
             pad_to_multiple_of=hparams.pad_to_multiple_of,
+            shared_targets=hparams.shared_targets if merge_labels else "every",
             step_cost=self.step_cost() if is_auto and hparams.dedup and self.step_cost else None,
         )
 
@@ -172,6 +184,8 @@ class SFTData(L.LightningDataModule):
         return StepSampler(len(self.conversations[split]), self.hparams.batch_size, shuffle, self.hparams.seed)
 
     def _loader(self, split: str, shuffle: bool = False, merge_labels: bool = True) -> StepLoader:
+        if merge_labels:
+            self._check_weights(split)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
         workers = self.hparams.dataloader_num_workers
         return StepLoader(
@@ -182,12 +196,12 @@ class SFTData(L.LightningDataModule):
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
 
-    def _encode(self, path: str) -> Conversations:
+    def _encode(self, path: str, unlabelled: bool) -> Conversations:
         hparams = self.hparams
         if hparams.model_name_or_path is None:
             raise UserError("data.model_name_or_path is missing: whose tokenizer reads the rows?")
         tokenizer = load_tokenizer(hparams.model_name_or_path, hparams.chat_template_path)
-        encoder = ChatEncoder(
+        encoder = (UnlabelledEncoder if unlabelled else ChatEncoder)(
             tokenizer,
             vocab_size=_vocab_size(hparams.model_name_or_path),
             max_length=hparams.max_length,
@@ -218,6 +232,16 @@ class SFTData(L.LightningDataModule):
         chosen = set(order[:num_validation])
         self.conversations["validation"] = [train[index] for index in sorted(chosen)]
         self.conversations["train"] = [row for index, row in enumerate(train) if index not in chosen]
+
+    def _check_weights(self, split: str) -> None:
+        """Loss weights are float32, but a precision of 16 bits converts every float of a batch."""
+        weighted = (sample for row in self.conversations[split] for sample in row if sample.loss_weights is not None)
+        sample = next(weighted, None)
+        if sample is not None and self.trainer is not None and str(self.trainer.precision) == "bf16-true":
+            raise UserError(
+                f"{sample.where}: trainer.precision bf16-true would round its loss weights to 3 digits; set "
+                f"trainer.precision: 32-true and model.dtype: bfloat16, which computes the same"
+            )
 
     def _file(self, split: str) -> str:
         if split == "predict":

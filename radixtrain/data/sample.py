@@ -12,6 +12,8 @@ from radixtrain.errors import DataError
 
 __all__ = ["Sample", "check_bears_loss", "check_vocabulary", "sample_from_tokens"]
 
+LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
@@ -20,33 +22,41 @@ class Sample:
     input_ids: (L,), int64. token ids.
     labels: (L,), int64. `labels[t]` is the target at position t, predicted from t - 1; -100 bears no loss.
     where: file and line of the row it came from.
+    loss_weights: (L,), float64. factors of the labels' cross-entropies; None if all are 1.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     where: str
+    loss_weights: np.ndarray | None = None
+
+    def truncated(self, max_length: int) -> Sample:
+        """Its first tokens."""
+        weights = None if self.loss_weights is None else self.loss_weights[:max_length]
+        return Sample(self.input_ids[:max_length], self.labels[:max_length], self.where, weights)
 
 
 def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> Sample:
     """A sample from a row's own token columns.
 
-    fields: `input_ids`, and `labels`; or else `assistant_masks` and `completion_mask`, 1 for a token that bears loss.
-        Without any of the three all tokens bear loss.
+    fields: `input_ids`, and `labels`; or else `assistant_masks`, `mask` and `completion_mask`, 1 for a token that bears
+        loss. Without any of these all tokens bear loss. `loss_weights`, or `weights`, multiply the loss of each token.
     where: file and line, for the error.
     completion_only_loss: whether `completion_mask` counts, as in TRL.
 
-    Raises DataError if a column is not a list of integers or differs in length from `input_ids`, or a mask is not 0
-    and 1.
+    Raises DataError if a column is not a list of integers (of finite numbers, for weights) or differs in length from
+    `input_ids`, or a mask is not 0 and 1, and for advantages, which are not part of this loss.
     """
     input_ids = _integers(fields, "input_ids", where)
+    weights = _weights(fields, where, len(input_ids))
     if "labels" in fields:
-        return Sample(input_ids, _integers(fields, "labels", where, len(input_ids)), where)
-    names = ["assistant_masks", "completion_mask"] if completion_only_loss else ["assistant_masks"]
+        return Sample(input_ids, _integers(fields, "labels", where, len(input_ids)), where, weights)
+    names = ["assistant_masks", "mask", *(["completion_mask"] if completion_only_loss else [])]
     labels = input_ids.copy()
     for name in names:
         if name in fields:
             labels[~_mask(fields, name, where, len(input_ids))] = IGNORE_INDEX
-    return Sample(input_ids, labels, where)
+    return Sample(input_ids, labels, where, weights)
 
 
 def check_vocabulary(sample: Sample, vocab_size: int) -> None:
@@ -77,6 +87,25 @@ def _mask(fields: dict[str, Any], name: str, where: str, length: int) -> np.ndar
         position = int(((mask != 0) & (mask != 1)).argmax())
         raise DataError(where, f"{name}: expected 0 or 1, found {mask[position]} at position {position}")
     return mask == 1
+
+
+def _weights(fields: dict[str, Any], where: str, length: int) -> np.ndarray | None:
+    if "advantages" in fields:
+        reason = "advantages: the loss here is a cross-entropy, which has none"
+        raise DataError(where, f"{reason}; multiply it by loss_weights, or use RadixCollator in a loop of your own")
+    names = [name for name in ("loss_weights", "weights") if name in fields]
+    if len(names) > 1:
+        raise DataError(where, "loss_weights and weights are two names of one column; remove one")
+    if not names:
+        return None
+    values = fields[names[0]].tolist() if isinstance(fields[names[0]], np.ndarray) else fields[names[0]]
+    if not isinstance(values, list | tuple) or len(values) != length:
+        found = f"{len(values)}" if isinstance(values, list | tuple) else type(values).__name__
+        raise DataError(where, f"{names[0]}: expected {length} values, as many as input_ids, found {found}")
+    for position, value in enumerate(values):
+        if type(value) not in (int, float) or not abs(value) < LARGEST_WEIGHT:
+            raise DataError(where, f"{names[0]}: expected numbers, found {str(value)[:40]!r} at position {position}")
+    return np.array(values, dtype=np.float64)
 
 
 def _integers(fields: dict[str, Any], name: str, where: str, length: int | None = None) -> np.ndarray:

@@ -33,12 +33,17 @@ class StepDataset(Dataset[Step]):
 
     def __getitem__(self, indices: list[int]) -> Step:
         samples = [sample for index in indices for sample in self.conversations[index]]
-        return replace(self.collator(features_of(samples)), where=tuple(sample.where for sample in samples))
+        return replace(
+            self.collator(features_of(samples, self.collator.merge_labels)),
+            where=tuple(sample.where for sample in samples),
+        )
 
 
-def features_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """Samples as a collator takes them."""
-    return [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
+def features_of(samples: Iterable[Sample], weighted: bool = True) -> list[dict[str, Any]]:
+    """Samples as a collator takes them. weighted: False without loss weights, which no log-probability depends on."""
+    names = ("input_ids", "labels", *(["loss_weights"] if weighted else []))
+    columns = ({name: getattr(sample, name) for name in names} for sample in samples)
+    return [{name: column for name, column in given.items() if column is not None} for given in columns]
 
 
 class StepSampler(Sampler[list[int]]):

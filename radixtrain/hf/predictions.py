@@ -14,12 +14,20 @@ from torch import Tensor, nn
 
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import hidden_rows, logits_rows
-from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
-from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, sequences_of
+from radixtrain.loss import linear_cross_entropy, linear_logprobs, logits_cross_entropy, logits_logprobs
+from radixtrain.tree.layout import (
+    ADVANTAGES,
+    CU_SEQLENS,
+    LABEL_INDICES,
+    LOSS_WEIGHTS,
+    OLD_LOGPROBS,
+    PREDICTION_ROWS,
+    sequences_of,
+)
 
 __all__ = ["TARGET_KEYS", "PredictingRows", "Targets", "labelled_logprobs", "predict"]
 
-TARGET_KEYS = ("shift_labels", "labels", PREDICTION_ROWS, LOSS_WEIGHTS, LABEL_INDICES)
+TARGET_KEYS = ("shift_labels", "labels", PREDICTION_ROWS, LOSS_WEIGHTS, LABEL_INDICES, OLD_LOGPROBS, ADVANTAGES)
 """The entries of a batch that no model receives."""
 
 
@@ -28,7 +36,7 @@ class Targets(NamedTuple):
 
     labels: (P,), int64. the tokens.
     rows: (P,), int64. which of the R rows predicts each.
-    weights: (P,), float32. how many original tokens each stands for; 0 if it bears no loss.
+    weights: (P,). how many original tokens each stands for, int64; or its loss weight, float32; 0 without loss.
     """
 
     labels: Tensor
@@ -57,17 +65,17 @@ class PredictingRows(NamedTuple):
     targets: Targets
 
     def loss_sum(self) -> Tensor:
-        """Cross-entropy summed over the labelled original tokens; a float32 scalar (float64 for a float64 model)."""
+        """Weighted cross-entropy summed over the labelled original tokens; float32 (float64 for a float64 model)."""
         if self.head is None:
             return logits_cross_entropy(self.rows, *self.targets)
         return linear_cross_entropy(self.rows, self.head.weight, *self.targets, self.head.bias)
 
     def logprobs(self) -> Tensor:
-        """(P,). The log-probability of each prediction, whatever its weight."""
+        """(P,). The log-probability of each prediction, whatever its weight; differentiable."""
         labels, rows, _ = self.targets
         if self.head is None:
             return logits_logprobs(self.rows, labels, rows)
-        return prediction_logprobs(self.rows, self.head.weight, labels, rows, self.head.bias)
+        return linear_logprobs(self.rows, self.head.weight, labels, rows, self.head.bias)
 
 
 def predict(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> PredictingRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,30 +127,43 @@ class RunSummary(L.Callback):
 
 
 class PredictionWriter(L.Callback):
-    """Writes `predictions.jsonl`: one line for each sequence, with the log-probability of each labelled token.
+    """Writes `predictions.jsonl`: one line for each sequence, with its scores, in the order of the file.
 
     {"row": "test.jsonl:1", "tokens": [3, 17], "logprobs": [-0.12, -0.03]}
 
-    The file appears when it is complete.
+    The file appears when it is complete. Then it prints where it is, r, and sequences and tokens per second.
     """
 
     def __init__(self, output_dir: Path):
         self.path = output_dir / "predictions.jsonl"
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.num_sequences = 0
+        self.speed = Speed()
 
     def on_predict_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.partial.write_text("", encoding="utf-8")
+        self.speed.start()
 
-    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
         with self.partial.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(record)}\n" for record in outputs)
+            file.writelines(f"{_as_json(record)}\n" for record in outputs)
         self.num_sequences += len(outputs)
+        self.speed.add(batch.num_tokens, batch.num_computed_tokens)
 
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         os.replace(self.partial, self.path)
         _say(f"predictions  {self.path} ({self.num_sequences} sequences)")
+        speed = self.speed
+        if speed.seconds:
+            per_second = (
+                count / speed.seconds for count in (self.num_sequences, speed.num_tokens, speed.num_computed_tokens)
+            )
+            rates = "{:,.1f} sequences/s, {:,.0f} tokens/s effective, {:,.0f} computed".format(*per_second)
+            r = f"{speed.num_tokens / speed.num_computed_tokens:.2f} tokens per computed token"
+            _say(f"{'r':<12} {r}; {rates}, {speed.seconds:.0f} s")
 
 
 @contextmanager
@@ -175,6 +189,24 @@ def _progress_at_last_step(trainer: L.Trainer) -> Iterator[None]:
     finally:
         for progress, name in counts:
             setattr(progress, name, getattr(progress, name) + is_over)
+
+
+def _as_json(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:
+        name = next(name for name, value in record.items() if not _is_finite(value))
+        raise UserError(
+            f"predict: {name} of {record['row']} is not finite, which JSON cannot hold; 16 bits may overflow, so try "
+            f"model.dtype: float32"
+        ) from None
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers in a value of a record are finite."""
+    if isinstance(value, list | dict):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _say(line: str) -> None:

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
+from radixtrain.data.next_tokens import next_token_ids
+from radixtrain.data.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predictions import PredictingRows, labelled_logprobs, predict
+from radixtrain.hf.predictions import PredictingRows, predict
+from radixtrain.hf.scores import Score, Scorer, check_scores
 from radixtrain.training.callbacks import VerifyFirstBatch
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
@@ -62,6 +65,10 @@ class RadixModule(L.LightningModule):
         dedup: False for the ordinary baseline: stock attention on padded batches.
         verify_first_batch: before training, compare the gradient of the first optimizer step with ordinary Hugging
             Face's, and stop if they differ; see the command `verify`.
+        scores: what `predict` writes of each row; null is `[logprobs]`.
+        next_tokens: words of one token each, in quotes, whose `next_token_...` scores are written. A blank at the start
+            of a word counts.
+        normalize_embeddings: scale embeddings to an L2 norm of 1.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
@@ -90,6 +97,9 @@ class RadixModule(L.LightningModule):
         lora_target_modules: list[str] | str = "all-linear",
         dedup: bool = True,
         verify_first_batch: bool = False,
+        scores: list[Score] | None = None,
+        next_tokens: list[str] | None = None,
+        normalize_embeddings: bool = True,
     ):
         super().__init__()
         self.save_hyperparameters()
@@ -98,10 +108,12 @@ class RadixModule(L.LightningModule):
         self.plain_head: bool | None = None
         self.speed = Speed()
         self.rates: Rates | None = None
+        self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
         for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
             if self.hparams[name] < 0:
                 raise UserError(f"model.{name} must not be negative, got {self.hparams[name]}")
+        check_scores(self.scores, next_tokens)
 
     def configure_model(self) -> None:
         """Load and prepare the model, and look at its head, once, before a checkpoint is restored into it."""
@@ -114,13 +126,18 @@ class RadixModule(L.LightningModule):
         return [VerifyFirstBatch(self, self.verify)] if self.hparams.verify_first_batch else []
 
     def setup(self, stage: str) -> None:
-        """Once the data are read: an `SFTData` receives the cost of this model, and gives its steps per epoch."""
+        """Once the data are read: an `SFTData` receives the cost of this model, and gives its steps per epoch.
+
+        The words of `predict` are looked up, so that one that is not a token ends the run before it has written.
+        """
         trainer: Any = self.trainer
         data = trainer.datamodule
         self.steps_per_epoch = None
         if isinstance(data, SFTData):
             data.step_cost = self.step_cost
             self.steps_per_epoch = data.steps_per_epoch if stage == "fit" else None
+        if stage == "predict":
+            self.scorer = self._scorer()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the rates, so that a run that is resumed on another machine chooses as it did before."""
@@ -160,15 +177,19 @@ class RadixModule(L.LightningModule):
         self._log_mean_loss("test_loss", step)
 
     def predict_step(self, step: Step, index: int) -> list[dict[str, Any]]:
-        """For each sequence its file row, or None, its labelled tokens, and the log-probability of each."""
-        rows = step.where or (None,) * sum(map(len, step.members))
-        records: list[dict[str, Any]] = [{"row": row, "tokens": [], "logprobs": []} for row in rows]
+        """For each sequence its file row, or None, and its scores."""
+        assert self.model is not None
+        self.scorer = self.scorer or self._scorer()
+        records: list[dict[str, Any]] = [{"row": row} for row in step.where or (None,) * sum(map(len, step.members))]
         for batch, members in zip(step.micro_batches, step.members, strict=True):
-            logprobs = self._predict(batch).logprobs()
-            for sequence, label, logprob in labelled_logprobs(batch, logprobs):
-                records[members[sequence]]["tokens"].append(label)
-                records[members[sequence]]["logprobs"].append(logprob)
+            for member, scores in zip(members, self.scorer(self.model, batch, self._has_plain_head()), strict=True):
+                records[member].update(scores)
         return records
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """What `predict` writes."""
+        return tuple(self.hparams.scores) if self.hparams.scores is not None else ("logprobs",)
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""
@@ -212,9 +233,20 @@ class RadixModule(L.LightningModule):
 
     def _predict(self, batch: dict[str, Any]) -> PredictingRows:
         assert self.model is not None
+        return predict(self.model, batch, self._has_plain_head())
+
+    def _has_plain_head(self) -> bool:
+        assert self.model is not None
         if self.plain_head is None:  # a model that `configure_model` did not load
             self.plain_head = has_plain_head(self.model)
-        return predict(self.model, batch, self.plain_head)
+        return self.plain_head
+
+    def _scorer(self) -> Scorer:
+        """What `predict` computes of a batch. Reads the tokenizer if words are scored."""
+        hparams = self.hparams
+        words = hparams.next_tokens
+        ids = next_token_ids(load_tokenizer(hparams.model_name_or_path), words) if words else {}
+        return Scorer(self.scores, ids, hparams.normalize_embeddings)
 
     def _clip(self) -> Tensor:
         limit = self.hparams.max_grad_norm or float("inf")

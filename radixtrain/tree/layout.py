@@ -26,16 +26,19 @@ from radixtrain.tree.arrays import concatenate_ranges
 from radixtrain.tree.plan import PrefixPlan
 
 __all__ = [
-    *("CU_SEQLENS", "INVERSE_INDICES", "LABEL_INDICES", "LEFT_PADDED", "LOSS_WEIGHTS", "MIN_SHARED_TOKENS"),
-    *("PREDICTION_ROWS", "PREDICTOR_INDICES", "PREFIX", "STRATEGY", "TreeLayout", "sequences_of"),
+    *("ADVANTAGES", "CU_SEQLENS", "INVERSE_INDICES", "LABEL_INDICES", "LEFT_PADDED", "LOSS_WEIGHTS"),
+    *("MIN_SHARED_TOKENS", "OLD_LOGPROBS", "PREDICTION_ROWS", "PREDICTOR_INDICES", "PREFIX", "STRATEGY", "TreeLayout"),
+    "sequences_of",
 ]
 
 PREFIX = "radix_"  # of every entry of a batch that a model without radixtrain does not know
 
 # The entries that are read by name. `RadixCollator` says which batches have them, and their shapes.
 PREDICTOR_INDICES = PREFIX + "predictor_indices"  # which unique row each predictor is
-PREDICTION_ROWS = PREFIX + "prediction_rows"  # which predictor each merged prediction belongs to
-LOSS_WEIGHTS = PREFIX + "loss_weights"  # how many original tokens each merged prediction stands for
+PREDICTION_ROWS = PREFIX + "prediction_rows"  # which predictor each prediction belongs to
+LOSS_WEIGHTS = PREFIX + "loss_weights"  # the number of original tokens of each prediction, or the weight it was given
+OLD_LOGPROBS = PREFIX + "old_logprobs"  # of each prediction, by the policy that sampled it
+ADVANTAGES = PREFIX + "advantages"  # of each prediction
 LABEL_INDICES = PREFIX + "label_indices"  # which original token each prediction is
 STRATEGY = PREFIX + "strategy"  # the attention strategy that the cost model chose: a place in its `CHOICES`
 MIN_SHARED_TOKENS = PREFIX + "min_shared_tokens"  # the smallest branch that the cost model chose

@@ -23,7 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from radixtrain.collators.features import all_feature_arrays
+from radixtrain.collators.features import FeatureArrays, all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.hf.backbone import pretrained_model_of
 
@@ -81,6 +81,8 @@ def float64_truth(model: nn.Module, features: Features, base: PreTrainedModel | 
 def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor]:
     """Mean cross-entropy over the labelled tokens, one sequence a call; a term for each. ValueError if none bears loss.
 
+    Each token's is multiplied by its loss weight, if the features have some; the divisor is the number of tokens.
+
     Written from the definition of the loss. Of radixtrain it uses only the function that reads features.
     """
     device = next(model.parameters()).device
@@ -88,14 +90,15 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
     count = sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in sequences)
     if not count:
         raise ValueError("no token of these features bears loss, so there is no gradient to compare")
-    for ids, labels, positions, _ in sequences:
+    for ids, labels, positions, weights in _columns(sequences):
         if (labels[1:] != IGNORE_INDEX).any():
             inputs = {"input_ids": ids}
             if positions is not None:  # with a mask, or Hugging Face reads a jump as the start of another document
                 inputs |= {"position_ids": positions, "attention_mask": np.ones_like(ids)}
             tensors = {name: torch.tensor(array, device=device)[None] for name, array in inputs.items()}
             logits = model(**tensors, use_cache=False).logits
-            yield _cross_entropy(logits, torch.tensor(labels, device=device)[None]) / count
+            targets = (torch.tensor(column, device=device)[None] for column in (labels, weights))
+            yield _cross_entropy(logits, *targets) / count
 
 
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
@@ -103,16 +106,17 @@ def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
     device = next(model.parameters()).device
     sequences = all_feature_arrays(features, loss_on_all=True)
     longest = max(len(feature.input_ids) for feature in sequences)
-    arrays: dict[str, list[np.ndarray]] = {"input_ids": [], "attention_mask": [], "position_ids": [], "labels": []}
-    for ids, labels, positions, _ in sequences:
+    names = ("input_ids", "attention_mask", "position_ids", "labels", "weights")
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for ids, labels, positions, weights in _columns(sequences):
         positions = np.arange(len(ids)) if positions is None else positions
         inputs = {"input_ids": (ids, 0), "attention_mask": (np.ones_like(ids), 0), "position_ids": (positions, 0)}
-        for name, (values, fill) in {**inputs, "labels": (labels, IGNORE_INDEX)}.items():
+        for name, (values, fill) in {**inputs, "labels": (labels, IGNORE_INDEX), "weights": (weights, 0)}.items():
             arrays[name].append(np.pad(values, (0, longest - len(ids)), constant_values=fill))
     batch = {name: torch.tensor(np.stack(padded), device=device) for name, padded in arrays.items()}
-    labels_BL = batch.pop("labels")
+    labels_BL, weights_BL = batch.pop("labels"), batch.pop("weights")
     count = (labels_BL[:, 1:] != IGNORE_INDEX).sum()
-    yield _cross_entropy(model(**batch, use_cache=False).logits, labels_BL) / count
+    yield _cross_entropy(model(**batch, use_cache=False).logits, labels_BL, weights_BL) / count
 
 
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -237,8 +241,18 @@ class _LiftCasts(TorchFunctionMode):
             )
 
 
-def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """Summed over the labelled tokens; each is predicted from the position before it. In float32 or wider."""
+def _columns(
+    sequences: Iterable[FeatureArrays],
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]]:
+    """input_ids, labels, position_ids and loss weights of each sequence, which are 1 if it has none."""
+    for each in sequences:
+        weights = np.ones(len(each.labels)) if each.loss_weights is None else each.loss_weights
+        yield each.input_ids, each.labels, each.position_ids, weights
+
+
+def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, weights_BL: Tensor) -> Tensor:
+    """Weighted and summed over the labelled tokens; each is predicted from the one before it. In float32 or wider."""
     wide = logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32))
-    targets = labels_BL[:, 1:].flatten()
-    return nn.functional.cross_entropy(wide[:, :-1].flatten(0, 1), targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    rows, targets = wide[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten()
+    each = nn.functional.cross_entropy(rows, targets, reduction="none", ignore_index=IGNORE_INDEX)
+    return (weights_BL[:, 1:].flatten().to(wide.dtype) * each).sum()

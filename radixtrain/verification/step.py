@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from radixtrain.collators.shared_targets import features_once
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import Features
@@ -44,6 +45,8 @@ def verify_step(
     precision: Lightning's name of it; a mixed one adds a comparison under autocast.
     """
     device = next(model.parameters()).device
+    if collator.shared_targets == "once":
+        features = features_once(features)
     plain, unique = (replace(collator, dedup=dedup, merge_labels=True)(features) for dedup in (False, True))
     with _filled_adapters(model):
         return verify_arms(

@@ -49,7 +49,7 @@ def test_a_feature_that_does_not_say_where_the_loss_is(name, extra):
     collator = COLLATORS[name]
     features = [ROW, {"input_ids": [7, 8, 5], **extra}]
     assert refusal(features, collator) == (
-        "feature 1 has neither labels nor completion_mask or assistant_masks, so nothing says where the loss is. "
+        "feature 1 has neither labels nor completion_mask, assistant_masks or mask, so nothing says where the loss is. "
         "Hugging Face's Trainer drops the mask columns unless remove_unused_columns=False; "
         "RadixCollator(loss_on_all=True) trains every token"
     )
@@ -63,7 +63,7 @@ def test_loss_on_all_leaves_labels_and_masks_in_force():
     assert as_python(RadixCollator(loss_on_all=True)(features)) == as_python(RadixCollator()(features))
 
 
-MASKS = ["completion_mask", "assistant_masks", "attention_mask"]
+MASKS = ["completion_mask", "assistant_masks", "mask", "attention_mask"]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -203,7 +203,7 @@ def test_errors_give_the_place_in_the_users_columns():
 )
 def test_whatever_is_no_list_of_integers(name, values, came):
     feature = {"input_ids": [7, 8, 9], "labels": [N, 8, 9], name: values}
-    if name in ("completion_mask", "assistant_masks"):
+    if name in ("completion_mask", "assistant_masks", "mask"):
         del feature["labels"]
     kinds = "integers or booleans" if name in MASKS else "integers"
     assert refusal([ROW, feature]) == f"feature 1: {name} must be a flat list of {kinds}, got {came}"
@@ -269,7 +269,7 @@ ANOTHER = "a model or loss that reads it would get another gradient"
         ("label", 1, "int", ANOTHER),
         ("score", np.float32(0.5), "float32", ANOTHER),
         ("is_valid", True, "bool", ANOTHER),
-        ("loss_weights", [1.0, 0.5, 1.0], "list of 3", ANOTHER),
+        ("rewards", [1.0, 0.5, 1.0], "list of 3", ANOTHER),
         ("scores", [None, 0.5], "list of 2", ANOTHER),
         ("nested", [[], [[1]]], "list of 2", ANOTHER),
         ("objects", np.array([1, "a"], dtype=object), "ndarray of shape (2,)", ANOTHER),

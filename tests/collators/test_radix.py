@@ -104,8 +104,16 @@ def test_two_sequences_merged():
     assert batch["shift_labels"].tolist() == [[5, 9]]
     assert batch["radix_predictor_indices"].tolist() == [1], "one hidden row for both"
     assert batch["radix_prediction_rows"].tolist() == [0, 0]
-    assert batch["radix_loss_weights"].tolist() == [1.0, 2.0]
-    assert batch["radix_loss_weights"].dtype == torch.float32
+    assert batch["radix_loss_weights"].tolist() == [1, 2]
+    assert batch["radix_loss_weights"].dtype == torch.int64
+
+
+def test_a_precision_of_16_bits_does_not_round_counts():
+    """Lightning's `bf16-true` converts every float of a batch, and bfloat16 has no 301."""
+    from lightning.pytorch.plugins.precision import HalfPrecision
+
+    batch = RadixCollator(merge_labels=True)([{"input_ids": [7, 8], "labels": [-100, 8]}] * 301)
+    assert HalfPrecision("bf16-true").convert_input(batch)["radix_loss_weights"].tolist() == [301]
 
 
 TILE_KEYS = {

@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain.bench.memory import peak_bytes
 from radixtrain.kernels import loss_chunks
-from radixtrain.loss import linear_cross_entropy, logits_cross_entropy, logits_logprobs, prediction_logprobs
+from radixtrain.loss import (
+    clipped_policy_loss,
+    linear_cross_entropy,
+    linear_logprobs,
+    logits_cross_entropy,
+    logits_logprobs,
+)
 from radixtrain.testing import assert_within_reference_error, relative_error
 
 NAMES = ("loss", "d_hidden", "d_weight", "d_bias")
@@ -384,7 +390,7 @@ class TestMemory:
     def test_logprobs(self) -> None:
         (hidden, weight, bias), (labels, rows, _) = self.given(requires_grad=True)
         with LargestTensor() as probe:
-            prediction_logprobs(hidden, weight, labels, rows, bias)
+            linear_logprobs(hidden, weight, labels, rows, bias)
         assert probe.largest == 4 * self.vocab_size
 
 
@@ -450,7 +456,9 @@ def test_nothing_waits_for_the_device(
         monkeypatch.setattr(loss_chunks, "_deal_on_host", loss_chunks._deal_to_all)
         (linear_cross_entropy(hidden, weight, labels, rows, weights, bias) / 3).backward()
         assert [x.grad.shape for x in (hidden, weight, bias)] == [(R, D), (V, D), (V,)]
-        assert prediction_logprobs(hidden, weight, labels, rows, bias).shape == LABELS.shape
+        logprobs = linear_logprobs(hidden, weight, labels, rows, bias)
+        assert logprobs.shape == LABELS.shape
+        clipped_policy_loss(logprobs, weights, weights, logprobs.detach()).backward()
 
 
 @pytest.mark.gpu
@@ -483,7 +491,7 @@ class TestLogprobs:
     def test_log_softmax_of_torch(self, chunked: int, dealt: str, bias: bool) -> None:
         hidden, weight, offset = parameters(torch.float64, bias=bias)
         truth = linear(hidden, weight, offset).log_softmax(-1)[ROWS, LABELS]
-        assert relative_error(prediction_logprobs(hidden, weight, LABELS, ROWS, offset), truth) <= 1e-12
+        assert relative_error(linear_logprobs(hidden, weight, LABELS, ROWS, offset), truth) <= 1e-12
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_lower_precision(self, dtype: torch.dtype) -> None:
@@ -492,19 +500,74 @@ class TestLogprobs:
         hidden, weight, bias = parameters(dtype, 200, 64, 150)
         truth = linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)[rows, labels]
         reference = linear(hidden, weight, bias).float().log_softmax(-1)[rows, labels]
-        assert_within_reference_error(prediction_logprobs(hidden, weight, labels, rows, bias), reference, truth)
+        assert_within_reference_error(linear_logprobs(hidden, weight, labels, rows, bias), reference, truth)
+
+    @biases
+    @chunks
+    def test_gradcheck(self, chunked: int, dealt: str, bias: bool) -> None:
+        leaves = [x.requires_grad_() for x in parameters(torch.float64, bias=bias) if x is not None]
+        assert gradcheck(lambda h, w, b=None: linear_logprobs(h, w, LABELS, ROWS, b), leaves)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_gradients_in_lower_precision(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
+        factors, given = torch.randn(300, generator=generator), parameters(dtype, 200, 64, 150)
+
+        def by_torch(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            return (factors * linear(hidden, weight, bias).to(wide).log_softmax(-1)[rows, labels]).sum()
+
+        truth = with_gradients(by_torch, [x.double() for x in given])
+        actual = with_gradients(lambda h, w, b: (factors * linear_logprobs(h, w, labels, rows, b)).sum(), given)
+        assert [x.dtype for x in actual] == [torch.float32] + [dtype] * 3
+        # Not the sum itself, which is one number: its rounding is luck.
+        assert_within_reference_error(actual[1:], with_gradients(by_torch, given)[1:], truth[1:], names=NAMES[1:])
+
+    def test_gradients_under_autocast(self) -> None:
+        given = parameters(torch.float32)
+        expected = with_gradients(
+            lambda *x: linear_logprobs(*x[:2], LABELS, ROWS, x[2]).sum(), [x.bfloat16() for x in given]
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual = with_gradients(lambda *x: linear_logprobs(*x[:2], LABELS, ROWS, x[2]).sum(), given)
+        assert [x.dtype for x in actual] == [torch.float32] * 4
+        assert all(torch.equal(x, y.float()) for x, y in zip(actual, expected, strict=True))
+
+    def test_a_frozen_head_gets_no_gradient(self) -> None:
+        hidden, weight, bias = parameters(torch.float64)
+        linear_logprobs(hidden.requires_grad_(), weight, LABELS, ROWS, bias).sum().backward()
+        assert hidden.grad is not None and weight.grad is None and bias.grad is None
+
+    def test_twice_where_the_graph_is_kept(self) -> None:
+        leaves = [x.requires_grad_() for x in parameters(torch.float64)]
+        total = linear_logprobs(*leaves[:2], LABELS, ROWS, leaves[2]).sum()
+        first, second = (torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+    def test_without_gradients(self) -> None:
+        hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float64))
+        with torch.no_grad():
+            assert not linear_logprobs(hidden, weight, LABELS, ROWS, bias).requires_grad
+
+    def test_holds_the_gradients_and_a_chunk(self) -> None:
+        num_rows, hidden_size, vocab_size = 1024, 64, 4096
+        hidden, weight, _ = (x.requires_grad_() for x in parameters(torch.float32, num_rows, hidden_size, vocab_size))
+        labels, rows = torch.randint(0, vocab_size, (num_rows,)), torch.arange(num_rows)
+        peak = peak_bytes(lambda: linear_logprobs(hidden, weight, labels, rows).sum().backward(), torch.device("cpu"))
+        gradients, chunk = 4 * hidden_size * (vocab_size + num_rows), 4 * 128 * vocab_size
+        assert gradients + chunk < peak < gradients + 1.1 * chunk, (peak, gradients, chunk)
 
     def test_is_the_loss(self) -> None:
         hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float64))
-        logprobs = prediction_logprobs(hidden, weight, LABELS, ROWS, bias)
-        assert not logprobs.requires_grad
+        logprobs = linear_logprobs(hidden, weight, LABELS, ROWS, bias)
         assert relative_error(-(logprobs * WEIGHTS).sum(), ours()(hidden, weight, bias)) <= 1e-12
 
     @pytest.mark.parametrize("num_rows", [0, 5])
     def test_no_predictions(self, num_rows: int) -> None:
         none = torch.zeros(0, dtype=torch.int64)
         hidden, weight, bias = parameters(torch.bfloat16, num_rows)
-        logprobs = prediction_logprobs(hidden, weight, none, none, bias)
+        logprobs = linear_logprobs(hidden, weight, none, none, bias)
         assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
 
 
@@ -588,8 +651,13 @@ class TestOfLogits:
         logits = self.logits().requires_grad_()
         logprobs = logits_logprobs(logits, LABELS, ROWS)
         assert relative_error(logprobs, logits.log_softmax(-1)[ROWS, LABELS]) <= 1e-14
-        assert not logprobs.requires_grad
         assert logits_logprobs(logits.bfloat16(), LABELS, ROWS).dtype == torch.float32
+
+    @chunks
+    def test_gradcheck_of_logprobs(self, chunked: int, dealt: str) -> None:
+        logits = self.logits().requires_grad_()
+        assert gradcheck(lambda z: logits_logprobs(z, LABELS, ROWS), logits)
+        assert not torch.no_grad()(logits_logprobs)(logits, LABELS, ROWS).requires_grad
 
     def test_no_gradient_is_computed_where_none_is_asked_for(self, chunked_by_four: None) -> None:
         logits = self.logits(torch.float32).requires_grad_()
@@ -629,4 +697,34 @@ class TestOfLogits:
             loss = logits_cross_entropy(logits.requires_grad_(), labels, rows, weights)
             loss.backward()
             assert logits.grad.shape == (R, V)
-            assert logits_logprobs(logits, labels, rows).shape == LABELS.shape
+            logprobs = logits_logprobs(logits, labels, rows)
+            assert logprobs.shape == LABELS.shape
+            logprobs.sum().backward()
+
+
+class TestClippedPolicyLoss:
+    OLD = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    LOGPROBS = OLD + torch.tensor([0.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)  # ratios 1, e, e, 1/e, 1/e
+    ADVANTAGES = torch.tensor([2.0, 1.0, -1.0, 1.0, -3.0], dtype=torch.float64)
+    WEIGHTS = torch.tensor([1.0, 1.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+
+    def test_literally(self) -> None:
+        """A ratio is held where it would gain from going further: 2 at most at e, and 0.75 at least at 1/e."""
+        logprobs = self.LOGPROBS.clone().requires_grad_()
+        loss = clipped_policy_loss(logprobs, self.ADVANTAGES, self.WEIGHTS, self.OLD, epsilon=0.25, epsilon_high=1.0)
+        loss.backward()
+        assert loss.item() == pytest.approx(-(2 + 2 - 2 * math.e + 1 / math.e - 3 * 0.75), abs=1e-14)
+        assert logprobs.grad.tolist() == pytest.approx([-2, 0, 2 * math.e, -1 / math.e, 0], abs=1e-14)
+
+    def test_the_bounds_are_alike_unless_it_is_said(self) -> None:
+        given = self.LOGPROBS, self.ADVANTAGES, self.WEIGHTS, self.OLD
+        assert torch.equal(clipped_policy_loss(*given, 0.5), clipped_policy_loss(*given, 0.5, 0.5))
+        assert torch.equal(clipped_policy_loss(*given), clipped_policy_loss(*given, 0.2))
+
+    def test_of_the_policy_as_it_is_now(self) -> None:
+        """Then the gradient is that of the log-likelihood, weighted by the advantages."""
+        logprobs = self.LOGPROBS.clone().requires_grad_()
+        loss = clipped_policy_loss(logprobs, self.ADVANTAGES, self.WEIGHTS)
+        loss.backward()
+        assert loss.item() == pytest.approx(-(self.WEIGHTS * self.ADVANTAGES).sum().item())
+        assert torch.equal(logprobs.grad, -self.WEIGHTS * self.ADVANTAGES)

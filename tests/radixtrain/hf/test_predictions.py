@@ -8,6 +8,7 @@ import torch
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.padded import PaddedCollator
 from radixtrain.hf.predictions import TARGET_KEYS, Targets, labelled_logprobs, predict
+from radixtrain.testing import relative_error
 
 N = -100
 FEATURES = [
@@ -87,7 +88,7 @@ def test_targets(name: str, tokens: list[int], predictors: list[int], labels: li
     assert batch["radix_predictor_indices"][targets.rows].tolist() == predictors
     assert targets.labels.tolist() == labels
     assert targets.weights.tolist() == weights
-    assert targets.weights.dtype == torch.float32
+    assert targets.weights.dtype == (torch.int64 if name == "merged" else torch.float32)
 
 
 @pytest.mark.parametrize("name", COLLATORS)
@@ -96,4 +97,26 @@ def test_no_target_reaches_the_model(name: str, tiny_qwen3: Any) -> None:
     seen: list[str] = []
     model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.extend(kwargs), with_kwargs=True)
     predict(model, COLLATORS[name](FEATURES), True)
+    assert seen and not {*seen} & {*TARGET_KEYS}
+
+
+@pytest.mark.parametrize("name", ["merged", "padded"])
+def test_floats_of_the_features(name: str, tiny_qwen3: Any) -> None:
+    """The weighted loss, and the gradient through log-probabilities is the same; no float reaches the model."""
+    weights = [[0.0, 5.0, -0.5, 2.0], [0.0, 0.0, 0.5, 3.0], [0.0, 0.0], [0.0, 0.25, 0.0]]
+    features = [{**f, "loss_weights": w, "advantages": 1.0} for f, w in zip(FEATURES, weights, strict=True)]
+    model = model_for(name, tiny_qwen3().double())
+    batch = COLLATORS[name](features)
+    weight = {(0, 9): -0.5, (0, 5): 2.0, (1, 9): 0.5, (1, 4): 3.0, (3, 2): 0.25}
+    logprobs = logprobs_of_hugging_face(tiny_qwen3().double())
+    expected = -sum(weight[label] * logprob for label, logprob in zip(LABELS, logprobs, strict=True))
+    seen: list[str] = []
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.extend(kwargs), with_kwargs=True)
+    for plain_head in (True, False):
+        predictions = predict(model, batch, plain_head)
+        by_logprobs = -(predictions.targets.weights * predictions.logprobs()).sum()
+        by_loss = predict(model, batch, plain_head).loss_sum()
+        assert by_loss.item() == pytest.approx(expected, rel=1e-12) == by_logprobs.item()
+        gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (by_loss, by_logprobs)]
+        assert all(relative_error(x, y) <= 1e-12 for x, y in zip(*gradients, strict=True))
     assert seen and not {*seen} & {*TARGET_KEYS}

@@ -1,0 +1,270 @@
+"""A batch -> scores of each of its sequences: of its labels, of the token that would come next, of its last hidden row.
+
+`predict` writes them. Nothing is computed that no score reads: the backbone returns only the distinct rows that are
+read (the last row of a shared prompt once, however many completions follow it), and the head runs on these or not at
+all.
+
+R distinct rows that are read, B sequences, P predictions, W words, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, normalize
+
+from radixtrain.errors import UserError
+from radixtrain.hf.backbone import Parts, parts_of
+from radixtrain.hf.head import hidden_rows, logits_rows
+from radixtrain.hf.predictions import TARGET_KEYS, PredictingRows, Targets, labelled_logprobs
+from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES
+
+__all__ = ["Score", "Scorer", "check_scores", "needs_labels", "needs_next_tokens"]
+
+ScoreOfLabels = Literal["logprobs", "completion_logprob", "perplexity"]
+ScoreOfNextToken = Literal["next_token_logits", "next_token_logprobs", "next_token_probs"]
+Score = ScoreOfLabels | ScoreOfNextToken | Literal["embedding"]
+"""The name of a score; `Scorer` says what each one is."""
+OF_LABELS, OF_NEXT_TOKEN = get_args(ScoreOfLabels), get_args(ScoreOfNextToken)
+SCORES = (*OF_LABELS, *OF_NEXT_TOKEN, "embedding")
+
+Record = dict[str, Any]
+
+
+def needs_labels(scores: Iterable[str]) -> bool:
+    """Whether one of these scores is of the labelled tokens of a sequence."""
+    return any(name in OF_LABELS for name in scores)
+
+
+def needs_next_tokens(scores: Iterable[str]) -> bool:
+    """Whether one of these scores is of words that have to be named."""
+    return any(name in OF_NEXT_TOKEN for name in scores)
+
+
+def check_scores(scores: Iterable[str], next_tokens: Iterable[str] | None) -> None:
+    """Raises UserError for no score, an unknown one, a score of words without words, and words without such a score."""
+    scores = tuple(scores)
+    unknown = [name for name in scores if name not in SCORES]
+    if unknown or not scores:
+        found = ", ".join(unknown) or "none"
+        raise UserError(f"model.scores: expected one or more of {', '.join(SCORES)}; found {found}")
+    if needs_next_tokens(scores) and not next_tokens:
+        raise UserError(
+            f"model.next_tokens is missing: {', '.join(name for name in scores if name in OF_NEXT_TOKEN)} needs the "
+            f'words to score, for instance ["yes", "no"]'
+        )
+    if next_tokens and not needs_next_tokens(scores):
+        raise UserError(
+            f"model.next_tokens: none of model.scores ({', '.join(scores)}) is of these words; add "
+            f"{' or '.join(OF_NEXT_TOKEN)}, or leave next_tokens out"
+        )
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores the sequences of a batch. A name in `scores` stands for these entries of a sequence's record:
+
+    logprobs: `tokens`, the labelled ones in their order, and `logprobs`, one for each.
+    completion_logprob: the sum of these, and `num_tokens`, how many there are.
+    perplexity: `exp(-completion_logprob / num_tokens)`, and `num_tokens`; None if there are none.
+    next_token_logits: {word: logit} of the token that would come after the last one.
+    next_token_logprobs: {word: log-probability} of it, among the whole vocabulary.
+    next_token_probs: {word: probability} of it, among only these words.
+    embedding: D numbers, the hidden row of the last token after the model's last norm.
+
+    Softmax, norm and sums are computed in float32, or in float64 for a float64 model.
+
+    next_tokens: the token id of each word.
+    normalize_embeddings: whether an embedding is scaled to an L2 norm of 1.
+    """
+
+    scores: tuple[str, ...]
+    next_tokens: Mapping[str, int] = field(default_factory=dict)
+    normalize_embeddings: bool = True
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> list[Record]:
+        """A record for each sequence of the batch, in its order.
+
+        model: prepared for a batch of a `RadixCollator`, unprepared for one of a `PaddedCollator`.
+        batch: not merged, on the device of the model.
+        plain_head: `has_plain_head(model)`, which is asked once for each model.
+        """
+        places = _Places.of(batch, self.scores)
+        only_hidden = plain_head or not (needs_labels(self.scores) or needs_next_tokens(self.scores))
+        rows = _run(parts_of(model), batch, places.read, only_hidden, "embedding" in self.scores)
+        records: list[Record] = [{} for _ in range(len(batch[CU_SEQLENS]) - 1)]
+        for entries in self._entries(rows, places, batch):
+            for record, entry in zip(records, entries, strict=True):
+                record.update(entry)
+        return records
+
+    def _entries(self, rows: _Rows, places: _Places, batch: Mapping[str, Any]) -> Iterator[Iterable[Record]]:
+        """What each kind of score adds to the records."""
+        if needs_labels(self.scores):
+            labelled = labelled_logprobs(batch, rows.logprobs(places.labels, places.predictors))
+            yield self._of_labels(labelled, len(batch[CU_SEQLENS]) - 1)
+        if needs_next_tokens(self.scores):
+            yield self._of_next_token(rows, places.last)
+        if "embedding" in self.scores:
+            yield [{"embedding": numbers} for numbers in _numbers(self._embeddings(rows, places.last))]
+
+    def _of_labels(self, labelled: list[tuple[int, int, float]], num_sequences: int) -> Iterator[Record]:
+        """labelled: (sequence, label, log-probability), in the order of the tokens."""
+        tokens: list[list[int]] = [[] for _ in range(num_sequences)]
+        logprobs: list[list[float]] = [[] for _ in range(num_sequences)]
+        for sequence, label, logprob in labelled:
+            tokens[sequence].append(label)
+            logprobs[sequence].append(logprob)
+        for ids, values in zip(tokens, logprobs, strict=True):
+            total, count = math.fsum(values), len(values)
+            entries: dict[str, Record] = {
+                "logprobs": {"tokens": ids, "logprobs": values},
+                "completion_logprob": {"completion_logprob": total, "num_tokens": count},
+                "perplexity": {"perplexity": _perplexity(total, count), "num_tokens": count},
+            }
+            yield {key: value for name in self.scores for key, value in entries.get(name, {}).items()}
+
+    def _of_next_token(self, rows: _Rows, last: Tensor) -> Iterator[Record]:
+        """last: (B,), int64, of the rows."""
+        ids = torch.tensor(list(self.next_tokens.values()), device=last.device)
+        logits = rows.logits_of(ids, last)
+        found: dict[str, list[list[float]]] = {}
+        for name in self.scores:
+            if name == "next_token_logits":
+                found[name] = _numbers(logits)
+            elif name == "next_token_probs":
+                found[name] = _numbers(logits.softmax(-1))
+            elif name == "next_token_logprobs":
+                each = rows.logprobs(ids.repeat(len(last)), last.repeat_interleave(len(ids)))
+                found[name] = _numbers(each.view(len(last), len(ids)))
+        for sequence in range(len(last)):
+            yield {name: dict(zip(self.next_tokens, of[sequence], strict=True)) for name, of in found.items()}
+
+    def _embeddings(self, rows: _Rows, last: Tensor) -> Tensor:
+        """(B, D), float32 or float64. last: (B,), int64, of the rows."""
+        assert rows.hidden is not None
+        embeddings = _widened(rows.hidden[last])
+        return normalize(embeddings, dim=-1) if self.normalize_embeddings else embeddings
+
+
+class _Places(NamedTuple):
+    """Which rows are read, and what reads them.
+
+    read: (R,), int64. as `PREDICTOR_INDICES` of the batch has them; each once.
+    labels: (P,), int64. predictors: (P,), int64. which of the R rows predicts each; both empty if no score reads them.
+    last: (B,), int64. which of the R rows is the last token of each sequence; empty if no score reads it.
+    """
+
+    read: Tensor
+    labels: Tensor
+    predictors: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], scores: tuple[str, ...]) -> _Places:
+        labels, rows, *_ = Targets.of(batch)
+        predictors, last = batch[PREDICTOR_INDICES][rows], _last_tokens(batch)
+        if not needs_labels(scores):
+            labels, predictors = labels[:0], predictors[:0]
+        if all(name in OF_LABELS for name in scores):
+            last = last[:0]
+        read, places = torch.cat([predictors, last]).unique(return_inverse=True)
+        return cls(read, labels, *places.split([len(predictors), len(last)]))
+
+
+class _Rows(NamedTuple):
+    """What the model computed for the R rows that are read.
+
+    hidden: (R, D), or None if only logits are read.
+    logits: (R, V), by the model's own head; None if nothing reads them, or if `head` makes them in chunks.
+    head: the matrix, unless the logits are there.
+    """
+
+    hidden: Tensor | None
+    logits: Tensor | None
+    head: nn.Linear | None
+
+    def logprobs(self, labels: Tensor, rows: Tensor) -> Tensor:
+        """(P,), float32 or float64. The log-probability of each label at its row."""
+        weights = torch.ones(len(labels), device=labels.device)
+        if self.logits is not None:
+            return PredictingRows(self.logits, None, Targets(labels, rows, weights)).logprobs()
+        assert self.hidden is not None
+        read, places = rows.unique(return_inverse=True)  # the last rows of an embedding need no logits
+        return PredictingRows(self.hidden[read], self.head, Targets(labels, places, weights)).logprobs()
+
+    def logits_of(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """(B, W), float32 or float64. The logits of W tokens at B rows."""
+        if self.logits is not None:
+            return _widened(self.logits[rows[:, None], ids])
+        assert self.hidden is not None and self.head is not None
+        bias = None if self.head.bias is None else self.head.bias[ids]
+        return _widened(linear(self.hidden[rows], self.head.weight[ids], bias))
+
+
+def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool, keeps_hidden: bool) -> _Rows:
+    """Run the backbone, and the model's own head unless `only_hidden`.
+
+    read: (R,), int64. the rows that come back.
+    keeps_hidden: whether the hidden rows are wanted beside the logits.
+    """
+    inputs = {**{name: value for name, value in batch.items() if name not in TARGET_KEYS}, PREDICTOR_INDICES: read}
+    if only_hidden:
+        return _Rows(hidden_rows(parts, inputs), None, parts.head)
+    if not keeps_hidden:
+        return _Rows(None, logits_rows(parts, inputs), None)
+    with _outputs_of(parts.backbone) as outputs:
+        logits = logits_rows(parts, inputs)
+    hidden = outputs[0].flatten(0, 1)
+    return _Rows(hidden[read] if _is_padded(batch) else hidden, logits, None)
+
+
+@contextmanager
+def _outputs_of(backbone: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, the list receives the hidden rows that the backbone returns: for a radix batch those that are read."""
+    outputs: list[Tensor] = []
+
+    def keep(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs.append(output[0])
+
+    handle = backbone.register_forward_hook(keep)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _is_padded(batch: Mapping[str, Any]) -> bool:
+    """Whether it is a batch of a `PaddedCollator`."""
+    return "attention_mask" in batch
+
+
+def _last_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """(B,), int64. The last token of each sequence, counted as `PREDICTOR_INDICES` of this batch counts."""
+    ends = batch[CU_SEQLENS][1:].long()
+    if not _is_padded(batch):
+        return batch[INVERSE_INDICES][ends - 1]
+    num_sequences, length = batch["input_ids"].shape
+    starts = torch.arange(num_sequences, device=ends.device) * length
+    return starts + ends - batch[CU_SEQLENS][:-1] - 1
+
+
+def _perplexity(logprob: float, num_tokens: int) -> float | None:
+    return math.exp(-logprob / num_tokens) if num_tokens else None
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _numbers(values: Tensor) -> list[list[float]]:
+    """(N, K), for a file: of a float32 the 9 digits that determine it, which take half the room of all 17."""
+    rows: list[list[float]] = values.tolist()
+    return rows if values.dtype == torch.float64 else [[float(f"{value:.9g}") for value in row] for row in rows]

@@ -1,0 +1,89 @@
+"""Loss weights and shared targets from a file to the optimizer step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from radixtrain.data.datamodule import SFTData
+from radixtrain.errors import UserError
+
+N = -100
+ROWS = [
+    {"input_ids": [7, 8, 9], "labels": [N, 8, 9], "loss_weights": [0, 3, -0.5]},
+    {"input_ids": [7, 8, 5], "mask": [0, 1, 1], "weights": [0, 1, 2]},
+    {"branches": [{"token_ids": [4, 6], "mask": [False, True]}, {"token_ids": [4, 6, 7], "mask": [False, True, True]}]},
+]
+
+
+@pytest.fixture
+def data(shop: Path, tmp_path: Path) -> Any:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), encoding="utf-8")
+
+    def build(**options: Any) -> SFTData:
+        files = {"train_file": str(path), "predict_file": str(path), "model_name_or_path": str(shop / "model")}
+        return SFTData(**files, shuffle_dataset=False, dataloader_num_workers=0, **options)
+
+    return build
+
+
+def step_of(data: SFTData, stage: str = "fit") -> Any:
+    data.setup(stage)
+    [step] = data.train_dataloader() if stage == "fit" else data.predict_dataloader()
+    return step
+
+
+def targets(step: Any) -> list[tuple[int, float]]:
+    [batch] = step.micro_batches
+    return sorted(zip(batch["shift_labels"][0].tolist(), batch["radix_loss_weights"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_every_and_once(data: Any, dedup: bool) -> None:
+    every = step_of(data(dedup=dedup))
+    assert targets(every) == [(5, 2.0), (6, 1.0), (6, 1.0), (7, 1.0), (8, 1.0), (8, 3.0), (9, -0.5)]
+    assert every.num_labels == 7
+    assert every.where[2] == every.where[3], "branches come from one row"
+    once = step_of(data(dedup=dedup, shared_targets="once"))
+    assert targets(once) == [(5, 2.0), (6, 1.0), (7, 1.0), (8, 2.0), (9, -0.5)]
+    assert once.num_labels == 5
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_predict_lists_every_label_whatever_its_weight(data: Any, dedup: bool) -> None:
+    step = step_of(data(dedup=dedup, shared_targets="once"), "predict")
+    [batch] = step.micro_batches
+    assert sorted(label for label in batch["shift_labels"][0].tolist() if label != N) == [5, 6, 6, 7, 8, 8, 9]
+    assert batch.get("radix_loss_weights", [1.0])[0] == 1.0 and step.num_labels == 7
+
+
+def test_a_truncated_row_keeps_its_weights(data: Any) -> None:
+    step = step_of(data(max_length=2, excess_length_strategy="truncate"))
+    assert targets(step) == [(6, 1.0), (6, 1.0), (8, 1.0), (8, 3.0)]
+
+
+def test_the_features_of_a_step_have_their_weights(data: Any) -> None:
+    """What `verify` compares with Hugging Face."""
+    module = data()
+    module.setup("fit")
+    found = [feature.get("loss_weights") for feature in module.features_of_step(0)]
+    assert [None if weights is None else weights.tolist() for weights in found] == [[0, 3, -0.5], [0, 1, 2], None, None]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+def test_a_precision_that_would_round_them(data: Any, precision: Any) -> None:
+    module = data()
+    module.trainer = L.Trainer(precision=precision, accelerator="cpu", logger=False, enable_checkpointing=False)
+    module.setup("fit")
+    if precision == "bf16-true":
+        with pytest.raises(UserError, match=r"rows\.jsonl:1: trainer\.precision bf16-true would round"):
+            module.train_dataloader()
+    else:
+        [step] = module.train_dataloader()
+        converted = module.trainer.precision_plugin.convert_input(step)
+        assert targets(converted) == targets(step)
+    module.setup("predict")
+    assert len(module.predict_dataloader()) == 1

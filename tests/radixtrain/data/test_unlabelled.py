@@ -1,0 +1,114 @@
+"""Rows of which only the end is read: one sequence each, with the tokens that an ordinary loop would give the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from radixtrain.data.formats import Row
+from radixtrain.data.report import EncodeReport
+from radixtrain.data.unlabelled import UnlabelledEncoder
+from radixtrain.errors import DataError
+
+USER = {"role": "user", "content": "Where is the saw?"}
+ANSWER = {"role": "assistant", "content": "Shelf two."}
+
+
+@pytest.fixture
+def tokenizer(shop: Path) -> Any:
+    return AutoTokenizer.from_pretrained(shop / "model")
+
+
+def encoded(tokenizer: Any, fields: dict[str, Any], **options: Any) -> list[int]:
+    """The tokens of the row's only sample."""
+    report = EncodeReport()
+    [[sample]] = UnlabelledEncoder(tokenizer, **options).encode_all([Row(fields, "a.jsonl:1")], report=report)
+    assert len(sample.labels) == len(sample.input_ids)
+    assert str(report) == "1 rows, 1 samples"
+    return sample.input_ids.tolist()
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("messages", [[USER], [USER, ANSWER, USER], [{"role": "system", "content": "Saw?"}]])
+def test_a_chat_ends_with_the_generation_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> None:
+    expected = rendered(tokenizer, messages, add_generation_prompt=True)
+    assert encoded(tokenizer, {"messages": messages}) == expected
+    assert encoded(tokenizer, {"prompt": messages}) == expected
+    assert encoded(tokenizer, {"prompt": [USER, ANSWER], "completion": messages}) == rendered(
+        tokenizer, [USER, ANSWER, *messages], add_generation_prompt=True
+    )
+
+
+def test_variables_of_the_template_reach_the_generation_prompt(tokenizer: Any) -> None:
+    given = {"enable_thinking": False}
+    expected = rendered(tokenizer, [USER], add_generation_prompt=True, **given)
+    assert encoded(tokenizer, {"messages": [USER], "chat_template_kwargs": given}) == expected
+    assert encoded(tokenizer, {"messages": [USER]}, chat_template_kwargs=given) == expected
+    assert expected != rendered(tokenizer, [USER], add_generation_prompt=True)
+
+
+def test_an_answered_chat_is_one_sequence_to_its_end_of_turn(tokenizer: Any) -> None:
+    messages = [USER, ANSWER, USER, ANSWER]
+    expected = rendered(tokenizer, messages)
+    end = max(place for place, token in enumerate(expected) if token == tokenizer.eos_token_id)
+    assert encoded(tokenizer, {"messages": messages}) == expected[: end + 1]
+    turns = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in messages]
+    assert encoded(tokenizer, {"conversations": turns}) == expected[: end + 1]
+
+
+def test_text_is_what_the_tokenizer_makes_of_it(tokenizer: Any) -> None:
+    """An embedding model's may add an end token, which is then the last one; a prompt never gets one."""
+    plain = tokenizer("Where?", add_special_tokens=False)["input_ids"]
+    assert encoded(tokenizer, {"text": "Where?"}) == encoded(tokenizer, {"prompt": "Where?"}) == plain
+    end = ("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[end]
+    )
+    assert encoded(tokenizer, {"text": "Where?"}) == [*plain, end[1]] == tokenizer("Where?")["input_ids"]
+    assert encoded(tokenizer, {"prompt": "Where?"}) == plain
+    completion = tokenizer(" Here.", add_special_tokens=False)["input_ids"]
+    assert encoded(tokenizer, {"prompt": "Where?", "completion": " Here."}) == [
+        *plain,
+        *completion,
+        tokenizer.eos_token_id,
+    ]
+
+
+def test_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
+    assert encoded(tokenizer, {"input_ids": [5, 6, 7]}) == [5, 6, 7]
+    assert encoded(tokenizer, {"input_ids": [5], "labels": [-100]}) == [5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": ""}, "a.jsonl:1: no token to read; expected a text that is not empty"),
+        ({"text": 7}, "text: expected text, found int"),
+        ({"prompt": 7}, "prompt: expected text, found int"),
+        ({"prompt": [USER], "completion": "x"}, "expected both as text or both as lists of messages"),
+        ({"question": "Where?"}, "a.jsonl:1: expected the keys messages"),
+        ({"input_ids": [9999]}, "token id 9999 at position 0 is outside the vocabulary"),
+        ({"messages": [ANSWER]}, "turn 1 is the assistant's, with no prompt before it"),
+    ],
+)
+def test_what_is_refused(tokenizer: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        encoded(tokenizer, fields)
+
+
+@pytest.mark.parametrize("strategy", ["raise", "truncate"])
+def test_the_end_is_never_cut(tokenizer: Any, strategy: str) -> None:
+    options = {"max_length": 3, "excess_length_strategy": strategy}
+    assert encoded(tokenizer, {"input_ids": [5, 6, 7]}, **options) == [5, 6, 7]
+    with pytest.raises(DataError, match="4 tokens exceed max_length 3; the end of a row is what its scores are read"):
+        encoded(tokenizer, {"input_ids": [5, 6, 7, 8]}, **options)
+    dropping = UnlabelledEncoder(tokenizer, max_length=3, excess_length_strategy="drop")
+    assert dropping.encode(Row({"input_ids": [5, 6, 7, 8]}, "a.jsonl:1")) == []

@@ -1,0 +1,228 @@
+"""`predict` through the real command line: the scores of an ordinary Hugging Face loop, a line for each row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixtrain.__main__ import main
+from radixtrain.collators.steps import StepCollator
+from radixtrain.errors import UserError
+from radixtrain.training.callbacks import PredictionWriter
+from radixtrain.training.module import RadixModule
+
+INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
+THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice
+QUESTIONS = [f"{INSTRUCTION}Where is the {thing}?" for thing in THINGS]
+WORDS = [" one", " two"]
+FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
+
+Predict = Callable[..., list[dict[str, Any]]]
+
+
+def chat(question: str, *answers: str) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}]
+    return {"messages": [*turns, *({"role": "assistant", "content": answer} for answer in answers)]}
+
+
+@pytest.fixture
+def predict(arguments: Any, tmp_path: Path) -> Predict:
+    """Runs `predict` on rows, two micro-batches a step and two steps, and returns the lines that it wrote."""
+
+    def run(rows: list[dict[str, Any]], **flags: Any) -> list[dict[str, Any]]:
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        settings = {"data__train_file": None, "data__min_shared_tokens": 1}  # no calibration
+        given = {"data__predict_file": tmp_path / "rows.jsonl", **settings, **flags}
+        assert main(arguments("predict", **given)) == 0
+        lines = (tmp_path / "out" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        assert [record.pop("row") for record in records] == [
+            f"{tmp_path / 'rows.jsonl'}:{number}" for number in range(1, len(rows) + 1)
+        ]
+        return records
+
+    return run
+
+
+class Loop:
+    """An ordinary loop: a row at a time, no padding, the whole logits."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def prompt_of(self, messages: list[dict[str, str]]) -> list[int]:
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        return self.ids(self.tokenizer.apply_chat_template(messages, **options))
+
+    @torch.no_grad()
+    def completion(self, prompt: list[int], completion: list[int]) -> dict[str, Any]:
+        logprobs = self.model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+        total = sum(logprobs[len(prompt) - 1 + n, token].item() for n, token in enumerate(completion))
+        count = len(completion)
+        return {"completion_logprob": total, "num_tokens": count, "perplexity": math.exp(-total / count)}
+
+    @torch.no_grad()
+    def next_tokens(self, prompt: list[int]) -> dict[str, Any]:
+        logits = self.model(torch.tensor([prompt])).logits[0, -1]
+        ids = [self.ids(word)[0] for word in WORDS]
+        scores = {"logits": logits[ids], "logprobs": logits.log_softmax(-1)[ids], "probs": logits[ids].softmax(-1)}
+        return {f"next_token_{name}": dict(zip(WORDS, x.tolist(), strict=True)) for name, x in scores.items()}
+
+    @torch.no_grad()
+    def embedding(self, ids: list[int]) -> dict[str, Any]:
+        hidden = self.model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+        return {"embedding": (hidden / hidden.norm()).tolist()}
+
+
+def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]], bar: float = 1e-12) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name] == pytest.approx(other[name], rel=bar, abs=bar), name
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_a_completion_after_a_long_instruction(predict: Predict, shop: Path, dedup: bool) -> None:
+    loop = Loop(shop / "model")
+    answers = [" Shelf one.", " Shelf two.", " two", " Shelf two.", " Shelf one.", " three", " Shelf two."]
+    rows = [{"prompt": q, "completion": a} for q, a in zip(QUESTIONS, answers, strict=True)]
+    end = [loop.tokenizer.eos_token_id]
+    expected = [loop.completion(loop.ids(row["prompt"]), loop.ids(row["completion"]) + end) for row in rows]
+    scores = {"model__scores": "[completion_logprob, perplexity]", "dedup": dedup}
+    found = predict(rows, **scores, **FLOAT64, data__max_tokens=256, data__max_length=256)
+    assert_equal(found, expected)
+    assert found[0] == found[4], "the same row twice"
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_yes_or_no_at_the_end_of_a_prompt(predict: Predict, shop: Path, dedup: bool) -> None:
+    """Rows of a reranker: an instruction, a question, no answer. The next token follows the generation prompt."""
+    loop = Loop(shop / "model")
+    rows = [chat(question) for question in QUESTIONS]
+    expected = [loop.next_tokens(loop.prompt_of(row["messages"])) for row in rows]
+    flags = {
+        "model__scores": "[next_token_logits, next_token_logprobs, next_token_probs]",
+        "model__next_tokens": json.dumps(WORDS),
+        "data__chat_template_kwargs": '{"enable_thinking": false}',
+    }
+    assert_equal(predict(rows, **flags, **FLOAT64, dedup=dedup), expected)
+
+
+@pytest.mark.parametrize(("precision", "bar"), [(FLOAT64, 1e-12), ({}, 2e-6)])
+@pytest.mark.parametrize("dedup", [True, False])
+def test_the_embedding_of_a_text(
+    predict: Predict, shop: Path, dedup: bool, precision: dict[str, str], bar: float
+) -> None:
+    """In float32 within 2e-6 of the float64 loop, for numbers of up to 1: 32 roundings."""
+    loop = Loop(shop / "model")
+    expected = [loop.embedding(loop.tokenizer(text)["input_ids"]) for text in QUESTIONS]
+    rows = [{"text": text} for text in QUESTIONS]
+    assert_equal(predict(rows, model__scores="[embedding]", **precision, dedup=dedup), expected, bar)
+
+
+@pytest.mark.parametrize("precision", [{"trainer__precision": "bf16-mixed"}, {"model__dtype": "bfloat16"}])
+def test_in_16_bits_the_last_steps_are_float32(predict: Predict, precision: dict[str, str]) -> None:
+    scores = {"model__scores": "[next_token_probs, embedding]", "model__next_tokens": json.dumps(WORDS)}
+    for record in predict([{"text": text} for text in QUESTIONS[:3]], **scores, **precision):
+        assert math.hypot(*record["embedding"]) == pytest.approx(1, abs=1e-6)
+        assert sum(record["next_token_probs"].values()) == pytest.approx(1, abs=1e-6)
+
+
+def test_scores_of_labels_and_of_the_last_token_beside_each_other(predict: Predict, shop: Path) -> None:
+    """Then a row is tokenised as in training: with the end token, which is the last one."""
+    loop = Loop(shop / "model")
+    flags = {"model__scores": "[perplexity, embedding]", "model__normalize_embeddings": "false"}
+    [found] = predict([{"text": "Where is the saw?"}], **flags, **FLOAT64)
+    ids = [*loop.ids("Where is the saw?"), loop.tokenizer.eos_token_id]
+    hidden = loop.model.model(torch.tensor([ids])).last_hidden_state[0, -1].tolist()
+    scored = loop.completion(ids[:1], ids[1:])
+    expected = {"perplexity": scored["perplexity"], "num_tokens": len(ids) - 1, "embedding": hidden}
+    assert_equal([found], [expected])
+
+
+def test_adapters(shop: Path) -> None:
+    """LoRA with weights that matter, on unique tokens and on padded rows, against calls of the adapted model."""
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    features = [{"input_ids": [7, 8, 9, 10, last], "labels": [-100] * 4 + [last]} for last in (11, 12, 11)]
+    found = []
+    for dedup in (True, False):
+        torch.manual_seed(0)
+        options = {"dtype": "float64", "use_peft": True, "lora_r": 2, "dedup": dedup}
+        module = RadixModule(str(shop / "model"), scores=["completion_logprob", "embedding"], **options)
+        module.configure_model()
+        module.eval()
+        with torch.no_grad():
+            for name, parameter in module.model.named_parameters():
+                parameter.add_(0.1 if "lora_B" in name else 0)
+        found.append(module.predict_step(StepCollator(dedup=dedup, merge_labels=False)(features), 0))
+    assert found[0][0] == found[0][2]
+    outputs = [module.model(torch.tensor([x["input_ids"]]), output_hidden_states=True) for x in features]
+    for records in found:
+        for record, output, feature in zip(records, outputs, features, strict=True):
+            hidden = output.hidden_states[-1][0, -1]
+            logprob = output.logits[0, 3].log_softmax(-1)[feature["input_ids"][-1]].item()
+            assert record.pop("row") is None and record.pop("num_tokens") == 1
+            assert_equal([record], [{"completion_logprob": logprob, "embedding": (hidden / hidden.norm()).tolist()}])
+
+
+def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    predict([{"text": text} for text in QUESTIONS], model__scores="[embedding]", data__batch_size=7)
+    first, second = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert first == f"predictions  {tmp_path / 'out' / 'predictions.jsonl'} (7 sequences)"
+    name, r, *words = second.split()
+    assert name == "r" and float(r) > 4
+    assert "tokens per computed token;" in second and "sequences/s," in words and second.endswith(" s")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (
+            {"model__scores": "[next_token_logits]", "model__next_tokens": '["yesyes"]'},
+            1,
+            "error: model.next_tokens: 'yesyes' is",
+        ),
+        (
+            {"model__scores": "[next_token_logits]", "model__next_tokens": "[yes, no]"},
+            2,
+            "error: model.next_tokens: YAML reads yes, no, on and off without quotes as true and false",
+        ),
+        ({"model__scores": "[next_token_logits]"}, 1, "error: model.next_tokens is missing"),
+        ({"model__scores": "[]"}, 1, "error: model.scores: expected one or more of logprobs"),
+        ({"model__scores": "[perplexity, embedding]"}, 1, "rows.jsonl:1: expected at least one assistant turn"),
+    ],
+)
+def test_what_ends_the_run_before_it_writes(
+    arguments: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, str], code: int, message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(chat("Where?")), encoding="utf-8")
+    assert main(arguments("predict", data__predict_file=tmp_path / "rows.jsonl", **flags)) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "predictions.jsonl").exists() and not [*tmp_path.glob("out/.*partial")]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"row": "a.jsonl:3", "embedding": [0.5, math.nan]}, "embedding"),
+        ({"row": "a.jsonl:3", "num_tokens": 1, "next_token_logits": {"yes": math.inf}}, "next_token_logits"),
+        ({"row": "a.jsonl:3", "perplexity": -math.inf}, "perplexity"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path, record: dict[str, Any], name: str) -> None:
+    writer = PredictionWriter(tmp_path)
+    with pytest.raises(UserError, match=f"predict: {name} of a.jsonl:3 is not finite"):
+        writer.on_predict_batch_end(None, None, [record], None)  # type: ignore[arg-type]
+    assert not writer.path.exists()
