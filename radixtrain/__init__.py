@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.attention import tree_attention
     from radixtrain.collators.radix import RadixCollator
     from radixtrain.hf.calibration import calibrate
-    from radixtrain.hf.prepare import prepare_model, restore_model
+    from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
 
@@ -24,6 +24,8 @@ __all__ = [
     "calibrate",
     "prepare_model",
     "restore_model",
+    "share_prefixes",
+    "sharing_report",
     "tree_attention",
     "verify_equivalence",
 ]
@@ -35,6 +37,8 @@ _HOMES = {
     "calibrate": "radixtrain.hf.calibration",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",
+    "share_prefixes": "radixtrain.hf.prepare",
+    "sharing_report": "radixtrain.hf.prepare",
     "tree_attention": "radixtrain.attention",
     "verify_equivalence": "radixtrain.verification.equivalence",
 }

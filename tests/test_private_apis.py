@@ -62,6 +62,7 @@ TABLE = (
         (
             "radixtrain/bench/baseline.py",
             "radixtrain/hf/hooks.py",
+            "radixtrain/hf/padded/calls.py",
             "radixtrain/hf/prepare.py",
             "radixtrain/verification/oracle.py",
         ),
@@ -119,8 +120,33 @@ TABLE = (
     ),
     Private(
         "torch.nn.Module._is_replica",
-        ("radixtrain/hf/trainers.py",),
+        ("radixtrain/hf/padded/calls.py", "radixtrain/hf/trainers.py"),
         "tells a copy that DataParallel made",
+    ),
+    Private(
+        "torch.nn.Module._forward_pre_hooks",
+        ("radixtrain/hf/padded/calls.py",),
+        "tells whether PEFT gives each row an adapter of its own (adapter_names)",
+    ),
+    Private(
+        "torch.Tensor._base",
+        ("radixtrain/hf/padded/head.py",),
+        "finds the hidden states that the head's input is a view of",
+    ),
+    Private(
+        "torch.Tensor._version",
+        ("radixtrain/hf/padded/head.py",),
+        "tells whether hidden states were changed in place before the head",
+    ),
+    Private(
+        "torch._C._functorch.maybe_current_level",
+        ("radixtrain/hf/padded/calls.py",),
+        "says whether torch.func transforms the model, whose tensors have no memory to read",
+    ),
+    Private(
+        "torch.autograd.forward_ad._current_level",
+        ("radixtrain/hf/padded/calls.py",),
+        "says whether forward-mode differentiation runs",
     ),
     Private(
         "torch.ops.aten._flash_attention_forward.default._schema",
@@ -164,8 +190,8 @@ TABLE = (
     ),
     Private(
         "sys._getframe",
-        ("collators/unprepared.py", "radixtrain/hf/evaluation.py"),
-        "reads which trainer calls the model",
+        ("collators/unprepared.py", "radixtrain/hf/evaluation.py", "radixtrain/hf/padded/calls.py"),
+        "reads which trainer calls the model, and whether generate() does",
     ),
 )
 # What has an attribute only on instances. A copy of DataParallel has all of a module's, and one more.
@@ -176,6 +202,7 @@ INSTANCES: dict[Any, Callable[[], Any]] = {
 }
 PRIVATE = re.compile(r"_[A-Za-z]\w*")  # not dunder names, which Python documents
 OUR_MARK = "_radix"  # attributes that we set on objects of others
+DOCUMENTED = {"_asdict", "_replace"}  # of a NamedTuple, whose methods all begin with an underscore
 
 
 def privates_of(name: str) -> set[str]:
@@ -234,7 +261,7 @@ def used_in(source: str) -> set[str]:
     """Private names that a source uses and does not define."""
     tree = ast.parse(source)
     names = {private for name in named_in(tree) for private in privates_of(name)}
-    return {name for name in names - defined_in(tree) if not name.startswith(OUR_MARK)}
+    return {name for name in names - defined_in(tree) - DOCUMENTED if not name.startswith(OUR_MARK)}
 
 
 def overridden_in(path: Path) -> set[str]:

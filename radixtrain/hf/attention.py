@@ -27,6 +27,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
+from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window_on_mask
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
@@ -41,15 +42,22 @@ EAGER_NAME = "radix_eager"
 
 @dataclass
 class RadixCall:
-    """One forward pass on a radix batch: what every layer needs, and which layers ran."""
+    """One forward pass on a radix batch: what every layer needs, and which layers ran.
+
+    predictor_indices: the rows that the head gets; None for all of them.
+    chosen: the strategy for `auto`, if the collator or a calibration chose one.
+    places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
+    calls: the id of every attention module that ran.
+    """
 
     layout: TreeLayout
     predictor_indices: Tensor | None
     attention: str
     kernel: str
     window_may_bind: bool
-    chosen: str | None = None  # by the collator, for `auto`
-    calls: list[int] = field(default_factory=list)  # the id of every attention module that ran
+    chosen: str | None = None
+    places: Places | None = None
+    calls: list[int] = field(default_factory=list)
 
 
 def register_attention() -> None:
@@ -156,7 +164,7 @@ def _attend(
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{_name_of(layer)}{why}: {error}") from None
     call.calls.append(id(layer))
-    return out_UNH[None, ..., : value.shape[-1]], None
+    return out_UNH[None, ..., : value.shape[-1]].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
 
 
 def _window(call: RadixCall, layer: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> int | None:

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["Parts", "backbone_of", "is_text", "parts_of", "pretrained_model_of", "text_decoder_of", "with_rows"]
+__all__ = [
+    *("Parts", "backbone_of", "is_text", "model_inside", "parts_of"),
+    *("pretrained_model_of", "text_decoder_of", "with_rows"),
+]
 
 NOT_TEXT = re.compile("vision|image|visual|audio")
 
@@ -60,6 +63,29 @@ def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
             f"prepare the model before the trainer wraps it"
         )
     return base
+
+
+def model_inside(model: nn.Module) -> PreTrainedModel:
+    """The one Hugging Face model in a module of any kind: a value head, a cross-encoder, DDP. TypeError for several."""
+    if isinstance(model, PreTrainedModel) or callable(getattr(model, "get_base_model", None)):
+        return pretrained_model_of(model)
+    found = list(_outermost_models(model))
+    if len(found) != 1:
+        names = ", ".join(type(each).__name__ for each in found) or "none"
+        raise TypeError(
+            f"expected a module with one transformers PreTrainedModel inside, and {type(model).__name__} has "
+            f"{len(found)}: {names}; give each by itself"
+        )
+    return found[0]
+
+
+def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The Hugging Face models of a module that are not part of another one."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_models(child)
 
 
 def backbone_of(model: nn.Module) -> Any:

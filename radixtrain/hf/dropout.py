@@ -60,7 +60,7 @@ def check_noise(decoder: Any, allowed: tuple[str, ...]) -> None:
     if noise and decoder.training and "neftune" not in allowed:
         raise UserError(
             f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token, but an ordinary batch "
-            f"draws one per copy; remove it, or prepare_model(..., allow_dropout=['neftune'])"
+            f"draws one per copy; remove it, or allow it by name: allow_dropout=['neftune']"
         )
 
 

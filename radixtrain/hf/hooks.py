@@ -29,7 +29,8 @@ from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, RadixCall, regis
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.evaluation import check_evaluation
 from radixtrain.hf.inputs import check_inputs, layout_of, split_inputs
-from radixtrain.hf.refusals import check_pass
+from radixtrain.hf.padded.sharing import PaddedSharing
+from radixtrain.hf.refusals import check_draws, check_pass
 from radixtrain.hf.sharing import SharingWatch
 from radixtrain.hf.trainers import check_not_cut
 from radixtrain.hf.windows import no_mask, window_may_bind
@@ -80,6 +81,8 @@ class BackboneHooks:
     model: the Hugging Face model, to which trainers may add adapters.
     attention, kernel, allow_dropout: as given to `prepare_model`.
     num_layers: decoder layers, each of which must run tree attention.
+    refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
+    padded: for a model of `share_prefixes`, what shares ordinary batches.
     """
 
     model: PreTrainedModel
@@ -87,6 +90,8 @@ class BackboneHooks:
     kernel: str
     num_layers: int
     allow_dropout: tuple[str, ...]
+    refused: str | None = None
+    padded: PaddedSharing | None = None
     choices: set[tuple[str, int | None]] = field(default_factory=set)  # of collators, logged once each
     head: HeadCheck = field(default_factory=HeadCheck)
     sharing: SharingWatch = field(init=False)
@@ -97,7 +102,8 @@ class BackboneHooks:
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """A copy of only the backbone does not copy the model around it."""
         model = memo.get(id(self.model), self.model)
-        copied = replace(self, model=model, choices=set(self.choices), head=deepcopy(self.head, memo))
+        padded = deepcopy(self.padded, memo)
+        copied = replace(self, model=model, padded=padded, choices=set(self.choices), head=deepcopy(self.head, memo))
         copied.sharing = copy(self.sharing)
         memo[id(self)] = copied
         return copied
@@ -112,9 +118,13 @@ class BackboneHooks:
         """Register the hooks on the backbone, on the model and on its head."""
         handles = [
             backbone.register_forward_pre_hook(self.before, with_kwargs=True),
-            backbone.register_forward_hook(self.after, with_kwargs=True),
+            backbone.register_forward_hook(self.after, with_kwargs=True, prepend=True),  # the user's see [B, L, D]
         ]
         head = self.model.get_output_embeddings()
+        if head is not None and self.padded is not None:
+            shared = self.padded.head
+            handles.append(head.register_forward_pre_hook(shared.before))
+            handles.append(head.register_forward_hook(shared.after, prepend=True))
         if head is not None:
             handles += [
                 self.model.register_forward_pre_hook(self.head.enter),
@@ -129,8 +139,9 @@ class BackboneHooks:
         self.head.num_predicting = None
         entries, given = split_inputs(backbone, args, kwargs)
         if not entries:
-            self.sharing.ordinary_batch(backbone)
-            return None
+            return self._before_ordinary(backbone, args, kwargs)
+        if self.refused is not None:
+            raise UserError(self.refused)
         layout = layout_of(entries)
         self._check(backbone, layout, entries, given)
         self.sharing.radix_batch(backbone, layout)
@@ -139,6 +150,19 @@ class BackboneHooks:
         call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind, chosen)
         mask = no_mask(may_bind, layout.device, call)
         return (), {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
+
+    def _before_ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An ordinary batch: on its unique tokens after `share_prefixes`, if it can be shared."""
+        if self.padded is None:
+            self.sharing.ordinary_batch(backbone)
+            return None
+        given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
+        self.sharing.padded_batch(backbone, self.padded.report)
+        if given is None:
+            return None
+        check_adapters((self.model, backbone), self.allow_dropout)
+        check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
+        return (), given
 
     def _check(
         self, backbone: nn.Module, layout: TreeLayout, entries: Mapping[str, Any], given: Mapping[str, Any]
@@ -175,7 +199,10 @@ class BackboneHooks:
                 f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong; "
                 f"if they are not there, set num_hidden_layers of its configuration and call prepare_model again"
             )
-        _expand_router_logits(type(backbone).__name__, output, kwargs, call.layout)
+        _expand_router_logits(type(backbone).__name__, output, kwargs, call)
+        if call.places is not None:
+            assert self.padded is not None
+            return self.padded.outputs_at_places(output, call, backbone.training)
         if call.predictor_indices is None:
             return output
         hidden = output[0]
@@ -193,8 +220,11 @@ def _check_in_force(decoder: Any) -> None:
         )
 
 
-def _expand_router_logits(name: str, output: Any, kwargs: Mapping[str, Any], layout: TreeLayout) -> None:
-    """Router logits of the U unique rows -> of the T original tokens, in place: the loss counts each once."""
+def _expand_router_logits(name: str, output: Any, kwargs: Mapping[str, Any], call: RadixCall) -> None:
+    """Router logits of the U unique rows -> of the original tokens, in place: the loss counts each token once.
+
+    Of a padded batch they stand at their places, and padding is left out of Hugging Face's loss.
+    """
     if isinstance(output, tuple):
         if kwargs.get("output_router_logits"):
             raise UserError(f"{name} returns its router logits in a tuple; call it with return_dict=True")
@@ -205,10 +235,10 @@ def _expand_router_logits(name: str, output: Any, kwargs: Mapping[str, Any], lay
     expanded = []
     for index, logits in enumerate(router_logits):
         rows = logits.flatten(0, -2)
-        if len(rows) != layout.num_rows:
+        if len(rows) != call.layout.num_rows:
             raise UserError(
-                f"{name} layer {index} returns router logits of shape {tuple(logits.shape)} for {layout.num_rows} "
+                f"{name} layer {index} returns router logits of shape {tuple(logits.shape)} for {call.layout.num_rows} "
                 f"unique tokens, so the router loss cannot be counted by token; set output_router_logits to false"
             )
-        expanded.append(gather_rows(rows, layout.inverse_indices))
+        expanded.append(call.places.spread(rows) if call.places else gather_rows(rows, call.layout.inverse_indices))
     output.router_logits = tuple(expanded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,7 +13,10 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.tree.layout import TreeLayout
 
-__all__ = ["check_batch_positions", "check_model_positions", "padding_idx_of_positions", "why_padding_matters"]
+__all__ = [
+    *("FrequencyChange", "check_batch_positions", "check_model_positions"),
+    *("frequencies_change_at", "padding_idx_of_positions", "why_padding_matters"),
+]
 
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
@@ -43,26 +46,43 @@ def padding_idx_of_positions(decoder: nn.Module) -> int | None:
 def check_batch_positions(decoder: Any, layout: TreeLayout) -> None:
     """Refuse positions at which rotary embeddings change their frequencies.
 
-    Hugging Face looks at the largest position of the batch; so does this. A prefix would depend on the sequences that
-    are in the batch beside its own.
+    A prefix would depend on the sequences that are in the batch beside its own.
+    """
+    change = frequencies_change_at(decoder)
+    if change is not None and layout.max_position >= change.limit:
+        raise UserError(
+            f"{type(decoder).__name__} has {change.rope_type} rotary embeddings, whose frequencies change with the "
+            f"largest position of a batch once it passes {change.limit} tokens, and this batch has position "
+            f"{layout.max_position}; set max_length to {change.limit} or less"
+        )
+
+
+class FrequencyChange(NamedTuple):
+    """rope_type: of the rotary embeddings. limit: tokens after which a batch gets other frequencies."""
+
+    rope_type: str
+    limit: int
+
+
+def frequencies_change_at(decoder: Any) -> FrequencyChange | None:
+    """Where rotary embeddings change their frequencies; None if they never do.
+
+    Hugging Face looks at the largest position of a batch, that of padding included.
     """
     config = decoder.config
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(inner for inner in parameters.values() if isinstance(inner, dict))]  # one, or a layer type's
-    for rope in kinds:
-        if rope.get("rope_type") not in ("dynamic", "longrope"):
-            continue
-        limit = (
+    changes = [
+        FrequencyChange(
+            rope["rope_type"],
             rope.get("original_max_position_embeddings")
             or getattr(config, "original_max_position_embeddings", None)
-            or config.max_position_embeddings
+            or config.max_position_embeddings,
         )
-        if layout.max_position >= limit:
-            raise UserError(
-                f"{type(decoder).__name__} has {rope['rope_type']} rotary embeddings, whose frequencies change with "
-                f"the largest position of a batch once it passes {limit} tokens, and this batch has position "
-                f"{layout.max_position}; set max_length to {limit} or less"
-            )
+        for rope in kinds
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(changes, key=lambda change: change.limit, default=None)
 
 
 def why_padding_matters(decoder: Any) -> str | None:
@@ -78,7 +98,24 @@ def why_padding_matters(decoder: Any) -> str | None:
         return "positions that are not rotary embeddings"
     if getattr(decoder.config, "attn_temperature_tuning", None) or any("scaling_beta" in str(key) for key in rope):
         return "scores that are scaled by the position"
-    return None
+    reasons = (_why_attention_counts(module) for _, module in decoder.named_modules())
+    return next(filter(None, reasons), None)
+
+
+def _why_attention_counts(module: nn.Module) -> str | None:
+    """What in an attention module depends on more than distances, by its source."""
+    if "Attention" not in type(module).__name__:
+        return None
+    try:
+        signature, _, after = inspect.getsource(type(module).forward).partition("apply_rotary")
+    except (OSError, TypeError):  # a class without a source file
+        return None
+    if "attention_scaling" in signature:  # Beam
+        return "scores that are scaled by the position"
+    norms = (child for name, child in module.named_children() if "norm" in name)
+    has_weights = any(list(norm.parameters()) for norm in norms)  # without, a rotation changes nothing in a norm
+    is_after = re.search(r"norm\(\s*q", after) is not None  # HunYuan
+    return "a norm of queries after their rotation" if has_weights and is_after else None
 
 
 def _position_embeddings(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,4 +1,4 @@
-"""Hugging Face models on unique tokens: `prepare_model` installs the hooks, `restore_model` removes them.
+"""Hugging Face models on unique tokens: `prepare_model` and `share_prefixes` install hooks, `restore_model` undoes it.
 
 transformers >= 5 gives every hook that is needed:
 
@@ -15,7 +15,7 @@ that every layer ran it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -25,11 +25,13 @@ from radixtrain.collators.unprepared import PREPARED, allow_watch, end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, register_attention
-from radixtrain.hf.backbone import Parts, backbone_of, parts_of, pretrained_model_of
+from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.hooks import BackboneHooks
-from radixtrain.hf.refusals import check_choice, check_model, not_reached
+from radixtrain.hf.padded.report import SharingReport
+from radixtrain.hf.padded.sharing import PaddedSharing, SharingOptions
+from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
 
-__all__ = ["prepare_model", "prepared_options", "restore_model"]
+__all__ = ["prepare_model", "prepared_options", "restore_model", "share_prefixes", "sharing_report"]
 
 STATE = "_radixtrain_state"
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -39,12 +41,14 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _State:
     """What `restore_model` needs.
 
-    options: keyword arguments of `prepare_model`. previous: each part's configuration and its attention before.
+    options: attention, kernel and allow_dropout, as they were given. previous: each part's configuration and its
+    attention before. sharing: None for a model of `prepare_model` only.
     """
 
     options: dict[str, Any]
     previous: list[tuple[Any, str]]
     handles: list[RemovableHandle]
+    sharing: PaddedSharing | None
 
 
 def prepare_model(
@@ -54,7 +58,7 @@ def prepare_model(
 
     model: a `PreTrainedModel` for causal language modelling, its bare backbone, or one wrapped by PEFT. In a multimodal
         model the text decoder is prepared: text shares, ordinary batches with images run as before. Preparing again
-        replaces the earlier choice.
+        replaces the earlier choice; a model of `share_prefixes` goes on sharing.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `radixtrain.attention`. With `auto`, a
         collator that has a `step_cost` chooses for each batch.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`.
@@ -71,31 +75,83 @@ def prepare_model(
     for an attention or kernel that cannot run. What depends on the batch, or is added later, is refused at the first
     batch that it would change.
     """
-    allowed = tuple(allow_dropout)
     parts = parts_of(model)
-    check_adapters(model.modules(), allowed)
-    check_model(parts, allowed)
-    check_choice(parts.decoder, attention, kernel)
-    restore_model(model)
-    _check_owner(parts.backbone)
-    previous = _set_attention(parts)
-    hooks = BackboneHooks(parts.base, attention, kernel, _num_text_layers(parts.decoder.config), allowed)
-    options = {"attention": attention, "kernel": kernel, "allow_dropout": allowed}
-    setattr(parts.base, STATE, _State(options, previous, hooks.install(parts.backbone)))
-    setattr(parts.backbone, PREPARED, True)
-    end_watch()
+    options = {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
+    _check(model, parts, options, any_head=False)
+    earlier = getattr(parts.base, STATE, None)
+    sharing = earlier and earlier.sharing
+    if sharing is not None:
+        sharing = PaddedSharing(replace(sharing.options, attention=attention, kernel=kernel), sharing.generates)
+    _install(parts, options, sharing)
     return model
 
 
+def share_prefixes(
+    model: ModelT,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    min_shared_tokens: int | str = 1,
+    min_ratio: float = 1.1,
+    allow_dropout: Iterable[str] = (),
+) -> ModelT:
+    """Make a model compute the tokens that the rows of a padded batch share only once. Returns the same model.
+
+    For trainers that make their batches themselves: preference pairs, groups of samples, rerankers, distillation, a
+    loop of your own. Nothing else changes: every call with padded `[B, L]` ids that wants no cache runs on its unique
+    tokens and returns `[B, L, D]`, with the same values and the same gradient. A language-model head that gets these
+    computes every row once, too.
+
+    model: a `PreTrainedModel` with any head, one wrapped by PEFT, or a module that has one Hugging Face model inside.
+        The batches of a `RadixCollator` work too if the head predicts next tokens. Calling it again replaces the
+        options.
+    attention, kernel, allow_dropout: see `prepare_model`.
+    min_shared_tokens: a branch point that saves fewer tokens gets no branch; `auto` measures the machine at the first
+        call, some seconds, and then chooses this and the attention for every batch.
+    min_ratio: B x L / U below which a batch is left alone.
+
+    A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
+    with the reason: a cache, `inputs_embeds`, `output_attentions`, images, a mask with holes, left padding without
+    `position_ids` in a model with learned positions. Hidden states of padding are those of another token. A loss that
+    reads them ends in a UserError in the backward pass; without gradients nothing warns. A hook of your own on a layer
+    sees the unique tokens, [1, U, D].
+
+    Raises UserError as `prepare_model`, except that any head is allowed; TypeError for a module without exactly one
+    Hugging Face model.
+    """
+    parts = parts_of(model_inside(model))
+    options = {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
+    _check_sharing(min_shared_tokens, min_ratio)
+    _check(model, parts, options, any_head=True)
+    generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
+    sharing = PaddedSharing(SharingOptions(attention, kernel, min_shared_tokens, min_ratio), generates)
+    _install(parts, options, sharing)
+    return model
+
+
+def sharing_report(model: nn.Module) -> SharingReport:
+    """How many calls of a model `share_prefixes` shared, how many not and why, and what it saved.
+
+    Raises UserError for a model without `share_prefixes`.
+    """
+    state = getattr(model_inside(model), STATE, None)
+    if state is None or state.sharing is None:
+        raise UserError(f"{type(model).__name__} shares nothing: call share_prefixes(model) first")
+    return state.sharing.report
+
+
 def prepared_options(model: nn.Module) -> dict[str, Any] | None:
-    """The keyword arguments that `prepare_model` was given, or None for a model that is not prepared."""
+    """Attention, kernel and allow_dropout of a prepared model, as they were given; None if it is not prepared."""
     state = getattr(pretrained_model_of(model), STATE, None)
     return None if state is None else state.options
 
 
 def restore_model(model: ModelT) -> ModelT:
-    """Undo `prepare_model`: removes the hooks and sets the attention back. Any other model is not changed."""
-    base = pretrained_model_of(model)
+    """Undo `prepare_model` and `share_prefixes`: removes the hooks and sets the attention back.
+
+    Any other model is not changed.
+    """
+    base = model_inside(model)
     state = getattr(base, STATE, None)
     if state is not None:
         for handle in state.handles:
@@ -105,6 +161,38 @@ def restore_model(model: ModelT) -> ModelT:
         _set_back(state.previous)
         allow_watch()
     return model
+
+
+def _check(model: nn.Module, parts: Parts, options: dict[str, Any], any_head: bool) -> None:
+    """Refuse a model that cannot compute unique tokens exactly, and a choice that cannot run."""
+    check_adapters(model.modules(), options["allow_dropout"])
+    check_model(parts, options["allow_dropout"], any_head)
+    check_choice(parts.decoder, options["attention"], options["kernel"])
+
+
+def _check_sharing(min_shared_tokens: int | str, min_ratio: float) -> None:
+    is_number = isinstance(min_shared_tokens, int) and min_shared_tokens >= 1
+    if min_shared_tokens != "auto" and not is_number:
+        raise UserError(f"min_shared_tokens must be 'auto' or a number from 1 on, got {min_shared_tokens!r}")
+    if not min_ratio >= 0:
+        raise UserError(f"min_ratio must be a number from 0 on, got {min_ratio!r}")
+
+
+def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | None) -> None:
+    """Set our attention and the hooks in place of those that the model has."""
+    restore_model(parts.base)
+    _check_owner(parts.backbone)
+    previous = _set_attention(parts)
+    hooks = BackboneHooks(
+        parts.base,
+        num_layers=_num_text_layers(parts.decoder.config),
+        refused=why_not_next_tokens(parts),
+        padded=sharing,
+        **options,
+    )
+    setattr(parts.base, STATE, _State(options, previous, hooks.install(parts.backbone), sharing))
+    setattr(parts.backbone, PREPARED, True)
+    end_watch()
 
 
 def _check_owner(backbone: nn.Module) -> None:

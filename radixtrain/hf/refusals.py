@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch import nn
 from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
@@ -19,10 +20,10 @@ from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.positions import check_batch_positions, check_model_positions, why_padding_matters
 from radixtrain.hf.shape import ModelDimensions
-from radixtrain.hf.windows import only_full_attention
+from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
 
-__all__ = ["check_choice", "check_model", "check_pass", "not_reached"]
+__all__ = ["check_choice", "check_draws", "check_model", "check_pass", "not_reached", "why_not_next_tokens"]
 
 CAUSAL_CLASSES = {
     name
@@ -43,14 +44,20 @@ NOT_NEXT_TOKENS = {  # classes that are called causal all the same
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
 
 
-def check_model(parts: Parts, allowed: tuple[str, ...]) -> None:
-    """Refuse a model that cannot compute a radix batch exactly, as far as this is known before the first batch.
+def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) -> None:
+    """Refuse a model that cannot compute unique tokens exactly, as far as this is known before the first batch.
 
-    allowed: as `allow_dropout` of `prepare_model`.
+    allowed: as `allow_dropout` of `prepare_model`. any_head: False for the batches of a `RadixCollator`, whose labels
+    are next tokens.
     """
-    _check_class(parts)
+    _check_decoder(parts)
+    reason = None if any_head else why_not_next_tokens(parts)
+    if reason:
+        raise UserError(reason)
     _check_layers(parts.name, parts.decoder.config)
     _check_attention(parts.name, parts.decoder.config)
+    if any_head:
+        _check_causal(parts)
     if not _takes_function_from_interface(parts.decoder):
         raise not_reached(parts)
     check_model_positions(parts)
@@ -79,6 +86,11 @@ def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, a
             f"a feature is padded on the left, so Hugging Face counts its positions from the padding, and "
             f"{type(decoder).__name__} has {reason}; leave the padding to the collator, or give position_ids"
         )
+    check_draws(decoder, head, allowed)
+
+
+def check_draws(decoder: Any, head: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse what draws at random in this forward pass."""
     check_noise(decoder, allowed)
     for part in (decoder, head):
         if part is not None:
@@ -98,33 +110,36 @@ def _takes_function_from_interface(decoder: Any) -> bool:
 
     transformers judges by the whole file, in which a vision tower may take it and the text layers may not.
     """
-    classes = {
-        type(module)
-        for path, module in decoder.named_modules()
-        if "Attention" in type(module).__name__ and is_text(path)
-    }
+    classes = {type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)}
     try:
         return not classes or any("attention_interface" in inspect.getsource(each) for each in classes)
     except (OSError, TypeError):  # a class without a source file
         return True
 
 
-def _check_class(parts: Parts) -> None:
-    """Refuse a class whose head does not predict next tokens. A bare backbone may have any head of the user's own."""
-    base, backbone, _ = parts
-    name = parts.name
-    if getattr(base.config, "is_encoder_decoder", False):
-        raise UserError(f"{name} is not a plain decoder, but an encoder and a decoder; train it with dedup: false")
-    ancestors = [each.__name__ for each in type(base).__mro__]
-    is_causal = any(each in CAUSAL_CLASSES or each.endswith(CAUSAL_ENDINGS) for each in ancestors)
-    if not is_causal and backbone is not base:
+def _check_decoder(parts: Parts) -> None:
+    """Refuse a model that is not one causal decoder."""
+    if getattr(parts.base.config, "is_encoder_decoder", False):
         raise UserError(
-            f"{name} is not a causal language model: the labels of a RadixCollator are next tokens, which its head and "
-            f"its loss do not expect. Use a ...ForCausalLM class, or train it without prepare_model"
+            f"{parts.name} is not a plain decoder, but an encoder and a decoder; train it with dedup: false"
         )
-    for each in ancestors:
-        if each in NOT_NEXT_TOKENS:
-            raise UserError(f"{name} does not predict next tokens: {NOT_NEXT_TOKENS[each]}")
+
+
+def why_not_next_tokens(parts: Parts) -> str | None:
+    """Why the labels of a `RadixCollator` are nothing for this class; None if its head predicts next tokens.
+
+    A bare backbone may have any head of the user's own.
+    """
+    name = parts.name
+    ancestors = [each.__name__ for each in type(parts.base).__mro__]
+    is_causal = any(each in CAUSAL_CLASSES or each.endswith(CAUSAL_ENDINGS) for each in ancestors)
+    if not is_causal and parts.backbone is not parts.base:
+        return (
+            f"{name} is not a causal language model: the labels of a RadixCollator are next tokens, which its head and "
+            f"its loss do not expect. Use a ...ForCausalLM class, or share_prefixes(model) with ordinary batches"
+        )
+    excluded = (why for each, why in NOT_NEXT_TOKENS.items() if each in ancestors)
+    return next((f"{name} does not predict next tokens: {why}" for why in excluded), None)
 
 
 def _check_layers(name: str, config: Any) -> None:
@@ -159,10 +174,32 @@ def _check_attention(name: str, config: Any) -> None:
         )
 
 
+def _check_causal(parts: Parts) -> None:
+    """Refuse an encoder, by its attention modules and by the masks that its source makes."""
+    layers = [module for path, module in parts.decoder.named_modules() if _is_attention(module) and is_text(path)]
+    flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
+    if not layers or (flags and not any(flags)) or not _makes_causal_mask(parts.decoder):
+        raise UserError(
+            f"{parts.name} attends in both directions, or not at all, and a shared prefix has the same states only "
+            f"under causal attention; use a decoder, or train it without share_prefixes"
+        )
+
+
+def _makes_causal_mask(decoder: Any) -> bool:
+    try:
+        return "causal" in inspect.getsource(type(decoder))
+    except (OSError, TypeError):  # a class without a source file
+        return True
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__
+
+
 def _check_chunks(decoder: Any, max_seqlen: int) -> None:
     """Refuse chunks that are shorter than a sequence; longer ones change nothing."""
-    chunk = getattr(decoder.config, "attention_chunk_size", None)
-    if chunk and chunk < max_seqlen and not only_full_attention(decoder.config):
+    chunk = chunk_of(decoder.config)
+    if chunk and chunk < max_seqlen:
         raise UserError(
             f"{type(decoder).__name__} attends within chunks of {chunk} tokens (attention_chunk_size), and this "
             f"batch has a sequence of {max_seqlen}; set max_length to {chunk} or less, and the chunks change nothing"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from radixtrain.hf.padded.report import SharingReport
 from radixtrain.tree.layout import TreeLayout
 
 __all__ = ["NUM_CALLS", "SharingWatch"]
@@ -36,8 +37,8 @@ class SharingWatch:
         if self.num_ordinary == NUM_CALLS and not self.num_unshared and not _is_frozen(backbone):
             logger.warning(
                 "%s is prepared, but its first %d training batches were ordinary ones, so training shares nothing: "
-                "give the trainer data_collator=RadixCollator(). A trainer that makes its batches itself, as TRL's for "
-                "DPO and GRPO, cannot share",
+                "give the trainer data_collator=RadixCollator(), or call share_prefixes(model) if it makes its "
+                "batches itself, as TRL's for DPO and GRPO",
                 self.name,
                 NUM_CALLS,
             )
@@ -60,6 +61,17 @@ class SharingWatch:
                 self.name,
             )
         self.is_done = shares or self.num_unshared == NUM_CALLS
+
+    def padded_batch(self, backbone: nn.Module, report: SharingReport) -> None:
+        """Count a call of a model of `share_prefixes`. Warns after the first few, if none of them could be shared."""
+        if self.is_done or not _trains(backbone):
+            return
+        self.num_ordinary += 1
+        self.is_done = bool(report.num_shared) or self.num_ordinary == NUM_CALLS
+        if self.is_done and not report.num_shared and not _is_frozen(backbone):
+            logger.warning(
+                "share_prefixes(%s): the first %d training calls shared nothing. %s", self.name, NUM_CALLS, report
+            )
 
 
 def _trains(backbone: nn.Module) -> bool:

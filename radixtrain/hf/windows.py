@@ -21,7 +21,7 @@ from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
 
 __all__ = [
-    *("call_on_mask", "mask_function", "no_mask", "only_full_attention"),
+    *("call_on_mask", "chunk_of", "mask_function", "no_mask", "only_full_attention"),
     *("window_may_bind", "window_of", "window_on_mask"),
 ]
 
@@ -40,6 +40,12 @@ def only_full_attention(config: Any) -> bool:
     """Whether a configuration says of every layer that its attention is full."""
     layer_types = getattr(config, "layer_types", None) or ()
     return bool(layer_types) and all(layer_type == "full_attention" for layer_type in layer_types)
+
+
+def chunk_of(config: Any) -> int | None:
+    """Tokens of the chunks within which some layer attends; None if no layer does."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    return chunk if chunk and not only_full_attention(config) else None
 
 
 def no_mask(may_bind: bool, device: torch.device, call: Any = None) -> Tensor:

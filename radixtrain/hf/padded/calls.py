@@ -1,0 +1,169 @@
+"""Which calls of a backbone are shared: padded `[B, L]` ids, no cache, and nothing whose result would change.
+
+Any other call runs as if nothing had been installed, and the report counts it under the reason that is found here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME
+from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.positions import frequencies_change_at, why_padding_matters
+from radixtrain.hf.windows import chunk_of
+
+__all__ = ["arguments_of", "why_rows_are_not_shared", "why_unshared"]
+
+READ = {"input_ids", "attention_mask", "position_ids"}
+# Tensors that a call may have beside those and that are for the loss: no layer reads them.
+FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
+# The same for these, unless the forward pass of the backbone names them.
+UNREAD = {
+    *("token_type_ids", "cache_position"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+}
+MAX_FRAMES = 64  # TRL with adapters has 17 between the hook and the trainer
+
+
+def arguments_of(backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that are None."""
+    given = dict(zip(_parameters(backbone), args, strict=False)) if args else {}
+    return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
+
+
+def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], generates: bool) -> str | None:
+    """Why a call cannot be shared, as far as this is known without reading the ids; None if nothing is against it.
+
+    model: around the backbone. given: as `arguments_of` returns them. generates: whether somebody may want the cache
+    that the configuration makes.
+    """
+    decoder = text_decoder_of(backbone)
+    if given.get("input_ids") is None:
+        return "inputs_embeds are given, and tokens are compared by their ids"
+    return (
+        _why_cache(backbone, decoder, given, generates)
+        or _why_shapes(given)
+        or _why_outputs(decoder.config, given)
+        or _why_other_inputs(backbone, given)
+        or _why_state(model, backbone, decoder)
+    )
+
+
+def why_rows_are_not_shared(decoder: Any, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
+    """Why these rows cannot be shared, None if nothing is against it."""
+    if not rows.kept.any():
+        return "attention_mask hides every token"
+    if rows.has_holes:
+        return "attention_mask has a hole"
+    if rows.is_packed and not rows.packing_is_plain:
+        return "position_ids jump within a row"
+    if rows.is_packed and _option("use_cache", decoder.config, given):
+        return "a row has several sequences, which transformers separates only with use_cache=False"
+    if rows.has_negative_positions:
+        return "position_ids are negative"
+    if rows.is_left_padded and rows.position_ids is None:
+        reason = why_padding_matters(decoder)
+        if reason:
+            return f"left padding without position_ids, and {reason}"
+    change = frequencies_change_at(decoder)
+    if change is not None and rows.max_position >= change.limit:
+        return f"{change.rope_type} rotary embeddings change their frequencies at {change.limit} tokens"
+    chunk = chunk_of(decoder.config)
+    if chunk and chunk < rows.kept.shape[1]:
+        return f"attention within chunks of {chunk} tokens, and longer rows"
+    return None
+
+
+def _why_cache(backbone: nn.Module, decoder: Any, given: Mapping[str, Any], generates: bool) -> str | None:
+    """Generation wants a cache. A call that trains does not, whatever the configuration says, nor does a score head."""
+    if "past_key_values" in given:
+        return "a cache is given (past_key_values)"
+    if given.get("use_cache"):
+        return "a cache is wanted (use_cache=True)"
+    is_training = backbone.training and torch.is_grad_enabled()
+    is_tuple = not _option("return_dict", decoder.config, given, default=True)  # in which the cache has a place
+    is_wanted = is_tuple or (generates and not is_training)
+    if is_wanted and _option("use_cache", decoder.config, given):
+        return "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
+    return "generate() runs" if not torch.is_grad_enabled() and _is_generating(sys._getframe(1)) else None
+
+
+def _option(name: str, config: Any, given: Mapping[str, Any], default: bool = False) -> bool:
+    """An option of a call, or what the configuration says about it."""
+    return bool(given.get(name, getattr(config, name, default)))
+
+
+def _why_shapes(given: Mapping[str, Any]) -> str | None:
+    ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+    if ids.ndim != 2:
+        return f"input_ids have {ids.ndim} dimensions, not 2"
+    if positions is not None and positions.is_floating_point():
+        return "position_ids are not whole numbers"
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
+        return "attention_mask is not [B, L]"
+    if positions is not None and (positions.ndim != 2 or positions.shape[1] != ids.shape[1]):
+        return "position_ids are not [B, L]"
+    return None if ids.numel() else "the batch is empty"
+
+
+def _why_outputs(config: Any, given: Mapping[str, Any]) -> str | None:
+    """Attention weights exist only for the whole batch, and in a tuple it is not known which output is which."""
+    if _option("output_attentions", config, given):
+        return "output_attentions"
+    wanted = any(_option(name, config, given) for name in ("output_hidden_states", "output_router_logits"))
+    if wanted and not _option("return_dict", config, given, default=True):
+        return "hidden states or router logits in a tuple; pass return_dict=True"
+    return None
+
+
+def _why_other_inputs(backbone: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """A tensor that a layer may read, and that has one entry for each token or each row."""
+    for name, value in given.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        is_data = any(isinstance(part, Tensor) for part in parts)
+        is_read = name not in UNREAD or name in _parameters(backbone)
+        if is_data and is_read and name not in READ | FOR_THE_LOSS:
+            return f"{name} is given"
+    return None
+
+
+def _why_state(model: nn.Module, backbone: nn.Module, decoder: Any) -> str | None:
+    if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
+        return "torch.nn.DataParallel runs copies of the model"
+    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return "torch.func or forward-mode differentiation runs"
+    if not backbone.training and _names_adapters(model):
+        return "adapter_names choose an adapter for each row"
+    name = decoder.config._attn_implementation
+    return None if name in (ATTENTION_NAME, EAGER_NAME) else f"attn_implementation is now {name!r}"
+
+
+def _names_adapters(model: nn.Module) -> bool:
+    """Whether PEFT hands every layer the names of adapters for this call, by a hook on each of them."""
+    layers = (module for module in model.modules() if type(module).__module__.startswith("peft."))
+    hooks = (hook for layer in islice(layers, 1) for hook in layer._forward_pre_hooks.values())
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+
+
+def _is_generating(frame: FrameType | None) -> bool:
+    """Whether `generate` of transformers is on the stack. Without a cache its calls look like any other."""
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "generate" and "transformers" in frame.f_globals.get("__name__", ""):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _parameters(backbone: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(backbone.forward).parameters

@@ -1,0 +1,97 @@
+"""The rows of a padded batch on the host, and their prefix plan.
+
+    input_ids  7 8 9 0    attention_mask  1 1 1 0    unique rows  7 8 5 9    places  0 1 3 4
+               0 7 8 5                    0 1 1 1                                    4 0 1 2
+
+A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.plan import PrefixPlan
+
+__all__ = ["PaddedRows"]
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class PaddedRows(NamedTuple):
+    """input_ids: (B, L), int64.
+    kept: (B, L), bool. False for padding.
+    position_ids: (B, L), int64, or None if they count the columns.
+    is_packed: one row that has several sequences, each of which counts its positions from 0.
+    """
+
+    input_ids: IntArray
+    kept: BoolArray
+    position_ids: IntArray | None
+    is_packed: bool
+
+    @classmethod
+    def read(cls, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> PaddedRows:
+        """Copies the tensors to the host, in one copy if they are on a device.
+
+        input_ids: (B, L). attention_mask: (B, L), or None if nothing is hidden. position_ids: (B, L) or (1, L) or None.
+        """
+        given = [input_ids, None if attention_mask is None else attention_mask != 0, position_ids]
+        device = input_ids.device  # transformers moves a mask of the host itself
+        tensors = [each.to(device, torch.int64).expand_as(input_ids) for each in given if each is not None]
+        arrays = iter(torch.stack(tensors).cpu().numpy())
+        ids = next(arrays)
+        kept = np.ones(ids.shape, dtype=bool) if attention_mask is None else next(arrays).astype(bool)
+        positions = None if position_ids is None else next(arrays)
+        is_packed = attention_mask is None and positions is not None and bool((np.diff(positions) != 1).any())
+        return cls(ids, kept, positions, is_packed)
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether some row has padding between its tokens."""
+        return bool((np.diff(self.kept, axis=1, prepend=False, append=False).sum(axis=1) > 2).any())
+
+    @property
+    def is_left_padded(self) -> bool:
+        return bool((~self.kept[:, :1] & self.kept.any(axis=1, keepdims=True)).any())
+
+    @property
+    def has_negative_positions(self) -> bool:
+        positions = self.kept_positions
+        return positions is not None and bool((positions < 0).any())
+
+    @property
+    def packing_is_plain(self) -> bool:
+        """Whether the sequences of a packed batch stand in one row, and each counts its positions from 0."""
+        assert self.position_ids is not None
+        return len(self.kept) == 1 and not self.position_ids[0][self.cu_seqlens[:-1]].any()
+
+    @property
+    def max_position(self) -> int:
+        """The largest position that Hugging Face computes, of padding too."""
+        return self.kept.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max(initial=0))
+
+    @property
+    def kept_positions(self) -> IntArray | None:
+        """(T,), int64. positions of the kept tokens; None if they count from 0 in every sequence."""
+        return None if self.position_ids is None or self.is_packed else self.position_ids[self.kept]
+
+    @property
+    def cu_seqlens(self) -> IntArray:
+        """Where each sequence starts among the kept tokens, and their number."""
+        if self.is_packed:
+            assert self.position_ids is not None
+            starts = np.flatnonzero(np.diff(self.position_ids[0], prepend=-2) != 1)
+            return np.append(starts, self.kept.size)
+        return np.concatenate([[0], np.cumsum(self.kept.sum(axis=1))])
+
+    def places(self, plan: PrefixPlan) -> IntArray:
+        """(B L,), int64. the unique row of each place; `plan.num_rows` for padding."""
+        rows = np.full(self.kept.size, plan.num_rows)
+        rows[self.kept.reshape(-1)] = plan.inverse_indices
+        return rows

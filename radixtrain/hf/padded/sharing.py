@@ -1,0 +1,186 @@
+"""`PaddedSharing`: a padded call of the backbone -> a call on unique tokens, and its outputs back in `[B, L]`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain.errors import UserError
+from radixtrain.hf.attention import RadixCall
+from radixtrain.hf.backbone import text_decoder_of, with_rows
+from radixtrain.hf.calibration import calibrate
+from radixtrain.hf.padded.calls import arguments_of, why_rows_are_not_shared, why_unshared
+from radixtrain.hf.padded.head import SharedHead, keep_places
+from radixtrain.hf.padded.packing import separates_packed_sequences
+from radixtrain.hf.padded.report import SharingReport
+from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.windows import no_mask, window_may_bind
+from radixtrain.tree.cost_model import StepCost
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+
+__all__ = ["PaddedSharing", "SharingOptions"]
+
+# Outputs of a backbone that may be tensors. A tuple has only hidden states.
+AT_PLACES = {0, "last_hidden_state", "rope_deltas"}
+
+
+@dataclass(frozen=True)
+class SharingOptions:
+    """As given to `share_prefixes`."""
+
+    attention: str
+    kernel: str
+    min_shared_tokens: int | str
+    min_ratio: float
+
+
+@dataclass(eq=False)
+class PaddedSharing:
+    """Runs padded calls of one backbone on their unique tokens.
+
+    options: as given to `share_prefixes`.
+    generates: whether the model can generate, with a cache.
+    step_cost: of the model, once it is calibrated for `auto`.
+    separates: whether it separates the sequences of a packed row, once one came.
+    """
+
+    options: SharingOptions
+    generates: bool
+    report: SharingReport = field(default_factory=SharingReport)
+    step_cost: StepCost | None = None
+    separates: bool | None = None
+    head: SharedHead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head = SharedHead(self.report)
+
+    def call_on_unique_tokens(
+        self, model: nn.Module, backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """The arguments of the call that computes unique tokens; None for a call that is left alone.
+
+        model: around the backbone, which is called with args and kwargs.
+        """
+        given = arguments_of(backbone, args, kwargs)
+        reason = why_unshared(model, backbone, given, self.generates)
+        if reason is None:
+            began = time.perf_counter()
+            planned = self._planned(backbone, given)
+            self.report.plan_seconds += time.perf_counter() - began
+            if not isinstance(planned, str):
+                return planned
+            reason = planned
+        self.report.not_shared[reason] += 1
+        return None
+
+    def _planned(self, backbone: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | str:
+        """The arguments of the shared call, or why there is none."""
+        decoder = text_decoder_of(backbone)
+        rows = PaddedRows.read(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
+        reason = why_rows_are_not_shared(decoder, given, rows)
+        if reason is None and rows.is_packed and not self._separates(backbone):
+            reason = "a row has several sequences, and this model does not separate them"
+        if reason is not None:
+            return reason
+        plan, strategy = self._plan(decoder, rows)
+        if rows.kept.size < self.options.min_ratio * plan.num_rows:
+            return f"less than min_ratio = {self.options.min_ratio} to save"
+        self._count(rows, plan)
+        return self._arguments(decoder, given, rows, plan, strategy)
+
+    def _separates(self, backbone: nn.Module) -> bool:
+        """Whether the model separates the sequences of a packed row; it is asked once."""
+        if self.separates is None:
+            self.separates = separates_packed_sequences(backbone)
+        return self.separates
+
+    def _plan(self, decoder: Any, rows: PaddedRows) -> tuple[PrefixPlan, str | None]:
+        """The plan, and the strategy that the calibration chose for it."""
+        packed = rows.input_ids[rows.kept], rows.cu_seqlens, rows.kept_positions
+
+        def plan_of(min_shared_tokens: int) -> PrefixPlan:
+            return build_prefix_plan(*packed, min_shared_tokens=min_shared_tokens)
+
+        if isinstance(self.options.min_shared_tokens, int):
+            return plan_of(self.options.min_shared_tokens), None
+        choice, plan = self._cost(decoder).cheapest(plan_of)
+        return plan, choice.strategy if self.options.attention == "auto" else None
+
+    def _cost(self, decoder: Any) -> StepCost:
+        if self.step_cost is None:
+            device_type = next(decoder.parameters()).device.type
+            dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+            attention, kernel = self.options.attention, self.options.kernel
+            self.step_cost = calibrate(decoder, attention=attention, kernel=kernel, dtype=dtype)
+        return self.step_cost
+
+    def _count(self, rows: PaddedRows, plan: PrefixPlan) -> None:
+        self.report.num_shared += 1
+        self.report.num_places += rows.kept.size
+        self.report.num_tokens += plan.num_tokens
+        self.report.num_unique_tokens += plan.num_rows
+
+    def _arguments(
+        self, decoder: Any, given: Mapping[str, Any], rows: PaddedRows, plan: PrefixPlan, strategy: str | None
+    ) -> dict[str, Any]:
+        """The call, with the unique tokens in place of the padded ones."""
+        device = given["input_ids"].device
+        layout = TreeLayout.from_plan(plan).to(device, non_blocking=True)
+        may_bind = window_may_bind(decoder.config, layout)
+        places = Places.on(device, rows.kept, rows.places(plan))
+        call = RadixCall(layout, None, self.options.attention, self.options.kernel, may_bind, strategy, places)
+        return {
+            **{name: value for name, value in given.items() if name != "cache_position"},
+            "input_ids": torch.from_numpy(rows.input_ids[rows.kept][plan.gather_indices])[None].to(device),
+            "position_ids": torch.tensor(plan.position_ids)[None].to(device),
+            "attention_mask": no_mask(may_bind, device, call),
+            "use_cache": False,
+            "radix_call": call,
+        }
+
+    @torch.compiler.disable  # the indices are new in every call
+    def outputs_at_places(self, output: Any, call: RadixCall, training: bool) -> Any:
+        """The output of the backbone with its hidden states, (1, U, D), back in (B, L, D).
+
+        training: the mode of the backbone.
+        """
+        places = call.places
+        assert places is not None
+        _check_outputs(output)
+        rows: Tensor = output[0]
+        placed = places.spread(rows[0], training)
+        keep_places(placed, places.host_rows, call.layout.num_rows)
+        hidden = placed.view(*places.batch_shape, -1)
+        states = output.get("hidden_states") if isinstance(output, Mapping) else None
+        if states is not None:
+            output.hidden_states = tuple(hidden if each is rows else _state_at(places, each) for each in states)
+        return with_rows(output, hidden)
+
+
+def _check_outputs(output: Any) -> None:
+    """Refuse outputs that would be those of the unique tokens: what a pooler makes of the first row."""
+    named = output.items() if isinstance(output, Mapping) else enumerate(output)
+    for name, value in named:
+        if name not in AT_PLACES and isinstance(value, Tensor):
+            raise UserError(
+                f"the backbone returns {name}, which it computes from other tokens when they are shared; call "
+                f"restore_model(model), or leave its pooler out (add_pooling_layer=False)"
+            )
+
+
+def _state_at(places: Places, state: Tensor) -> Tensor:
+    """The hidden states of one layer, (1, U, D), in (B, L, D). Gemma 3n has several streams of them, (4, 1, U, D)."""
+    if state.ndim < 3 or state.shape[-3] != 1:
+        raise UserError(
+            f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the batch "
+            f"are not known; leave it out, or call restore_model(model)"
+        )
+    placed = places.spread(state.flatten(0, -3).transpose(0, 1))  # the streams are together in a row
+    return placed.transpose(0, 1).unflatten(1, places.batch_shape).reshape(*state.shape[:-3], *places.batch_shape, -1)

@@ -1,0 +1,81 @@
+"""Unique rows back to the places of a padded batch, and a check that no loss reads the places that the mask hides.
+
+In an ordinary batch the hidden states of padding are numbers that no one should read. Here they are those of a token of
+the batch: finite, and not zero, so that a loss that reads them all the same, as one whose labels on padding are not
+-100, has a gradient there. It would not be the ordinary one, so it ends in an error.
+
+U unique rows, B L places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from radixtrain.errors import UserError
+from radixtrain.kernels.rows import gather_rows
+from radixtrain.tree.arrays import IntArray
+
+__all__ = ["Places", "check_gradient_at"]
+
+PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of padding's
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Which unique row stands at each place of a padded batch.
+
+    batch_shape: B and L.
+    host_rows: (B L,), int64. U at padding.
+    rows: the same, on the device of the model.
+    padding: int64, there too. the places of padding, ascending.
+    """
+
+    batch_shape: tuple[int, ...]
+    host_rows: IntArray
+    rows: Tensor
+    padding: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, kept: npt.NDArray[np.bool_], rows: IntArray) -> Places:
+        """kept: (B, L), False at padding. rows: (B L,), int64. U at padding."""
+        padding = np.flatnonzero(~kept)
+        on_device = (torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, padding))
+        return cls(kept.shape, rows, *on_device)
+
+    def spread(self, rows: Tensor, training: bool = True) -> Tensor:
+        """(B L, ...). The unique rows, (U, ...), at their places, and the first of them, without gradient, at padding.
+
+        training: False if nothing that comes after the model learns, so that a frozen model needs no check.
+        """
+        if not len(self.padding):
+            return gather_rows(rows, self.rows)
+        table = torch.cat([rows, rows[:1].detach()])
+        if training and torch.is_grad_enabled() and not table.requires_grad:
+            table.requires_grad_()  # a frozen model, and perhaps a head behind it that reads padding
+        placed = gather_rows(table, self.rows)
+        check_gradient_at(self.padding, placed)
+        return placed
+
+
+def check_gradient_at(places: Tensor, x: Tensor) -> None:
+    """The backward pass raises UserError if the gradient of x, (places, ...), is not zero at these, padding's."""
+    if len(places) and x.requires_grad:
+        x.register_hook(lambda grad: _check_zero(places, grad))
+
+
+def _check_zero(places: Tensor, grad: Tensor | None) -> None:
+    """Waits for the device, once in a backward pass. A gradient that is None is zero."""
+    if grad is None:
+        return
+    num_read = sum(grad[some].flatten(1).any(dim=1).sum() for some in places.split(PLACES_AT_A_TIME))
+    if num_read:
+        raise UserError(
+            f"the loss reads {int(num_read)} places that attention_mask hides, and share_prefixes does not compute "
+            f"those: set the labels of padding to -100, and with padding on the left also the label of the first token "
+            f"of a row, which is predicted from padding"
+        )

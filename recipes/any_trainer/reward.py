@@ -1,0 +1,40 @@
+"""A reward model with TRL: pairs share their prompt, and all of them the system prompt; one line differs.
+
+make fit && python recipes/any_trainer/reward.py        # on the demo's chats and starting model
+python recipes/any_trainer/reward.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 1e-5
+"""
+
+import argparse
+
+import torch
+from datasets import Dataset, load_dataset
+from transformers import AutoModelForSequenceClassification, set_seed
+from trl import RewardConfig, RewardTrainer
+
+from radixtrain import share_prefixes, sharing_report
+
+
+def loud(answer: dict[str, str]) -> list[dict[str, str]]:
+    return [{**answer, "content": answer["content"].upper()}]  # for the demo: what is not wanted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="runs/demo/model")
+    parser.add_argument("--train_file", default="runs/demo/train.jsonl")
+    parser.add_argument("--output_dir", default="runs/demo/reward")
+    parser.add_argument("--max_steps", type=int, default=20)
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="high: the demo's weights are random")
+    options = vars(parser.parse_args())
+    set_seed(0)  # the score head is new
+    model = AutoModelForSequenceClassification.from_pretrained(options.pop("model"), num_labels=1)
+    chats = load_dataset("json", data_files=options.pop("train_file"), split="train")["messages"][:]
+    pairs = [{"chosen": chat, "rejected": chat[:-1] + loud(chat[-1])} for chat in chats]
+    arguments = RewardConfig(**options, bf16=torch.cuda.is_available(), logging_steps=1, save_strategy="no")
+    model = share_prefixes(model)  # <- added
+    RewardTrainer(model, arguments, train_dataset=Dataset.from_list(pairs)).train()
+    print(sharing_report(model))
+
+
+if __name__ == "__main__":
+    main()

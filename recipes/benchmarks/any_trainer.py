@@ -1,0 +1,305 @@
+"""Trainers under `share_prefixes`: is a step the same, how much faster is it, and how much could it be?
+
+    python recipes/benchmarks/any_trainer.py
+    python recipes/benchmarks/any_trainer.py --trainers dpo grpo --repeats 5 --hidden 512
+
+pip install 'trl>=1.10'. Nothing is downloaded: a Qwen3 with random weights, and random words of one token each. Every
+row begins with the same 512 tokens; 64 are its own, of a question and an answer. A group of GRPO or RLOO is 8
+completions of up to 64 tokens of one prompt of 512.
+
+A step is what the trainer does with one micro-batch: its loss and the backward pass, without generation, rewards and
+the optimizer. The untouched trainer and the shared one take turns on the same batch and the same weights.
+
+The ideal is the ratio of floating-point operations, ordinary to unique: the layers of every call of every model,
+without padding, a forward pass without gradients counted once and one with gradients three times; and the head, which
+on a CPU scores every place in TRL's trainers, shared or not, and each row once if it is called as a module.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.kto import KTOConfig, KTOTrainer
+
+from radixtrain import build_prefix_plan, share_prefixes, sharing_report
+from radixtrain.bench.flops import ordinary_flops, unique_flops
+from radixtrain.hf.backbone import backbone_of, model_inside
+from radixtrain.tree.plan import PrefixPlan
+
+SHARED, QUESTION, ANSWER, GENERATIONS = 512, 16, 48, 8
+VOCAB_SIZE = 4096
+Share = Callable[[Any], Any]
+Step = Callable[[], Tensor]  # the loss of one micro-batch
+Build = Callable[["Bench", Share], tuple[Step, nn.Module]]
+
+
+@dataclass
+class Calls:
+    """The plans of all calls of the models of a step, and whether gradients were wanted."""
+
+    plans: list[tuple[PrefixPlan, int, bool]] = field(default_factory=list)
+
+    def watch(self, model: nn.Module) -> Any:
+        """Keep the plan of every call without a cache. Returns the same model."""
+
+        def keep(backbone: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+            ids = given.get("input_ids", args[0] if args else None)
+            if given.get("past_key_values") is None and not given.get("use_cache"):
+                kept = given["attention_mask"].bool()
+                bounds = np.append(0, kept.sum(1).cumsum(0).numpy())
+                plan = build_prefix_plan(ids[kept].numpy(), bounds)
+                self.plans.append((plan, ids.numel(), torch.is_grad_enabled()))
+
+        backbone_of(model_inside(model)).register_forward_pre_hook(keep, with_kwargs=True)
+        return model
+
+    def ideal(self, config: Any, head: str) -> float:
+        """How many times fewer operations the unique tokens take. head: what it scores: `places`, `rows`, `nothing`."""
+        before = after = 0.0
+        for plan, places, trains in self.plans:
+            passes = 3 if trains else 1
+            asked = 0 if head == "nothing" else places
+            before += passes * ordinary_flops(config, plan, asked).total
+            after += passes * unique_flops(config, plan, plan.num_rows if head == "rows" else asked).total
+        return before / after
+
+    @property
+    def compression_ratio(self) -> float:
+        return sum(plan.num_tokens for plan, *_ in self.plans) / sum(plan.num_rows for plan, *_ in self.plans)
+
+
+@dataclass
+class Bench:
+    """Where the model is, and its rows. rows: of a micro-batch."""
+
+    folder: Path
+    rows: int
+    tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "output_dir": str(self.folder / "out"),
+            "per_device_train_batch_size": self.rows,
+            "gradient_accumulation_steps": 1,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+        }
+
+    def language_model(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.folder)
+
+    def score_model(self) -> Any:
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_pretrained(self.folder, num_labels=1)
+
+    def texts(self) -> list[dict[str, str]]:
+        """`prompt`, `chosen`, `rejected`, one for each row: 512 words that all share, a question, two answers."""
+        rng = np.random.default_rng(0)
+        shared = words(rng, SHARED)
+        rows = [(words(rng, QUESTION), words(rng, ANSWER - 1), words(rng, ANSWER - 1)) for _ in range(self.rows)]
+        return [{"prompt": f"{shared} {q}", "chosen": f" {a}", "rejected": f" {b}"} for q, a, b in rows]
+
+
+def words(rng: np.random.Generator, count: int) -> str:
+    return " ".join(f"w{number}" for number in rng.integers(3, VOCAB_SIZE, count))
+
+
+def step_of(trainer: Trainer) -> tuple[Step, nn.Module]:
+    """The loss of the trainer's first micro-batch, computed anew at every call."""
+    trainer.model.train()
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    if isinstance(trainer, GRPOTrainer | RLOOTrainer):
+        trainer.current_gradient_accumulation_steps = 1
+    return lambda: trainer.compute_loss(trainer.model, dict(inputs)), trainer.model
+
+
+def sft(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in bench.texts()]
+    config = SFTConfig(**bench.settings, max_length=None)
+    return step_of(SFTTrainer(share(bench.language_model()), config, train_dataset=Dataset.from_list(rows)))
+
+
+def dpo(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    config = DPOConfig(**{**bench.settings, "per_device_train_batch_size": bench.rows // 2}, max_length=None)
+    policy, reference = share(bench.language_model()), share(bench.language_model())
+    return step_of(DPOTrainer(policy, reference, config, train_dataset=Dataset.from_list(bench.texts())))
+
+
+def kto(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": n % 2 == 0}
+        for n, row in enumerate(bench.texts())
+    ]
+    config = KTOConfig(**bench.settings, max_length=None)
+    policy, reference = share(bench.language_model()), share(bench.language_model())
+    return step_of(
+        KTOTrainer(
+            policy, reference, args=config, train_dataset=Dataset.from_list(rows), processing_class=bench.tokenizer
+        )
+    )
+
+
+def reward(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    config = RewardConfig(**{**bench.settings, "per_device_train_batch_size": bench.rows // 2}, max_length=None)
+    return step_of(RewardTrainer(share(bench.score_model()), config, train_dataset=Dataset.from_list(bench.texts())))
+
+
+def grpo(bench: Bench, share: Share, trainer: Any = GRPOTrainer, config: Any = GRPOConfig) -> tuple[Step, nn.Module]:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    prompts = Dataset.from_list([{"prompt": words(rng, SHARED)} for _ in range(4)])
+    sizes = {"per_device_train_batch_size": GENERATIONS, "num_generations": GENERATIONS}
+    args = config(**{**bench.settings, **sizes}, max_completion_length=QUESTION + ANSWER)
+
+    def likes_small(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [float(np.mean(ids)) for ids in completion_ids]
+
+    return step_of(trainer(share(bench.language_model()), likes_small, args, prompts))
+
+
+def rloo(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    return grpo(bench, share, RLOOTrainer, RLOOConfig)
+
+
+def classification(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    """Hugging Face's Trainer, a score for each row."""
+    rows = bench.tokenizer([row["prompt"] + row["chosen"] for row in bench.texts()])
+    data = Dataset.from_dict({**rows, "labels": [float(n % 2) for n in range(bench.rows)]})
+    model = share(bench.score_model())
+    return step_of(
+        Trainer(model, TrainingArguments(**bench.settings), train_dataset=data, processing_class=bench.tokenizer)
+    )
+
+
+def plain_loop(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    """`model(**batch, labels=...)`: the head is a module and scores every place."""
+    batch = bench.tokenizer([row["prompt"] + row["chosen"] for row in bench.texts()], return_tensors="pt", padding=True)
+    labels = batch["input_ids"].clone()
+    labels[:, : SHARED + QUESTION] = -100
+    model = share(bench.language_model()).train()
+    return (
+        lambda: model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss,
+        model,
+    )
+
+
+# What the head scores: on a CPU TRL's own scores all places, a module only the unique rows, a score head is nothing.
+TRAINERS: dict[str, tuple[Build, str]] = {
+    "sft": (sft, "places"),
+    "dpo": (dpo, "places"),
+    "kto": (kto, "places"),
+    "reward": (reward, "nothing"),
+    "grpo": (grpo, "places"),
+    "rloo": (rloo, "places"),
+    "classification": (classification, "nothing"),
+    "plain_loop": (plain_loop, "rows"),
+}
+
+
+def seconds_and_gradient(step: Step, model: nn.Module) -> tuple[float, float, Tensor]:
+    """Seconds, loss, and the gradient as one vector."""
+    model.zero_grad(set_to_none=True)
+    began = time.perf_counter()
+    loss = step()
+    loss.backward()
+    took = time.perf_counter() - began
+    return took, loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def measure(name: str, bench: Bench, config: Any, repeats: int) -> str:
+    build, head = TRAINERS[name]
+    calls = Calls()
+    untouched, shared = build(bench, calls.watch), build(bench, share_prefixes)
+    calls.plans.clear()  # of generation and of old log-probabilities
+    (_, loss, gradient), (_, shared_loss, shared_gradient) = (seconds_and_gradient(*arm) for arm in (untouched, shared))
+    ideal, r = calls.ideal(config, head), calls.compression_ratio
+    times = [[seconds_and_gradient(*arm)[0] for arm in (untouched, shared)] for _ in range(repeats)]
+    before, after = (statistics.median(arm) for arm in zip(*times, strict=True))
+    assert sharing_report(shared[1]).num_shared
+    off = abs(loss - shared_loss) / abs(loss) if loss else abs(shared_loss)
+    gradient_off = ((gradient - shared_gradient).norm() / gradient.norm()).item()
+    return (
+        f"| {name} | {r:.2f} | {off:.1e} | {gradient_off:.1e} | {before * 1e3:,.0f} | {after * 1e3:,.0f} | "
+        f"{before / after:.2f}x | {ideal:.2f}x | {before / after / ideal:.2f} |"
+    )
+
+
+def made_model(folder: Path, layers: int, hidden: int) -> tuple[Any, PreTrainedTokenizerFast]:
+    """Saves a model and its tokenizer. Returns the configuration, and the tokenizer."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{n}": n for n in range(3, VOCAB_SIZE)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(hidden // 128, 1),
+        head_dim=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return config, tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainers", nargs="+", default=list(TRAINERS), choices=list(TRAINERS))
+    parser.add_argument("--rows", type=int, default=16, help="of a micro-batch; of pairs, half as many")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    print("| trainer | r | loss off by | gradient off by | ms | ms shared | speed-up | ideal | efficiency |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        config, tokenizer = made_model(Path(folder), options.layers, options.hidden)
+        bench = Bench(Path(folder), options.rows, tokenizer)
+        for name in options.trainers:
+            print(measure(name, bench, config, options.repeats), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Ways to call a model of `share_prefixes` and to use what it returns, each against the untouched model."""
+
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from radixtrain import share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.hf.backbone import backbone_of
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import float64_throughout, gradients_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from padded_batches import PaddedBatch, pad
+
+del sys.path[:1]
+
+BAR = 1e-12
+ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5, 6, 4, 4], [7, 8, 9, 1]]
+
+
+@pytest.fixture
+def batch() -> PaddedBatch:
+    """ROWS, padded on both sides."""
+    return pad(np.random.default_rng(0), ROWS, [2, 1, 0, 3], np.zeros((4, 8), dtype=np.int64), positions=None)
+
+
+def of_one_call(model: Any, batch: PaddedBatch, **options: Any) -> Tensor:
+    output = model(**batch.inputs, use_cache=False, **options)
+    return output.logits[batch.kept].log_softmax(-1)[:, 3].mean()
+
+
+def of_two_calls(model: Any, batch: PaddedBatch) -> Tensor:
+    """Both before one backward pass, as for chosen and rejected answers; the second has the rows in another order."""
+    other = {name: x.flip(0) for name, x in batch.inputs.items()}
+    first, second = (model(**inputs, use_cache=False).logits for inputs in (batch.inputs, other))
+    return (first[batch.kept].logsumexp(-1).mean() - second.flip(0)[batch.kept].square().mean()).sigmoid()
+
+
+def scaled_in_place(model: Any, batch: PaddedBatch) -> Tensor:
+    """A temperature, as trainers divide by it."""
+    logits = model(**batch.inputs, use_cache=False).logits
+    logits.div_(0.7)
+    return logits[batch.kept].log_softmax(-1)[:, 3].mean()
+
+
+def hidden_states_changed_in_place(model: Any, batch: PaddedBatch) -> Tensor:
+    """By a hook between the backbone and the head, so that the head gets other numbers at the same places."""
+
+    def change(module: Any, args: Any, output: Any) -> None:
+        output[0].mul_(torch.linspace(1, 2, output[0].shape[1])[:, None])
+
+    handle = backbone_of(model).register_forward_hook(change)
+    try:
+        return of_one_call(model, batch)
+    finally:
+        handle.remove()
+
+
+def columns_by_index(model: Any, batch: PaddedBatch) -> Tensor:
+    """`logits_to_keep` as indices: the head gets a copy and no view."""
+    columns = torch.tensor([3, 4, 1])
+    logits = model(**batch.inputs, use_cache=False, logits_to_keep=columns).logits
+    return logits[batch.kept[:, columns]].log_softmax(-1)[:, 3].mean()
+
+
+def the_head_by_hand(model: Any, batch: PaddedBatch) -> Tensor:
+    """On every second row of the batch, column by column: a view with gaps."""
+    hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden[::2, 1:].transpose(0, 1))
+    return logits.transpose(0, 1)[batch.kept[::2, 1:]].log_softmax(-1)[:, 3].mean()
+
+
+def inputs_that_are_views(model: Any, batch: PaddedBatch) -> Tensor:
+    views = {name: x.t().contiguous().t() for name, x in batch.inputs.items()}
+    return model(**views, use_cache=False).logits[batch.kept].log_softmax(-1)[:, 3].mean()
+
+
+def positional_arguments(model: Any, batch: PaddedBatch) -> Tensor:
+    hidden = model.model(batch.inputs["input_ids"], batch.inputs["attention_mask"], use_cache=False)[0]
+    return model.lm_head(hidden)[batch.kept].log_softmax(-1)[:, 3].mean()
+
+
+def tuples(model: Any, batch: PaddedBatch) -> Tensor:
+    logits = model(**batch.inputs, use_cache=False, return_dict=False)[0]
+    return logits[batch.kept].log_softmax(-1)[:, 3].mean()
+
+
+CALLS = [
+    of_one_call,
+    of_two_calls,
+    scaled_in_place,
+    hidden_states_changed_in_place,
+    columns_by_index,
+    the_head_by_hand,
+    inputs_that_are_views,
+    positional_arguments,
+    tuples,
+]
+
+
+@pytest.mark.parametrize("loss", CALLS, ids=lambda loss: loss.__name__)
+def test_the_gradient(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, loss: Callable[..., Tensor]) -> None:
+    ordinary = tiny_qwen3()
+    with float64_throughout(ordinary):
+        shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
+        truth = gradients_of(ordinary, lambda: [loss(ordinary, batch)])
+        found = gradients_of(shared, lambda: [loss(shared, batch)])
+    rung = compare_gradients("float64", truth, truth, found)
+    assert rung.passed and rung.worst.radix <= BAR, rung.reason
+    assert sharing_report(shared).num_shared >= 1 and not sharing_report(shared).not_shared, sharing_report(shared)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("training", [True, False])
+def test_values(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, mode: Any, training: bool) -> None:
+    """As a reference model and an evaluation call it."""
+    ordinary = tiny_qwen3().train(training)
+    with float64_throughout(ordinary), mode():
+        shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
+        outputs = [model(**batch.inputs, use_cache=False, output_hidden_states=True) for model in (ordinary, shared)]
+    for truth, found in zip(*([each.logits, *each.hidden_states] for each in outputs), strict=True):
+        assert found.shape == truth.shape
+        assert (found - truth)[batch.kept].norm() <= BAR * truth[batch.kept].norm()
+    assert sharing_report(shared).num_shared == 1
+
+
+READERS = {
+    "a label of padding": lambda output, labels: cross_entropy(output.logits[:, :-1].mT, labels[:, 1:]),
+    "all hidden states": lambda output, labels: output.hidden_states[-1].square().mean(),
+    "the states of an inner layer": lambda output, labels: output.hidden_states[1].square().mean(),
+    "the last column": lambda output, labels: output.logits[:, -1].logsumexp(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("reads", READERS)
+def test_a_loss_that_reads_padding_is_refused(tiny_qwen3: Callable[..., Any], reads: str) -> None:
+    """In the backward pass, because only the loss knows what it reads."""
+    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
+    model = share_prefixes(tiny_qwen3())
+    output = model(input_ids=ids, attention_mask=(ids != 0).long(), output_hidden_states=True)
+    loss = READERS[reads](output, ids)
+    with pytest.raises(UserError, match="places that attention_mask hides"):
+        loss.backward()
+    assert sharing_report(model).num_shared == 1
+
+
+def test_the_first_label_after_left_padding_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    """It is predicted from padding. Hugging Face's own loss reads it, if the label is there."""
+    ids = torch.tensor([[0, 7, 8, 9], [7, 8, 9, 1], [0, 0, 7, 8]])
+    labels = ids.masked_fill(ids == 0, -100)
+    model = share_prefixes(tiny_qwen3())
+    loss = model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss
+    with pytest.raises(UserError, match="label of the first token"):
+        loss.backward()
+    labels[:, 1:].masked_fill_(ids[:, :-1] == 0, -100)
+    model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss.backward()
+
+
+def test_what_passes_through_is_the_ordinary_result(tiny_qwen3: Callable[..., Any]) -> None:
+    """Bit for bit, in training and in evaluation, as if nothing had been installed; and the report counts it."""
+    ordinary, shared = tiny_qwen3(), share_prefixes(tiny_qwen3())
+    ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2]])
+    hole = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
+    calls = [
+        {"input_ids": ids, "attention_mask": hole},
+        {"input_ids": ids, "attention_mask": torch.zeros_like(ids)},
+        {"input_ids": ids, "use_cache": True},
+        {"inputs_embeds": ordinary.get_input_embeddings()(ids).detach()},
+        {"input_ids": ids, "attention_mask": torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()},
+        {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]), "use_cache": False},
+        {"input_ids": ids, "attention_mask": hole * 0 + 1, "position_ids": torch.arange(4)[None] - 2},
+    ]
+    for call in calls:
+        assert torch.equal(ordinary(**call).logits, shared(**call).logits), call
+    report = sharing_report(shared)
+    assert report.num_shared == 0 and sum(report.not_shared.values()) == len(calls), report

@@ -1,0 +1,142 @@
+"""In float64 the gradient under `share_prefixes` is the ordinary one, family by family, over generated padded batches.
+
+The oracle is the model as it came from Hugging Face, on the same padded batch. Each family has TRIES batches, which the
+strategies take in turn; the bar is a relative L2 error of 1e-12 for every parameter tensor. Every parameter must have a
+gradient in some of them. `sharing_report` must say of each batch that it was shared, and of those that this family
+cannot share exactly that they were not. RADIXTRAIN_TRIES sets how many there are; with RADIXTRAIN_FUZZ=1 every run
+draws others.
+"""
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixtrain import sharing_report
+from radixtrain.errors import UserError
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import gradients_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
+from families import CORE, CORE_MULTIMODAL, REST, Family
+from padded_batches import draw_batch, packed, pad
+from shared_runs import Pair, Reads, in_float64
+
+del sys.path[:2]
+
+TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "100"))
+SEED = int.from_bytes(os.urandom(4), "little") if os.environ.get("RADIXTRAIN_FUZZ") else 0
+STRATEGIES = ["auto", "path", "expand", "reference"]
+# Of `Family.what`: its positions are learned, so left padding without position_ids is another function.
+LEARNED = "learned positions"
+# These make their mask without positions, so that Hugging Face does not separate the sequences of a packed row.
+WITHOUT_PACKING = {"gpt-oss", "OPT", "Qwen2.5-VL"}
+# Each kind of attention and of positions.
+NAMED = """DeepSeek-V3, Gemma 2, Gemma 3, GPT-2, gpt-oss, Llama, Mistral, Mixtral, OPT, Phi, Qwen3, Qwen3-MoE"""
+MULTIMODAL = "Gemma 3, LLaVA, Qwen2.5-VL"
+HEADS = [
+    Family("Llama, token classes", "LlamaForTokenClassification", settings={"num_labels": 3, "pad_token_id": 0}),
+    Family("Mistral, row classes", "MistralForSequenceClassification", settings={"num_labels": 3, "pad_token_id": 0}),
+    Family("Qwen3, a reward", "Qwen3ForSequenceClassification", settings={"num_labels": 1, "pad_token_id": 0}),
+]
+
+
+def tried() -> list[Any]:
+    named = [(family.name, family, "default") for family in CORE if family.name in re.split(r",\s+", NAMED)]
+    named += [(f"{f.name}, eager", f, "eager") for f in CORE if f.name in ("Gemma 2", "Qwen3")]
+    named += [(f"{f.name}, multimodal", f, "default") for f in CORE_MULTIMODAL if f.name in MULTIMODAL.split(", ")]
+    named += [(family.name, family, "default") for family in HEADS]
+    return [pytest.param(family, implementation, id=name) for name, family, implementation in named]
+
+
+@pytest.mark.parametrize(("family", "implementation"), tried())
+def test_generated_batches(family: Family, implementation: str, print_after: Callable[[str, str], None]) -> None:
+    model = family.build()
+    if implementation == "eager":
+        model.set_attn_implementation("eager")
+    with in_float64(model, learned=family.what == LEARNED, packs=family.name not in WITHOUT_PACKING) as pair:
+        for index, strategy in enumerate(STRATEGIES):
+            pair.share(attention=strategy, min_shared_tokens=1 + index % 3)
+            for number in range(index, TRIES, len(STRATEGIES)):
+                one_try(pair, family, np.random.default_rng([SEED, number]), f"try {number} with {strategy}")
+        names = {name for name, _ in model.named_parameters() if is_text(name)}
+    dead = [name for name in names - pair.alive if not re.search(family.idle or "$^", name)]
+    assert not dead, f"no try proves anything of {sorted(dead)}"
+    print_after(
+        "float64: share_prefixes, worst gradient tensor",
+        f"{family.name} ({implementation}, {family.model_class}): {TRIES} batches, {pair.worst:.1e}",
+    )
+
+
+def is_text(name: str) -> bool:
+    """Whether rows of text reach a parameter. The bias of a router is no parameter of the loss."""
+    return not re.search("vision|visual|projector|correction_bias", name)
+
+
+def one_try(pair: Pair, family: Family, rng: np.random.Generator, what: str) -> None:
+    of_sequences = "SequenceClassification" in family.model_class  # found by the last id that is not padding
+    batch = draw_batch(rng, pad_id=0 if of_sequences else None)
+    arguments = inspect.signature(pair.ordinary.forward).parameters
+    reads = Reads.draw(
+        rng,
+        batch.kept.shape[1],
+        has_own_loss="Classification" not in family.model_class,
+        can_keep="logits_to_keep" in arguments,
+        has_router="output_router_logits" in arguments,
+    )
+    try:
+        pair.check(batch, reads)
+    except (AssertionError, RuntimeError, UserError) as error:
+        raise AssertionError(f"{what} (seed {SEED}): {error}") from error
+
+
+def family_named(name: str) -> Family:
+    return next(family for family in [*CORE, *REST] if family.name == name)
+
+
+@pytest.mark.parametrize("name", ["AFMoE", "BERT as a decoder", "gpt-oss", "OPT", "Qwen3"])
+@pytest.mark.parametrize("use_cache", [False, None])
+def test_a_packed_row_is_what_the_model_makes_of_it(name: str, use_cache: bool | None) -> None:
+    """Whether sequences see each other depends on the model and on its cache, and stays as it is."""
+    model = family_named(name).build()
+    batch = packed([[1, 2, 3, 1], [1, 2, 3, 3, 2], [1, 2]])
+    given = {**batch.inputs, **({} if use_cache is None else {"use_cache": use_cache})}
+    assert_same_gradient(model, lambda each: each(**given).logits.square().sum())
+
+
+@pytest.mark.parametrize("name", ["BERT as a decoder", "gpt-oss", "Qwen3"])
+def test_a_packed_row_of_a_model_that_hardly_attends(name: str) -> None:
+    """As a narrow model does before it is trained: what its sequences see of each other is small, and still there."""
+    model = family_named(name).build()
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            weight.mul_(1e-3 if re.search(r"o_proj|attention\.output\.dense", path) else 1)
+    batch = packed([[1, 2, 3, 1], [1, 2, 3, 3, 2], [1, 2]])
+    assert_same_gradient(model, lambda each: each(**batch.inputs, use_cache=False).logits.square().sum())
+
+
+@pytest.mark.parametrize("name", ["Beam", "CTRL", "GPT-2", "Hunyuan", "Hunyuan MoE", "Llama 4", "OPT", "SmolLM3"])
+def test_left_padding_without_positions_is_what_the_model_makes_of_it(name: str) -> None:
+    """Positions count the padding. Where that is another function and not another rounding, nothing is shared."""
+    model = family_named(name).build()
+    rows = [[1, 2, 3, 1, 2, 2], [1, 2, 3, 3], [1, 2]]
+    left = [9 - len(row) for row in rows]
+    batch = pad(np.random.default_rng(0), rows, left, np.zeros((3, 9), dtype=np.int64), positions=None)
+    assert batch.counts_padding
+    assert_same_gradient(model, lambda each: each(**batch.inputs, use_cache=False).logits[batch.kept].square().sum())
+
+
+def assert_same_gradient(model: Any, loss: Callable[[Any], torch.Tensor]) -> None:
+    with in_float64(model) as pair:
+        truth = gradients_of(pair.ordinary, lambda: [loss(pair.ordinary)])
+        found = gradients_of(pair.shared, lambda: [loss(pair.shared)])
+        rung = compare_gradients("float64", truth, truth, found)
+        assert rung.passed, f"{rung.reason}\n{sharing_report(pair.shared)}"

@@ -1,0 +1,265 @@
+"""The tests of padded batches are tested: each mistake below makes the check of the families or of generation fail.
+
+`assert_caught` runs the check that the families run, on a few batches chosen by hand.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixtrain import share_prefixes
+from radixtrain.attention import tree_attention
+from radixtrain.errors import UserError
+from radixtrain.hf.padded.head import keep_places, places_of_view
+from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.padded.spread import Places
+from radixtrain.kernels.rows import gather_rows
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
+from families import CORE
+from generated_tokens import assert_generates_the_same
+from padded_batches import PaddedBatch, packed, pad
+from shared_runs import Reads, in_float64
+
+del sys.path[:2]
+
+# Nested, one a prefix of another, two identical, one token, one without a shared prefix.
+ROWS = [[1, 2, 3, 1, 1, 2, 2, 1], [1, 2, 3, 1, 4], [1, 2, 3, 1, 4], [1, 2, 3, 1], [1], [2, 2, 3, 1]]
+
+
+def batches(positions: str | None = None) -> Iterator[PaddedBatch]:
+    """ROWS with padding on the left, on the right and on both sides; the last ones packed."""
+    rng = np.random.default_rng(0)
+    fill = rng.integers(0, 5, (len(ROWS), 10))
+    room = [10 - len(row) for row in ROWS]
+    for left in (room, [0] * len(ROWS), [most // 2 for most in room]):
+        yield pad(rng, ROWS, left, fill, positions)
+    if positions is None:
+        yield packed(ROWS[:4])
+
+
+def check(name: str = "Qwen3", positions: str | None = None, router: bool = False) -> None:
+    """AssertionError, or the error of the model, unless a family's shared batches are the ordinary ones."""
+    model = next(family for family in CORE if family.name == name).build()
+    reads = [Reads(0, router=router, hidden_states=True), Reads(1, router=router, own_loss=True)]
+    with in_float64(model, learned=name == "GPT-2") as pair:
+        for batch in batches(positions):
+            for each in [*reads, *([] if router else [Reads(2, logits_to_keep=3)])]:
+                pair.check(batch, each)
+
+
+def assert_caught(*args: Any, **options: Any) -> None:
+    with pytest.raises((AssertionError, RuntimeError, UserError)):
+        check(*args, **options)
+
+
+@pytest.mark.parametrize("positions", [None, "mask", "offset"])
+@pytest.mark.parametrize("name", ["Qwen3", "GPT-2"])
+def test_without_a_mutation(name: str, positions: str | None) -> None:
+    check(name, positions)
+
+
+def test_without_a_mutation_of_the_router() -> None:
+    check("Qwen3-MoE", router=True)
+
+
+# Rows at their places.
+
+
+def pad_row_first(self: Places, rows: Tensor, *args: Any) -> Tensor:
+    """The row of padding is put in front of the unique ones, so that each place gets the row before its own."""
+    return gather_rows(torch.cat([rows[:1], rows]), self.rows)
+
+
+def nan_at_padding(self: Places, rows: Tensor, *args: Any) -> Tensor:
+    """Memory that nothing was written to."""
+    table = torch.cat([rows, torch.full_like(rows[:1], float("nan"))])
+    return gather_rows(table, self.rows)
+
+
+def last_copy_gets_the_gradient(self: Places, rows: Tensor, *args: Any) -> Tensor:
+    """A gradient that is written and not added, so that of several places of a row only one counts."""
+    table = torch.cat([rows, rows[:1]])
+    values = table.detach()[self.rows]
+    _, places = np.unique(self.host_rows[::-1], return_index=True)
+    is_last = torch.zeros(len(self.rows), dtype=torch.bool)
+    is_last[len(self.rows) - 1 - torch.from_numpy(places)] = True
+    return torch.where(is_last[:, None], gather_rows(table, self.rows), values)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [pad_row_first, nan_at_padding, last_copy_gets_the_gradient],
+    ids=lambda each: each.__name__,
+)
+def test_a_wrong_row_at_a_place(monkeypatch: pytest.MonkeyPatch, spread: Callable[..., Tensor]) -> None:
+    monkeypatch.setattr(Places, "spread", spread)
+    assert_caught()
+
+
+def test_rows_that_all_start_in_the_first_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if padding stood on the right only."""
+    places = PaddedRows.places
+
+    def on_the_left(self: PaddedRows, plan: Any) -> Any:
+        found, wrong = places(self, plan).reshape(self.kept.shape), np.full(self.kept.shape, plan.num_rows)
+        for row, kept in enumerate(self.kept):
+            wrong[row, : kept.sum()] = found[row, kept]
+        return wrong.reshape(-1)
+
+    monkeypatch.setattr(PaddedRows, "places", on_the_left)
+    assert_caught()
+
+
+def test_padding_that_a_loss_may_read(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Callable[..., Any]) -> None:
+    """Without the check of the gradient at padding the loss would be another one, silently."""
+    monkeypatch.setattr("radixtrain.hf.padded.spread.check_gradient_at", lambda *args: None)
+    monkeypatch.setattr("radixtrain.hf.padded.head.check_gradient_at", lambda *args: None)
+    ids = torch.tensor([[7, 8, 9, 1], [7, 8, 0, 0]])
+    loss = share_prefixes(tiny_qwen3())(input_ids=ids, attention_mask=(ids != 0).long()).logits.logsumexp(-1).sum()
+    with pytest.raises(pytest.fail.Exception), pytest.raises(UserError):
+        loss.backward()
+
+
+# The head.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda places: np.roll(places, 1), lambda places: places - places[0]],
+    ids=["a row too far", "the first columns for the last ones"],
+)
+def test_a_head_with_the_rows_of_other_places(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]) -> None:
+    """As of a view whose start is forgotten."""
+    monkeypatch.setattr("radixtrain.hf.padded.head.places_of_view", lambda x: wrong(places_of_view(x)))
+    assert_caught()
+
+
+def test_a_head_with_the_rows_of_the_batch_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one call leaves for its head is used in the next one."""
+    seen: list[Any] = []
+
+    def stale(placed: Tensor, rows: Any, num_rows: int) -> None:
+        seen.append(rows)
+        other = next((each for each in reversed(seen) if len(each) == len(rows) and (each != rows).any()), rows)
+        keep_places(placed, other, num_rows)
+
+    monkeypatch.setattr("radixtrain.hf.padded.sharing.keep_places", stale)
+    assert_caught()
+
+
+# Positions.
+
+
+def test_positions_that_count_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary embeddings see only distances, so it is sharing that shows it; learned positions give other numbers."""
+
+    def columns(self: PaddedRows) -> Any:
+        return np.broadcast_to(np.arange(self.kept.shape[1]), self.kept.shape)[self.kept]
+
+    monkeypatch.setattr(PaddedRows, "kept_positions", property(columns))
+    for name, positions in [("Qwen3", None), ("Qwen3", "mask"), ("GPT-2", "mask"), ("GPT-2", "offset")]:
+        assert_caught(name, positions)
+
+
+def test_positions_that_are_given_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PaddedRows, "kept_positions", property(lambda self: None))
+    assert_caught("GPT-2", "offset")
+    assert_caught("Qwen3", "jumps")
+
+
+def test_learned_positions_that_do_not_count_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left padding without position_ids counts from the padding in Hugging Face, and is not shared in GPT-2."""
+    monkeypatch.setattr("radixtrain.hf.padded.calls.why_padding_matters", lambda decoder: None)
+    assert_caught("GPT-2")
+
+
+def test_tokens_that_are_shared_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of one branch stands for the one in its column, whatever came before."""
+    places = PaddedRows.places
+
+    def by_column(self: PaddedRows, plan: Any) -> Any:
+        found = places(self, plan).reshape(self.kept.shape).copy()
+        same = self.input_ids[1:] == self.input_ids[:1]
+        found[1:] = np.where(same & self.kept[1:] & self.kept[:1], found[:1], found[1:])
+        return found.reshape(-1)
+
+    monkeypatch.setattr(PaddedRows, "places", by_column)
+    assert_caught(positions="jumps")
+
+
+# What a row sees.
+
+
+def sibling_leak(layout: Any) -> Tensor:
+    """Only causal over the unique tokens: every row sees the ones that stand before it."""
+    return torch.full_like(layout.subtree_ends, layout.num_rows)
+
+
+def forgotten_prompt(layout: Any) -> Tensor:
+    """A row sees only what it does not share."""
+    return layout.segment_starts[1:].clone()
+
+
+@pytest.mark.parametrize("ends_of", [sibling_leak, forgotten_prompt], ids=lambda ends: ends.__name__)
+def test_a_group_leak(monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], Tensor]) -> None:
+    def mutated(query: Tensor, key: Tensor, value: Tensor, layout: Any, **options: Any) -> Tensor:
+        wrong = replace(layout, subtree_ends=ends_of(layout))
+        return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
+
+    monkeypatch.setattr("radixtrain.hf.attention.tree_attention", mutated)
+    assert_caught()
+
+
+def test_packed_sequences_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PaddedRows, "cu_seqlens", property(lambda self: np.array([0, self.kept.sum()])))
+    assert_caught()
+
+
+def test_padding_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is not read."""
+    read = PaddedRows.read.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        PaddedRows, "read", classmethod(lambda cls, ids, mask, positions: read(cls, ids, None, positions))
+    )
+    assert_caught()
+
+
+# The router, and generation.
+
+
+def test_router_logits_counted_by_unique_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mask their number does not fit. Without one only the loss shows it."""
+    monkeypatch.setattr("radixtrain.hf.hooks._expand_router_logits", lambda *args: None)
+    assert_caught("Qwen3-MoE", router=True)
+    ids = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 4], [1, 2, 2, 2]])
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    batch = PaddedBatch({"input_ids": ids}, kept, torch.arange(4).expand(3, 4) == 0, kept.cumsum(1) - 1, "no mask")
+    model = next(family for family in CORE if family.name == "Qwen3-MoE").build()
+    with in_float64(model) as pair:
+        pair.check(batch, Reads(0))
+        with pytest.raises(AssertionError, match="is off by"):
+            pair.check(batch, Reads(0, router=True))
+
+
+def test_a_hook_that_engages_while_generating(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Callable[..., Any]) -> None:
+    assert_generates_the_same(tiny_qwen3())
+    monkeypatch.setattr("radixtrain.hf.padded.calls._why_cache", lambda *args: None)
+    with pytest.raises((AssertionError, RuntimeError, UserError, AttributeError, TypeError)):
+        assert_generates_the_same(tiny_qwen3())
+
+
+def test_a_hook_that_does_not_know_generation_without_a_cache(
+    monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr("radixtrain.hf.padded.calls._is_generating", lambda frame: False)
+    with pytest.raises(AssertionError, match="calls shared"):
+        assert_generates_the_same(tiny_qwen3(), use_cache=False)

@@ -1,0 +1,243 @@
+"""A trainer, untouched and with `share_prefixes`: the same weights, data and seed, and every number it logs compared.
+
+    def build(share):                                  # called twice; `share` does nothing but count in the first run
+        model, reference = share(tiny_qwen3()), share(tiny_qwen3(seed=1))
+        return DPOTrainer(model, reference, args=DPOConfig(**settings(tmp_path)), ...)
+
+    found = compare(build)                             # trains both, raises AssertionError at the first difference
+    assert found.r > 3.5
+
+`share` may be called anywhere in `build`, as often as there are models, also on what the trainer made itself
+(`share(trainer.ref_model)`).
+
+BAR is relative to the larger of the two numbers: 25 roundings of float32. Between two ordinary runs, with the `eager`
+and the `sdpa` attention of Hugging Face, losses and norms differ by 3e-7 (test_harness.py). A metric that is a
+difference of nearly equal numbers has no relative bar; it takes the bars of its terms, see `compare`.
+
+GRADIENT_BAR is for the whole gradient as a vector, which a trainer does not log. A preference loss subtracts the
+gradients of two answers, so two ordinary runs differ by up to 2.4e-6 (reward model and weighted DPO, 3 seeds, 3 steps);
+the bar is twice that.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, set_seed
+
+from radixtrain import restore_model, share_prefixes, sharing_report
+from radixtrain.hf.backbone import backbone_of, model_inside
+
+BAR = 3e-6
+GRADIENT_BAR = 5e-6
+STEPS = 3
+# Not compared. `epoch`, `step`, `learning_rate` and `num_tokens` are, and agree trivially.
+TIMINGS = re.compile("runtime|per_second|flos|time|memory")
+
+Entry = dict[str, float]
+Share = Callable[[Any], Any]
+Build = Callable[[Share], Trainer]
+Scale = Callable[[Entry], float]
+
+
+def settings(folder: Path, **others: Any) -> dict[str, Any]:
+    """Of a Hugging Face or TRL trainer: `STEPS` optimizer steps of two micro-batches of 4 rows, on the CPU."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        **others,
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left. gradients: one vector for every optimizer step, (number of trained weights,)."""
+
+    entries: list[Entry]
+    gradients: list[Tensor]
+
+
+@dataclass
+class Counts:
+    """Calls of a model's backbone without a cache: how many, their tokens T, their unique tokens U."""
+
+    calls: int = 0
+    num_tokens: int = 0
+    num_unique: int = 0
+
+    def add(self, rows: Iterable[list[int]]) -> None:
+        trie: dict[tuple[int, int], int] = {}
+        for row in rows:
+            node = 0
+            for token in row:
+                node = trie.setdefault((node, token), len(trie) + 1)
+            self.num_tokens += len(row)
+        self.calls += 1
+        self.num_unique += len(trie)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """r: over all calls of all models, from the data. counts: the same for each model, in the order of `share` calls.
+
+    worst: by name of a metric, the worst relative difference of all steps; `gradient` is that of the whole gradient.
+    plain, shared: both runs, for what else a test asserts.
+    """
+
+    r: float
+    counts: list[Counts]
+    worst: dict[str, float]
+    plain: Run = field(repr=False)
+    shared: Run = field(repr=False)
+
+    def line(self, name: str) -> str:
+        """A row of the table: name, r, worst relative differences of loss, grad_norm, whole gradient, other metrics."""
+        shown = {key: self.worst[key] for key in ("loss", "grad_norm", "gradient")}
+        shown["others"] = max((self.worst[key] for key in self.worst.keys() - shown.keys()), default=0.0)
+        return f"{name:<42} r {self.r:5.2f}" + "".join(f"   {key} {value:.1e}" for key, value in shown.items())
+
+
+def compare(
+    build: Build, *, share: Share = share_prefixes, evaluate: bool = False, differences: dict[str, Scale] | None = None
+) -> Comparison:
+    """Run the trainer that `build` makes untouched, then with `share`, and assert that both logged the same numbers.
+
+    share: what the second run does to a model; another one than `share_prefixes` to pass options, or to do it wrong.
+    evaluate: run `trainer.evaluate()` after training, and compare what it logs too.
+    differences: for a metric that is a difference of nearly equal numbers, by its name, from an entry of the log the
+        sum of the sizes of its terms. Each term may differ by BAR of itself, so the metric by BAR of that sum. The
+        bar of every other metric is BAR of itself.
+
+    Raises AssertionError if a number differs, if a metric is missing, if a call of a model that `share` was called on
+    was not shared, or if the report counts other tokens than the data have.
+    """
+    counts: list[Counts] = []
+    plain = run(build, lambda model: count_calls(model, counts), evaluate)
+    models: list[nn.Module] = []
+
+    def share_and_keep(model: Any) -> Any:
+        models.append(shared_model := share(model))
+        return shared_model
+
+    shared = run(build, share_and_keep, evaluate)
+    worst = differences_of(plain, shared, differences or {})
+    assert len(models) == len(counts), "both runs call share on as many models"
+    for model, expected in zip(models, counts, strict=True):
+        assert_shared(model, expected)
+        restore_model(model)
+    return Comparison(
+        sum(c.num_tokens for c in counts) / sum(c.num_unique for c in counts), counts, worst, plain, shared
+    )
+
+
+def run(build: Build, share: Share, evaluate: bool) -> Run:
+    """Train what `build` makes, from seed 0."""
+    set_seed(0)
+    trainer = build(share)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    keeper = GradientKeeper()
+    trainer.add_callback(keeper)
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    return Run([numbers(entry) for entry in trainer.state.log_history], keeper.gradients)
+
+
+class GradientKeeper(TrainerCallback):
+    """Keeps the gradient of every optimizer step, after clipping, as one vector."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        parts = [p.grad.flatten() for p in others["model"].parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(parts).double())
+
+
+def numbers(entry: dict[str, Any]) -> Entry:
+    """The numbers of an entry of `log_history`, without timings."""
+    return {k: v for k, v in entry.items() if isinstance(v, int | float) and not TIMINGS.search(k)}
+
+
+def count_calls(model: Any, counts: list[Counts]) -> Any:
+    """Count what could be shared in every call of the model's backbone from now on. Returns the same model."""
+    counts.append(own := Counts())
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        ids = keywords.get("input_ids", arguments[0] if arguments else None)
+        if keywords.get("past_key_values") is not None or keywords.get("use_cache") or ids is None:
+            return
+        own.add(sequences_of(ids, keywords.get("attention_mask"), keywords.get("position_ids")))
+
+    backbone_of(model_inside(model)).register_forward_pre_hook(hook, with_kwargs=True)
+    return model
+
+
+def sequences_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
+    """The sequences of a call: its rows without padding, or what one row holds whose positions start anew."""
+    if mask is not None:
+        return [row[keep].tolist() for row, keep in zip(ids, mask.bool(), strict=True)]
+    if positions is None:
+        return ids.tolist()
+    starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
+    return [part.tolist() for part in ids[0].tensor_split(starts)] if len(ids) == 1 else ids.tolist()
+
+
+def differences_of(plain: Run, shared: Run, differences: dict[str, Scale]) -> dict[str, float]:
+    """By metric, the worst relative difference of all steps. AssertionError at the first that is above its bar."""
+    assert len(plain.entries) == len(shared.entries) > 0
+    worst: dict[str, float] = {}
+    for step, (one, other) in enumerate(zip(plain.entries, shared.entries, strict=True)):
+        assert one.keys() == other.keys(), (
+            f"entry {step}: {sorted(one.keys() ^ other.keys())} is in only one of the runs"
+        )
+        for name, value in one.items():
+            scale = differences[name](one) if name in differences else max(abs(value), abs(other[name]))
+            difference = distance(value, other[name], scale)
+            assert difference <= BAR, (
+                f"{name}, entry {step}: {value!r} untouched, {other[name]!r} shared; "
+                f"they differ by {difference:.2g} of {scale:.3g}, the bar is {BAR}"
+            )
+            worst[name] = max(worst.get(name, 0.0), difference)
+    worst["gradient"] = max(gradient_distances(plain, shared))
+    assert worst["gradient"] <= GRADIENT_BAR, f"the gradients of a step differ by {worst['gradient']:.2g} of their norm"
+    return worst
+
+
+def distance(one: float, other: float, scale: float) -> float:
+    """Of two numbers, relative to `scale`. Two NaN are equal; a NaN and a number are infinitely far."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    found = abs(one - other) / scale if scale else math.inf
+    return math.inf if math.isnan(found) else found
+
+
+def gradient_distances(plain: Run, shared: Run) -> list[float]:
+    """For every step, the L2 norm of the difference of the two gradients over the norm of the first."""
+    assert len(plain.gradients) == len(shared.gradients) > 0
+    pairs = zip(plain.gradients, shared.gradients, strict=True)
+    return [float((one - other).norm() / one.norm()) for one, other in pairs]
+
+
+def assert_shared(model: Any, expected: Counts) -> None:
+    """Assert that every call was shared, and that the report counts the tokens that the data have."""
+    report = sharing_report(model)
+    assert expected.calls > 0, "the model was never called"
+    found = Counts(report.num_shared, report.num_tokens, report.num_unique_tokens)
+    assert found == expected, f"the report says {found}, the data {expected}: {report}"

@@ -1,0 +1,312 @@
+"""Calls that are not shared: each runs as the untouched model does, to the bit, and is counted under its reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import DynamicCache
+
+from radixtrain import share_prefixes, sharing_report
+from radixtrain.hf.padded.calls import arguments_of
+
+IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+BATCH = {"input_ids": IDS, "attention_mask": MASK}
+LEFT = {"input_ids": IDS.flip(1), "attention_mask": MASK.flip(1)}
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0}
+GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+GPT2 |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def tiny(family: str, sizes: dict[str, Any] = SIZES, **changes: Any) -> Any:
+    """A model in training mode, weights of order one."""
+    torch.manual_seed(0)
+    model_class = getattr(transformers, family)
+    model = model_class(model_class.config_class(**{**sizes, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return model.train()
+
+
+def qwen3(**changes: Any) -> Any:
+    return tiny("Qwen3ForCausalLM", **changes)
+
+
+def gpt2(**changes: Any) -> Any:
+    return tiny("GPT2LMHeadModel", GPT2, **changes)
+
+
+def cache() -> DynamicCache:
+    """Of two tokens of every row."""
+    model = qwen3()
+    return model(input_ids=torch.tensor([[5, 6], [5, 6]]), use_cache=True).past_key_values
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    entries = output.to_tuple() if hasattr(output, "to_tuple") else output
+    flat = (each for entry in entries for each in (entry if isinstance(entry, tuple) else (entry,)))
+    return [each for each in flat if isinstance(each, Tensor)]
+
+
+def assert_untouched(
+    make: Callable[[], Any], call: Callable[[Any], Any], reason: str | None, before: Any = None
+) -> None:
+    """The same bits as the untouched model, and one call counted under the reason. before: what a user does first."""
+    untouched, shared = make(), make()
+    share_prefixes(shared)
+    for model in (untouched, shared):
+        if before:
+            before(model)
+    expected, found = tensors_of(call(untouched)), tensors_of(call(shared))
+    assert len(expected) == len(found) > 0
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    report = sharing_report(shared)
+    assert report.num_shared == 0
+    assert reason is None or set(report.not_shared) == {reason}, report
+
+
+FROM_CONFIGURATION = (
+    "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
+)
+CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
+    "embeddings": (
+        "inputs_embeds are given, and tokens are compared by their ids",
+        qwen3,
+        {"inputs_embeds": torch.ones(2, 5, 32), "attention_mask": MASK},
+    ),
+    "three axes": ("input_ids have 3 dimensions, not 2", lambda: gpt2().transformer, {"input_ids": IDS[None]}),
+    "a cache is wanted": ("a cache is wanted (use_cache=True)", qwen3, {**BATCH, "use_cache": True}),
+    "a mask of four axes": (
+        "attention_mask is not [B, L]",
+        qwen3,
+        {"input_ids": IDS, "attention_mask": torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)},
+    ),
+    "a longer mask": ("attention_mask is not [B, L]", qwen3, {"input_ids": IDS, "attention_mask": torch.ones(2, 7)}),
+    "one position": ("position_ids are not [B, L]", qwen3, {**BATCH, "position_ids": torch.tensor([[3]])}),
+    "positions between tokens": (
+        "position_ids are not whole numbers",
+        qwen3,
+        {**BATCH, "position_ids": torch.arange(5)[None] / 2},
+    ),
+    "attention weights": (
+        "output_attentions",
+        lambda: qwen3(attn_implementation="eager"),
+        {**BATCH, "output_attentions": True},
+    ),
+    "attention weights, by configuration": (
+        "output_attentions",
+        lambda: qwen3(attn_implementation="eager", output_attentions=True),
+        BATCH,
+    ),
+    "states in a tuple": (
+        "hidden states or router logits in a tuple; pass return_dict=True",
+        lambda: qwen3().model,
+        {**BATCH, "output_hidden_states": True, "return_dict": False, "use_cache": False},
+    ),
+    "segments": ("token_type_ids is given", gpt2, {**BATCH, "token_type_ids": IDS * 0}),
+    "an input that is not known": ("speaker_ids is given", qwen3, {**BATCH, "speaker_ids": torch.ones(2)}),
+    "all hidden": ("attention_mask hides every token", qwen3, {"input_ids": IDS, "attention_mask": MASK * 0}),
+    "a hole": (
+        "attention_mask has a hole",
+        qwen3,
+        {"input_ids": IDS, "attention_mask": torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])},
+    ),
+    "packed rows": (
+        "position_ids jump within a row",
+        qwen3,
+        {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), "use_cache": False},
+    ),
+    "packed, not from 0": (
+        "position_ids jump within a row",
+        qwen3,
+        {"input_ids": IDS[:1], "position_ids": torch.tensor([[2, 3, 4, 0, 1]]), "use_cache": False},
+    ),
+    "packed, with a cache": (
+        "a row has several sequences, which transformers separates only with use_cache=False",
+        qwen3,
+        {"input_ids": torch.tensor([[7, 8, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]])},
+    ),
+    "packed, and not separated": (
+        "a row has several sequences, and this model does not separate them",
+        lambda: tiny("BioGptForCausalLM", {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+        {"input_ids": torch.tensor([[7, 8, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False},
+    ),
+    "negative positions": (
+        "position_ids are negative",
+        qwen3,
+        {**BATCH, "position_ids": torch.arange(-2, 3)[None]},
+    ),
+    "left padding": ("left padding without position_ids, and learned positions (wpe)", gpt2, LEFT),
+    "frequencies": (
+        "dynamic rotary embeddings change their frequencies at 5 tokens",
+        lambda: qwen3(max_position_embeddings=5, rope_parameters=DYNAMIC),
+        {"input_ids": IDS, "position_ids": torch.arange(1, 6)[None]},
+    ),
+    "chunks": (
+        "attention within chunks of 4 tokens, and longer rows",
+        lambda: tiny("Llama4ForCausalLM", attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=64),
+        BATCH,
+    ),
+    "nothing in common": (
+        "less than min_ratio = 1.1 to save",
+        qwen3,
+        {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_left_alone(name):
+    reason, make, inputs = CALLS[name]
+    assert_untouched(make, lambda model: model(**inputs), reason)
+
+
+def test_the_empty_batch_fails_as_ever():
+    untouched, shared = qwen3(), share_prefixes(qwen3())
+    errors = []
+    for model in (untouched, shared):
+        with pytest.raises(RuntimeError) as caught:
+            model(input_ids=IDS[:0])
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1] and set(sharing_report(shared).not_shared) == {"the batch is empty"}
+
+
+class TestCaches:
+    def test_given(self):
+        assert_untouched(
+            qwen3, lambda model: model(input_ids=IDS, past_key_values=cache()), "a cache is given (past_key_values)"
+        )
+
+    def test_by_configuration_without_gradients(self):
+        assert_untouched(qwen3, torch.no_grad()(lambda model: model(**BATCH)), FROM_CONFIGURATION)
+
+    def test_by_configuration_in_evaluation_mode(self):
+        """Whoever reads `past_key_values` afterwards finds them, with gradients on too."""
+
+        def call(model: Any) -> Any:
+            first = model.eval()(input_ids=IDS[:, :3])
+            return model(input_ids=IDS[:, 3:], past_key_values=first.past_key_values)
+
+        assert_untouched(qwen3, call, None)
+
+    def test_as_the_second_entry_of_a_tuple(self):
+        def call(model: Any) -> Any:
+            hidden, past = model(**BATCH, return_dict=False)
+            return hidden, past.layers[0].keys
+
+        assert_untouched(lambda: qwen3().model, call, FROM_CONFIGURATION)
+
+    @pytest.mark.parametrize("use_cache", [True, False])
+    def test_generation(self, use_cache):
+        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+        assert_untouched(lambda: qwen3().eval(), lambda model: [model.generate(**LEFT, **options)], None)
+
+
+class TestState:
+    def test_another_attention(self):
+        assert_untouched(
+            qwen3,
+            lambda model: model(**BATCH),
+            "attn_implementation is now 'eager'",
+            before=lambda model: model.set_attn_implementation("eager"),
+        )
+
+    def test_a_replica_of_data_parallel(self):
+        assert_untouched(
+            qwen3,
+            lambda model: model(**BATCH),
+            "torch.nn.DataParallel runs copies of the model",
+            before=lambda model: setattr(model.model, "_is_replica", True),
+        )
+
+    @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+    def test_transforms(self, transform):
+        """`torch.func` has its own rules for autograd functions."""
+
+        def call(model: Any) -> list[Tensor]:
+            def logits(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+                return torch.func.functional_call(model, weights, (ids,), {"use_cache": False}).logits
+
+            weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            if transform == "vmap":
+                return [torch.vmap(lambda ids: logits(weights, ids[None]))(IDS)]
+            if transform == "jvp":
+                return list(torch.func.jvp(lambda given: logits(given, IDS), (weights,), (weights,)))
+            return list(torch.func.grad(lambda given: logits(given, IDS).square().mean())(weights).values())
+
+        def make() -> Any:
+            return qwen3(attn_implementation="eager", tie_word_embeddings=False)
+
+        assert_untouched(make, call, "torch.func or forward-mode differentiation runs")
+
+    @pytest.mark.parametrize("targets", [["q_proj"], ["lm_head"], ["q_proj", "lm_head"]], ids=" ".join)
+    @pytest.mark.parametrize("share_first", [True, False])
+    def test_adapters_by_row(self, targets, share_first):
+        """PEFT gives every layer of a call the names of the adapters, one for each row."""
+        lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        results = []
+        for share in (lambda model: model, share_prefixes):
+            torch.manual_seed(0)
+            model = qwen3(tie_word_embeddings=False)
+            model = get_peft_model(share(model), lora) if share_first else share(get_peft_model(model, lora))
+            model.add_adapter("other", lora)
+            with torch.no_grad():
+                output = model.eval()(**BATCH, use_cache=False, adapter_names=["other", "__base__"])
+            results.append(output.logits[MASK.bool()])
+        torch.testing.assert_close(*results)
+
+
+class TestShared:
+    """What a call may have beside ids."""
+
+    @pytest.mark.parametrize(
+        "inputs",
+        [
+            {"use_cache": False},
+            {"labels": IDS.masked_fill(MASK == 0, -100), "num_items_in_batch": torch.tensor(7)},
+            {"token_type_ids": IDS * 0},
+            {"position_ids": torch.arange(5)[None] + 3},
+            {"output_hidden_states": True},
+            {"past_key_values": None, "inputs_embeds": None},
+            {"logits_to_keep": 2},
+            {"return_dict": False, "use_cache": False},
+        ],
+        ids=lambda inputs: " ".join(inputs),
+    )
+    def test_beside_ids(self, inputs):
+        model = share_prefixes(qwen3())
+        model(**BATCH, **inputs)
+        report = sharing_report(model)
+        assert (report.num_shared, dict(report.not_shared)) == (1, {})
+
+    def test_left_padding_of_rotary_positions(self):
+        model = share_prefixes(qwen3())
+        model(**LEFT)
+        assert sharing_report(model).num_shared == 1
+
+    def test_left_padding_with_positions(self):
+        """As Hugging Face's generation counts them: 1 at padding."""
+        positions = LEFT["attention_mask"].cumsum(1).sub(1).masked_fill(LEFT["attention_mask"] == 0, 1)
+        model = share_prefixes(gpt2())
+        model(**LEFT, position_ids=positions)
+        assert sharing_report(model).num_shared == 1
+
+    def test_without_gradients_if_no_cache_is_wanted(self):
+        model = share_prefixes(qwen3(use_cache=False))
+        with torch.no_grad():
+            model(**BATCH)
+        assert sharing_report(model).num_shared == 1
+
+
+def test_arguments_of():
+    model = qwen3().model
+    found = arguments_of(model, (IDS, None), {"use_cache": False, "labels": None})
+    assert set(found) == {"input_ids", "use_cache"} and found["input_ids"] is IDS

@@ -1,0 +1,177 @@
+"""A padded call -> its unique tokens -> outputs in `[B, L]`: the options, the outputs, the counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import radixtrain.hf.attention
+from radixtrain import share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.hf import calibration
+from radixtrain.tree.cost_model import CHOICES, Rates
+from radixtrain.verification.oracle import float64_throughout
+
+IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
+MASK = (IDS != 0).long()
+BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 unique
+RATES = Rates(call=1, rectangle=1, pair=1, element=1, flop=1)
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[dict[str, Any]]:
+    """The options that tree attention was called with."""
+    calls: list[dict[str, Any]] = []
+    attend = radixtrain.hf.attention.tree_attention
+
+    def spy(*args: Any, **options: Any) -> Tensor:
+        calls.append(options)
+        return attend(*args, **options)
+
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
+    return calls
+
+
+@pytest.fixture
+def rates(tmp_path, monkeypatch) -> list[Any]:
+    """Nothing is measured. The layers whose rates were asked for."""
+    layers: list[Any] = []
+    monkeypatch.setattr(calibration, "_MEASURED", {})
+    monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "measured_rates", lambda layer: (layers.append(layer) or RATES, 0.0))
+    return layers
+
+
+class TestCounts:
+    def test_literal(self, tiny_qwen3):
+        model = share_prefixes(tiny_qwen3())
+        for _ in range(2):
+            model(**BATCH)
+        report = sharing_report(model)
+        assert (report.num_shared, report.num_places, report.num_tokens, report.num_unique_tokens) == (2, 30, 24, 14)
+        assert report.compression_ratio == 12 / 7
+        assert not report.not_shared and report.plan_seconds > 0
+
+    def test_time_of_a_plan_that_was_not_used(self, tiny_qwen3):
+        model = share_prefixes(tiny_qwen3())
+        model(input_ids=torch.tensor([[1, 2], [3, 4]]))
+        report = sharing_report(model)
+        assert report.num_shared == 0 and report.plan_seconds > 0
+
+
+class TestOptions:
+    @pytest.mark.parametrize(("min_ratio", "shared"), [(0, 1), (15 / 7 - 1e-9, 1), (15 / 7 + 1e-9, 0), (100.0, 0)])
+    def test_min_ratio(self, tiny_qwen3, min_ratio, shared):
+        """B x L over U: 15 / 7."""
+        model = share_prefixes(tiny_qwen3(), min_ratio=min_ratio)
+        model(**BATCH)
+        report = sharing_report(model)
+        assert report.num_shared == shared
+        assert shared or set(report.not_shared) == {f"less than min_ratio = {min_ratio} to save"}
+
+    @pytest.mark.parametrize(("min_shared_tokens", "unique"), [(1, 7), (2, 8), (5, 12)])
+    def test_min_shared_tokens(self, tiny_qwen3, min_shared_tokens, unique):
+        """The branch after 9 saves 1 token, the one after 8 saves 2 for either of two sequences."""
+        model = share_prefixes(tiny_qwen3(), min_shared_tokens=min_shared_tokens)
+        model(**BATCH)
+        assert sharing_report(model).num_unique_tokens == unique
+
+    def test_min_shared_tokens_auto_measures_once(self, tiny_qwen3, rates, asked):
+        model = share_prefixes(tiny_qwen3(), min_shared_tokens="auto")
+        assert not rates, "at the first call that can be shared"
+        for _ in range(2):
+            model(**BATCH)
+        assert len(rates) == 1 and sharing_report(model).num_shared == 2
+        assert {each["attention"] for each in asked} <= set(CHOICES)
+
+    def test_min_shared_tokens_auto_measures_what_autocast_computes(self, tiny_qwen3, rates):
+        model = share_prefixes(tiny_qwen3(), min_shared_tokens="auto")
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**BATCH)
+        assert [layer.dtype for layer in rates] == [torch.bfloat16]
+
+    @pytest.mark.parametrize("attention", CHOICES)
+    def test_a_named_attention_is_kept(self, tiny_qwen3, rates, asked, attention):
+        for min_shared_tokens in (1, "auto"):
+            share_prefixes(tiny_qwen3(), attention=attention, min_shared_tokens=min_shared_tokens)(**BATCH)
+        assert {each["attention"] for each in asked} == {attention}
+
+    @pytest.mark.parametrize("kernel", ["torch", "eager"])
+    def test_kernel(self, tiny_qwen3, asked, kernel):
+        share_prefixes(tiny_qwen3(), kernel=kernel)(**BATCH)
+        assert {each["kernel"] for each in asked} == {kernel}
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"min_shared_tokens": 0}, "min_shared_tokens must be 'auto' or a number from 1 on, got 0"),
+            ({"min_shared_tokens": "all"}, "min_shared_tokens must be 'auto' or a number from 1 on, got 'all'"),
+            ({"min_shared_tokens": 2.5}, "min_shared_tokens must be 'auto' or a number from 1 on, got 2.5"),
+            ({"min_ratio": -1}, "min_ratio must be a number from 0 on, got -1"),
+            ({"min_ratio": float("nan")}, "min_ratio must be a number from 0 on, got nan"),
+            ({"attention": "flat"}, "flat"),
+            ({"kernel": "none"}, "none"),
+        ],
+    )
+    def test_refused(self, tiny_qwen3, options, message):
+        model = tiny_qwen3()
+        with pytest.raises(UserError, match=message):
+            share_prefixes(model, **options)
+        assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("name", ["kept by mask", "left", "positions", "no mask"])
+    def test_hidden_states_of_every_layer(self, tiny_qwen3, name):
+        inputs = {
+            "kept by mask": BATCH,
+            "left": {each: value.flip(1) for each, value in BATCH.items()},
+            "positions": {**BATCH, "position_ids": torch.arange(5)[None] + 7},
+            "no mask": {"input_ids": IDS},
+        }[name]
+        kept = inputs.get("attention_mask", torch.ones_like(IDS)).bool()
+        model = tiny_qwen3()
+        with float64_throughout(model):
+            expected = model(**inputs, output_hidden_states=True)
+            found = share_prefixes(model)(**inputs, output_hidden_states=True)
+        assert sharing_report(model).num_shared == 1
+        assert len(found.hidden_states) == len(expected.hidden_states) == 3
+        pairs = [(expected.logits, found.logits), *zip(expected.hidden_states, found.hidden_states, strict=True)]
+        for one, other in pairs:
+            torch.testing.assert_close(other[kept], one[kept], rtol=1e-12, atol=1e-12)
+            assert one.shape == other.shape and one.dtype == other.dtype
+
+    def test_the_last_of_them_is_what_the_backbone_returns(self, tiny_qwen3):
+        output = share_prefixes(tiny_qwen3()).model(**BATCH, output_hidden_states=True)
+        assert output.hidden_states[-1] is output.last_hidden_state
+
+    def test_a_tuple(self, tiny_qwen3):
+        output = share_prefixes(tiny_qwen3()).model(**BATCH, return_dict=False, use_cache=False)
+        assert isinstance(output, tuple) and [each.shape for each in output] == [(3, 5, 32)]
+
+    def test_several_streams_of_states(self):
+        """Gemma 3n has four."""
+        from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 50, "vocab_size_per_layer_input": 50, "hidden_size": 32, "intermediate_size": 64}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        sizes |= {"hidden_size_per_layer_input": 8, "laurel_rank": 4, "num_kv_shared_layers": 0}
+        kinds = {"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0, 0.0]}
+        model = Gemma3nForCausalLM(Gemma3nTextConfig(**sizes, **kinds, pad_token_id=0))
+        with float64_throughout(model):
+            expected = model(**BATCH, output_hidden_states=True).hidden_states
+            found = share_prefixes(model)(**BATCH, output_hidden_states=True).hidden_states
+        assert sharing_report(model).num_shared == 1
+        for one, other in zip(expected, found, strict=True):
+            assert one.shape == other.shape
+            torch.testing.assert_close(other[..., MASK.bool(), :], one[..., MASK.bool(), :], rtol=1e-10, atol=1e-10)
+
+    def test_no_cache_comes_back(self, tiny_qwen3):
+        assert share_prefixes(tiny_qwen3().train())(**BATCH).past_key_values is None
+
+    def test_what_the_call_gave_is_not_changed(self, tiny_qwen3):
+        given = {name: value.clone() for name, value in BATCH.items()}
+        share_prefixes(tiny_qwen3())(**given)
+        assert all(torch.equal(given[name], BATCH[name]) for name in BATCH)

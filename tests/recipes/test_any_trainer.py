@@ -1,0 +1,70 @@
+"""The recipes of `share_prefixes`, each a whole script in one screen: it differs from an ordinary one by one line.
+
+Run twice on a shop in miniature, as it is and with a `share_prefixes` that does nothing: the printed losses agree.
+"""
+
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import radixtrain
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes" / "any_trainer").glob("*.py"))
+LOSS = re.compile(r"(?<!_)loss'?:? '?(-?\d[\d.]*(?:e-?\d+)?)")
+STEPS = 2
+
+
+@pytest.fixture
+def run(shop, tmp_path, monkeypatch, capsys) -> Callable[..., str]:
+    """What a recipe prints, when `share_prefixes` is this function."""
+
+    def run_it(recipe: Path, share: Callable[..., Any]) -> str:
+        files = (f"--model={shop / 'model'}", f"--train_file={shop / 'train.jsonl'}")
+        monkeypatch.setattr(sys, "argv", [recipe.name, *files, f"--output_dir={tmp_path}", f"--max_steps={STEPS}"])
+        monkeypatch.setattr(radixtrain, "share_prefixes", share, raising=False)
+        monkeypatch.syspath_prepend(str(recipe.parent))
+        for each in RECIPES:  # a recipe may import another one, which then has the `share_prefixes` of its first run
+            sys.modules.pop(each.stem, None)
+        runpy.run_path(str(recipe), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_it
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_shares_and_trains_as_the_ordinary_script(recipe, run, monkeypatch):
+    share_prefixes, sharing_report = radixtrain.share_prefixes, radixtrain.sharing_report
+    models: list[Any] = []
+
+    def share(model: Any, **options: Any) -> Any:
+        models.append(model)
+        return share_prefixes(model, **options)
+
+    shared = run(recipe, share)
+    assert models, "the line that differs was not reached"
+    for model in models:
+        report = sharing_report(model)
+        assert report.num_shared >= STEPS and report.compression_ratio > 1.5, report
+    monkeypatch.setattr(radixtrain, "sharing_report", lambda model: "nothing is shared", raising=False)
+    losses, ordinary = (
+        [float(loss) for loss in LOSS.findall(text)] for text in (shared, run(recipe, lambda m, **_: m))
+    )
+    assert len(losses) >= STEPS
+    assert losses == pytest.approx(ordinary, rel=2e-3, abs=1e-3), "four digits are printed"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_teaches_by_one_line(recipe):
+    text = recipe.read_text(encoding="utf-8")
+    assert text.count("# <-") == 1 and len(text.splitlines()) <= 40
+    assert f"python recipes/any_trainer/{recipe.name}" in text
+
+
+def test_there_are_recipes():
+    assert {"dpo", "kto", "reward", "sft"} <= {recipe.stem for recipe in RECIPES}
