@@ -30,7 +30,7 @@ def packed_floats(arrays: Sequence[FeatureArrays]) -> dict[str, FloatArray]:
 
 
 def policy_entries(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Tensor]:
-    """The entries of a batch that a policy loss reads, of those that there are.
+    """The entries that a policy loss reads, if the features have them.
 
     floats: as `packed_floats` returns them. tokens: (P,). the packed token that bears each label.
     """

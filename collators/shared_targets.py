@@ -1,8 +1,8 @@
-"""What a label counts that several sequences share: once for each of them, or once.
+"""How often a label counts that several sequences share: once for each of them, or only once.
 
 An ordinary trainer sums over rows, so a turn that eight branches of an agent's run share is trained eight times. That
 is the default, `every`. With `once` the first sequence keeps the label, and the others lose it before the batch is cut,
-so that everything after this (the cut, the plan, the divisor of the loss) is the same for both.
+so that everything after this (the cut, the plan, the divisor of the loss) works in the same way for both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def keep_once(arrays: Sequence[FeatureArrays]) -> list[FeatureArrays]:
     cu_seqlens = np.concatenate([[0], np.cumsum([len(feature.input_ids) for feature in arrays])])
     floats = packed_floats(arrays)
     weights = floats.pop("loss_weights", None)
-    plan = build_prefix_plan(ids, cu_seqlens, packed_positions(arrays))  # shares all there is, as no batch's plan must
+    plan = build_prefix_plan(ids, cu_seqlens, packed_positions(arrays))  # shares all; a batch's plan may share less
     listed = list_predictions(plan, labels)
     order, starts = _groups(
         (listed.predictor_indices, listed.labels, *(x[listed.label_indices] for x in floats.values()))
@@ -60,7 +60,10 @@ def keep_once(arrays: Sequence[FeatureArrays]) -> list[FeatureArrays]:
 
 
 def features_once(features: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`keep_once` of features as a collator takes them, for a trainer of another kind; without their padding."""
+    """`keep_once` for features as a collator takes them, so that a trainer without the collator can use it.
+
+    The features come back without their padding.
+    """
     arrays = keep_once(all_feature_arrays(features))
     return [{name: value for name, value in each._asdict().items() if isinstance(value, np.ndarray)} for each in arrays]
 

@@ -1,7 +1,7 @@
 """The floats of a feature, one for each token: loss weights, and what a policy loss reads beside the log-probabilities.
 
 They are aligned with the labels, not shifted: entry t belongs to token t, which is predicted from the one before. They
-are float32 from here on, as in a tensor that an ordinary collator would make.
+become float32 here, as in the tensor that an ordinary collator would make.
 """
 
 from __future__ import annotations

@@ -117,12 +117,12 @@ def clipped_policy_loss(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> Tensor:
-    """`-sum_p w_p min(ratio_p A_p, clip(ratio_p, 1 - epsilon, 1 + epsilon_high) A_p)`, with the ratio of the policies.
+    """`-sum_p w_p min(r_p A_p, clip(r_p, 1 - epsilon, 1 + epsilon_high) A_p)`, `r_p = exp(logprob_p - old_logprob_p)`.
 
     logprobs: (P,). of the policy that is trained, from `linear_logprobs` or `logits_logprobs`.
-    advantages, loss_weights: (P,), float. `radix_advantages` and `radix_loss_weights` of a batch.
+    advantages, loss_weights: (P,), float. A_p and w_p: `radix_advantages` and `radix_loss_weights` of a batch.
     old_logprobs: (P,), float. `radix_old_logprobs`, of the policy that sampled; None if that is the policy as it is
-        now, so that every ratio is 1 and its gradient that of the log-probability.
+        now. Then every ratio is 1, and its gradient is that of the log-probability.
     epsilon_high: by default epsilon.
 
     Returns a scalar, a sum and not a mean: divide it by what your trainer divides by, such as `Step.num_labels`.
@@ -276,13 +276,17 @@ def _may_be_asked_again(grad: Tensor) -> bool:
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 
 
-def _logprobs(logits_at: Callable[[slice], Tensor], size: int, over: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-    """(P,). logits_at: the logits of some of the R rows, in a new tensor, float32 or wider. over: (R, ...)."""
-    inside = torch.ones(len(labels), dtype=torch.promote_types(over.dtype, torch.float32), device=over.device)
-    logprobs = torch.zeros_like(inside)
-    for chunk in chunks_of(size, len(over), labels, rows, inside):
+def _logprobs(logits_at: Callable[[slice], Tensor], size: int, source: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+    """(P,), float32 or float64. The log-probability of each label at its row.
+
+    logits_at: the logits of some of the R rows, in a new tensor, float32 or wider. size: rows of a chunk.
+    source: (R, ...). what the logits are computed from.
+    """
+    ones = torch.ones(len(labels), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
+    logprobs = torch.zeros_like(ones)
+    for chunk in chunks_of(size, len(source), labels, rows, ones):
         values, _ = logprobs_and_sums(logits_at(chunk.rows), chunk)
-        logprobs[chunk.places] += chunk.loss_weights * values
+        logprobs[chunk.places] += chunk.loss_weights * values  # the weight of another chunk's prediction is 0
     return logprobs
 
 

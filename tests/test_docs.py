@@ -380,7 +380,6 @@ REPEATED = [
     r"(\d+) (?:of 253: linear|are refused)",
     r"(\d+) kinds of",
     r"takes ([\d.]+ to [\d.]+) of the ordinary time",
-    r"(\w+) times as slow as `cascade`",
     r"no loss differs by more than ([\d.]+e-\d)|largest difference of (?:the|a) loss [^|]*?\|? (?:is )?([\d.]+e-\d)",
     r"on ([\d.]+) for 256|, and ([\d.]+) (?:for|at) 256",
 ]

@@ -125,8 +125,23 @@ TABLE = (
     ),
     Private(
         "torch.nn.Module._forward_pre_hooks",
-        ("radixtrain/hf/padded/calls.py",),
-        "tells whether PEFT gives each row an adapter of its own (adapter_names)",
+        ("radixtrain/hf/hooks.py", "radixtrain/hf/padded/calls.py", "radixtrain/hf/padded/head.py"),
+        "finds our hooks, on copies of a head too, and whether PEFT gives each row an adapter (adapter_names)",
+    ),
+    Private(
+        "torch.nn.Module._forward_pre_hooks_with_kwargs",
+        ("radixtrain/hf/hooks.py",),
+        "is the option of a hook, which goes with it",
+    ),
+    Private(
+        "torch.nn.Module._forward_hooks",
+        ("radixtrain/hf/hooks.py",),
+        "finds our hooks",
+    ),
+    Private(
+        "torch.nn.Module._forward_hooks_with_kwargs",
+        ("radixtrain/hf/hooks.py",),
+        "is the option of a hook, which goes with it",
     ),
     Private(
         "torch.Tensor._base",

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "docs/any-trainer.md",
     "docs/benchmarks.md",
     "docs/configuration.md",
     "docs/data-formats.md",

@@ -1,4 +1,4 @@
-"""Words to the tokens whose probabilities are read where a text ends: `yes` and `no` of a reranker."""
+"""Words -> the ids of tokens whose probabilities are read at the end of a text, such as a reranker's `yes` and `no`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def next_token_ids(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> 
 
 
 def _check(tokenizer: PreTrainedTokenizerBase, word: str, ids: list[int], found: dict[str, int]) -> None:
-    """found: the words before this one."""
+    """found: the earlier words, with their ids."""
     if len(ids) != 1:
         tokens = ", ".join(repr(tokenizer.decode([token])) for token in ids) or "none"
         raise UserError(f"model.next_tokens: {word!r} is {len(ids)} tokens ({tokens}); expected words of one token")

@@ -9,7 +9,7 @@
 | ART | `messages_and_choices`, `tools`, `additional_histories`: a trajectory | each history |
 | | `trajectories`, a group | each of those |
 
-The branches of one run share most of their tokens, so they belong into one optimizer step; they come from one row.
+The branches of one run share most of their tokens, so they belong in one optimizer step. They come from one row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def plain_rows(row: Row) -> list[Row]:
     a collator takes them. A branch without a sampled token is left out if others have some. A history of ART becomes
     `messages`; or `prompt` and `completion`, from its first choice on, because only choices were sampled.
 
-    Raises DataError that names what cannot be read: lists that do not fit, a parent that is no earlier node, images, a
-    trace without tokens or one that stopped with an error, an assistant message among choices that is none, exchanges.
+    Raises DataError that names what cannot be read: lists of different lengths, a parent that is not an earlier node,
+    images, a trace without tokens or one that stopped with an error, an assistant message after the first choice that
+    is not a choice, exchanges.
     """
     fields = {key: value for key, value in row.fields.items() if value is not None}
     reader = next((READERS[key] for key in READERS if key in fields), None)
@@ -91,13 +92,8 @@ def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
         is_choice = [isinstance(item.get("message"), dict) for item in items]
         messages = [item["message"] if sampled else item for item, sampled in zip(items, is_choice, strict=True)]
         first = is_choice.index(True) if any(is_choice) else 0
-        for number in range(first, len(messages)) if any(is_choice) else ():
-            if messages[number].get("role") == "assistant" and not is_choice[number]:
-                raise DataError(
-                    where,
-                    f"messages_and_choices: turn {number + 1} is an assistant message that was not sampled, after one "
-                    f"that was; leave the trajectory out, or make it a choice",
-                )
+        if any(is_choice):
+            _check_sampled(messages, is_choice, first, where)
         split = {"prompt": messages[:first], "completion": messages[first:]} if first else {"messages": messages}
         yield {**split, **({"tools": history["tools"]} if history.get("tools") else {})}
 
@@ -110,6 +106,17 @@ def _group(fields: Fields, where: str) -> Iterator[Fields]:
 
 def _exchanges(fields: Fields, where: str) -> Iterator[Fields]:
     raise DataError(where, "exchanges: recorded requests are not read; save messages_and_choices")
+
+
+def _check_sampled(messages: list[Fields], is_choice: list[bool], first: int, where: str) -> None:
+    """Refuse an assistant message after the first choice that is no choice: it would be trained too."""
+    for number in range(first, len(messages)):
+        if messages[number].get("role") == "assistant" and not is_choice[number]:
+            raise DataError(
+                where,
+                f"messages_and_choices: turn {number + 1} is an assistant message that was not sampled, after one "
+                f"that was; leave the trajectory out, or make it a choice",
+            )
 
 
 def _check_node(node: Fields, number: int, where: str) -> None:

@@ -21,14 +21,14 @@ __all__ = ["UnlabelledEncoder"]
 
 @dataclass(frozen=True)
 class UnlabelledEncoder(ChatEncoder):
-    """A `ChatEncoder` that makes one sample of each row, with or without labels. The keys tell where a row ends:
+    """A `ChatEncoder` that makes one sample of each row, with or without labels. Its keys decide where the sample ends:
 
-    - `messages` and `conversations`: with the generation prompt, at which the model would answer. If the last message
-        is the assistant's, with the token that ends it;
-    - `prompt` without `completion`: where it ends, for text; as `messages`, for messages;
+    - `messages` and `conversations`: after the generation prompt, at which the model would answer; or after the end
+        token of the last message, if that is the assistant's;
+    - `prompt` without `completion`: after its last token, for text; as `messages`, for messages;
     - `prompt` and `completion`: after the completion and its end token, as in training;
-    - `text`: as the tokenizer ends it by itself. That of an embedding model may add an end token;
-    - `input_ids`: where they end.
+    - `text`: after its last token, or an end token if the tokenizer adds one by itself, as an embedding model's may;
+    - `input_ids`: after the last one.
 
     `assistant_only_loss`, `completion_only_loss` and `split_turns` have no effect.
     """

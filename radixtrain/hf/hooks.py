@@ -6,7 +6,7 @@
   `[1, P, D]`, and gives the router loss the logits of every original token;
 - `at_head`, on the head, checks that the head gets all of these rows.
 
-An ordinary batch is not changed.
+An ordinary batch is not changed, unless the model is one of `share_prefixes` (`radixtrain/hf/padded`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from radixtrain.collators.unprepared import end_watch
@@ -29,6 +28,7 @@ from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, RadixCall, regis
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.evaluation import check_evaluation
 from radixtrain.hf.inputs import check_inputs, layout_of, split_inputs
+from radixtrain.hf.padded.head import SharedHead
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.refusals import check_draws, check_pass
 from radixtrain.hf.sharing import SharingWatch
@@ -38,7 +38,7 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
 from radixtrain.tree.layout import LEFT_PADDED, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY, TreeLayout
 
-__all__ = ["BackboneHooks", "HeadCheck"]
+__all__ = ["BackboneHooks", "HeadCheck", "remove_hooks"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class BackboneHooks:
     attention, kernel, allow_dropout: as given to `prepare_model`.
     num_layers: decoder layers, each of which must run tree attention.
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
-    padded: for a model of `share_prefixes`, what shares ordinary batches.
+    padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     """
 
     model: PreTrainedModel
@@ -114,28 +114,19 @@ class BackboneHooks:
         register_attention()
         end_watch()
 
-    def install(self, backbone: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks on the backbone, on the model and on its head."""
-        handles = [
-            backbone.register_forward_pre_hook(self.before, with_kwargs=True),
-            backbone.register_forward_hook(self.after, with_kwargs=True, prepend=True),  # the user's see [B, L, D]
-        ]
+    def install(self, backbone: nn.Module) -> None:
+        """Register the hooks on the backbone, the model and its head. `remove_hooks` finds them by their owner."""
+        backbone.register_forward_pre_hook(self.before, with_kwargs=True)
+        backbone.register_forward_hook(self.after, with_kwargs=True, prepend=True)  # the user's see [B, L, D]
         head = self.model.get_output_embeddings()
-        if head is not None and self.padded is not None:
-            shared = self.padded.head
-            handles.append(head.register_forward_pre_hook(shared.before))
-            handles.append(head.register_forward_hook(shared.after, prepend=True))
         if head is not None:
-            handles += [
-                self.model.register_forward_pre_hook(self.head.enter),
-                self.model.register_forward_hook(self.head.leave),
-                head.register_forward_pre_hook(self.head.at_head),
-            ]
-        return handles
+            self.model.register_forward_pre_hook(self.head.enter)
+            self.model.register_forward_hook(self.head.leave)
+            head.register_forward_pre_hook(self.head.at_head)
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Turn the flat entries into one object for the layers. An ordinary batch is not changed."""
+        """Turn the flat entries into one object for the layers. `_before_ordinary` takes a batch without them."""
         self.head.num_predicting = None
         entries, given = split_inputs(backbone, args, kwargs)
         if not entries:
@@ -156,6 +147,7 @@ class BackboneHooks:
         if self.padded is None:
             self.sharing.ordinary_batch(backbone)
             return None
+        self.padded.head.watch(self.model.get_output_embeddings())
         given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
         self.sharing.padded_batch(backbone, self.padded.report)
         if given is None:
@@ -211,6 +203,19 @@ class BackboneHooks:
         return with_rows(output, predicting)
 
 
+def remove_hooks(model: nn.Module) -> None:
+    """Remove our hooks from every module, also from a head that PEFT copied with the hooks on it."""
+    for module in model.modules():
+        for hooks, options in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+        ):
+            for number, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), BackboneHooks | HeadCheck | SharedHead):
+                    del hooks[number]
+                    options.pop(number, None)
+
+
 def _check_in_force(decoder: Any) -> None:
     name = decoder.config._attn_implementation
     if name not in (ATTENTION_NAME, EAGER_NAME):
@@ -223,7 +228,7 @@ def _check_in_force(decoder: Any) -> None:
 def _expand_router_logits(name: str, output: Any, kwargs: Mapping[str, Any], call: RadixCall) -> None:
     """Router logits of the U unique rows -> of the original tokens, in place: the loss counts each token once.
 
-    Of a padded batch they stand at their places, and padding is left out of Hugging Face's loss.
+    For a padded batch they go to their places, and Hugging Face's loss leaves out padding.
     """
     if isinstance(output, tuple):
         if kwargs.get("output_router_logits"):

@@ -103,7 +103,7 @@ def why_padding_matters(decoder: Any) -> str | None:
 
 
 def _why_attention_counts(module: nn.Module) -> str | None:
-    """What in an attention module depends on more than distances, by its source."""
+    """What in an attention module depends on more than distances, judged by its source; None if nothing does."""
     if "Attention" not in type(module).__name__:
         return None
     try:

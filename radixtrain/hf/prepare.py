@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from radixtrain.collators.unprepared import PREPARED, allow_watch, end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, register_attention
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
-from radixtrain.hf.hooks import BackboneHooks
+from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.report import SharingReport
 from radixtrain.hf.padded.sharing import PaddedSharing, SharingOptions
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
@@ -47,7 +46,6 @@ class _State:
 
     options: dict[str, Any]
     previous: list[tuple[Any, str]]
-    handles: list[RemovableHandle]
     sharing: PaddedSharing | None
 
 
@@ -106,14 +104,14 @@ def share_prefixes(
         The batches of a `RadixCollator` work too if the head predicts next tokens. Calling it again replaces the
         options.
     attention, kernel, allow_dropout: see `prepare_model`.
-    min_shared_tokens: a branch point that saves fewer tokens gets no branch; `auto` measures the machine at the first
-        call, some seconds, and then chooses this and the attention for every batch.
-    min_ratio: B x L / U below which a batch is left alone.
+    min_shared_tokens: a branch point that saves fewer tokens gets no branch. `auto` measures the machine at the first
+        call, which takes some seconds, and then chooses this number and the attention for every batch.
+    min_ratio: a batch with a smaller B x L / U runs as it is.
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
     with the reason: a cache, `inputs_embeds`, `output_attentions`, images, a mask with holes, left padding without
-    `position_ids` in a model with learned positions. Hidden states of padding are those of another token. A loss that
-    reads them ends in a UserError in the backward pass; without gradients nothing warns. A hook of your own on a layer
+    `position_ids` in a model with learned positions. Hidden states of padding are those of another token. If a loss
+    reads them, the backward pass raises a UserError; without gradients nothing warns. A hook of your own on a layer
     sees the unique tokens, [1, U, D].
 
     Raises UserError as `prepare_model`, except that any head is allowed; TypeError for a module without exactly one
@@ -149,13 +147,13 @@ def prepared_options(model: nn.Module) -> dict[str, Any] | None:
 def restore_model(model: ModelT) -> ModelT:
     """Undo `prepare_model` and `share_prefixes`: removes the hooks and sets the attention back.
 
+    Not between the forward and the backward pass of a model with activation checkpointing, which runs its layers again.
     Any other model is not changed.
     """
     base = model_inside(model)
     state = getattr(base, STATE, None)
     if state is not None:
-        for handle in state.handles:
-            handle.remove()
+        remove_hooks(base)
         delattr(base, STATE)
         delattr(backbone_of(base), PREPARED)
         _set_back(state.previous)
@@ -190,7 +188,8 @@ def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | Non
         padded=sharing,
         **options,
     )
-    setattr(parts.base, STATE, _State(options, previous, hooks.install(parts.backbone), sharing))
+    hooks.install(parts.backbone)
+    setattr(parts.base, STATE, _State(options, previous, sharing))
     setattr(parts.backbone, PREPARED, True)
     end_watch()
 

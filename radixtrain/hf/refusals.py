@@ -126,9 +126,9 @@ def _check_decoder(parts: Parts) -> None:
 
 
 def why_not_next_tokens(parts: Parts) -> str | None:
-    """Why the labels of a `RadixCollator` are nothing for this class; None if its head predicts next tokens.
+    """Why this class cannot use the labels of a `RadixCollator`; None if its head predicts next tokens.
 
-    A bare backbone may have any head of the user's own.
+    A bare backbone is not refused, because its head is the user's own.
     """
     name = parts.name
     ancestors = [each.__name__ for each in type(parts.base).__mro__]

@@ -182,9 +182,9 @@ class _Places(NamedTuple):
 class _Rows(NamedTuple):
     """What the model computed for the R rows that are read.
 
-    hidden: (R, D), or None if only logits are read.
+    hidden: (R, D); None if only logits are read.
     logits: (R, V), by the model's own head; None if nothing reads them, or if `head` makes them in chunks.
-    head: the matrix, unless the logits are there.
+    head: the matrix of the head; None if `logits` are given.
     """
 
     hidden: Tensor | None
@@ -213,7 +213,7 @@ def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool
     """Run the backbone, and the model's own head unless `only_hidden`.
 
     read: (R,), int64. the rows that come back.
-    keeps_hidden: whether the hidden rows are wanted beside the logits.
+    keeps_hidden: whether the hidden rows are wanted in addition to the logits.
     """
     inputs = {**{name: value for name, value in batch.items() if name not in TARGET_KEYS}, PREDICTOR_INDICES: read}
     if only_hidden:
@@ -265,6 +265,6 @@ def _widened(values: Tensor) -> Tensor:
 
 
 def _numbers(values: Tensor) -> list[list[float]]:
-    """(N, K), for a file: of a float32 the 9 digits that determine it, which take half the room of all 17."""
+    """(N, K), for a file. A float32 gets the 9 digits that determine it, which is half of what Python would print."""
     rows: list[list[float]] = values.tolist()
     return rows if values.dtype == torch.float64 else [[float(f"{value:.9g}") for value in row] for row in rows]

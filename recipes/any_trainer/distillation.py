@@ -14,7 +14,7 @@ from radixtrain import share_prefixes, sharing_report
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="runs/demo/model", help="the student")
-parser.add_argument("--teacher", help="left out, for the demo: the student's architecture with other weights")
+parser.add_argument("--teacher", help="default, for the demo: the student's architecture with other weights")
 parser.add_argument("--train_file", default="runs/demo/train.jsonl")
 parser.add_argument("--output_dir", default="runs/demo/distillation")
 parser.add_argument("--max_steps", type=int, default=20)
@@ -27,7 +27,7 @@ optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5 if options.teacher e
 chats = load_dataset("json", data_files=options.train_file, split="train").shuffle(seed=0)
 for step, some in zip(range(options.max_steps), chats.iter(batch_size=8), strict=False):
     batch = tokenizer.apply_chat_template(some["messages"], padding=True, return_dict=True, return_tensors="pt")
-    kept = batch["attention_mask"].bool()  # every token of every row, and no padding
+    kept = batch["attention_mask"].bool()  # every token of every row, without padding
     outputs = (model(**batch, use_cache=False).logits for model in (teacher, student))
     wanted, found = (logits[kept].log_softmax(-1) for logits in outputs)
     loss = torch.nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True)

@@ -1,7 +1,7 @@
 """GRPO whose groups stay together, so that a prompt is computed once for its group: one line differs from grpo.py.
 
 TRL generates several micro-batches at once, shuffles their rows and cuts them, so a group is spread over them. Here the
-shuffle moves groups. `WholeGroups` goes before RLOOTrainer in the same way. For text only.
+shuffle moves groups. For RLOO, write `class GroupedRLOOTrainer(WholeGroups, RLOOTrainer)`. For text only.
 
 make fit && python recipes/any_trainer/grpo_whole_groups.py
 """
@@ -20,7 +20,7 @@ class WholeGroups:
         rows = super()._generate_and_score_completions(inputs)
         if "num_images" in rows:
             raise NotImplementedError("WholeGroups is for text, and these rows have images: leave it out")
-        # Of a group that does not fit into micro-batches, the largest parts that do. Evaluation cuts nothing.
+        # If a group does not fit into micro-batches, its largest parts that do. Evaluation cuts nothing.
         unit = math.gcd(self.num_generations, self.args.per_device_train_batch_size) if self.model.training else 1
         return {name: values.unflatten(0, (-1, unit)) if values.ndim else values for name, values in rows.items()}
 

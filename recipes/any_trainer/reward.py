@@ -19,7 +19,7 @@ def loud(answer: dict[str, str]) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/demo/model")
     parser.add_argument("--train_file", default="runs/demo/train.jsonl")
     parser.add_argument("--output_dir", default="runs/demo/reward")

@@ -10,9 +10,10 @@ completions of up to 64 tokens of one prompt of 512.
 A step is what the trainer does with one micro-batch: its loss and the backward pass, without generation, rewards and
 the optimizer. The untouched trainer and the shared one take turns on the same batch and the same weights.
 
-The ideal is the ratio of floating-point operations, ordinary to unique: the layers of every call of every model,
-without padding, a forward pass without gradients counted once and one with gradients three times; and the head, which
-on a CPU scores every place in TRL's trainers, shared or not, and each row once if it is called as a module.
+The ideal is the ratio of floating-point operations, ordinary to unique. It counts the layers in every call of every
+model, without padding: once for a forward pass without gradients, three times for one with gradients. It also counts
+the head, which scores every place in TRL's trainers on a CPU, shared or not, and each row once if it is called as a
+module.
 """
 
 import argparse
@@ -218,7 +219,7 @@ def plain_loop(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
     )
 
 
-# What the head scores: on a CPU TRL's own scores all places, a module only the unique rows, a score head is nothing.
+# What the head scores: TRL's own, on a CPU, all places; a module only the unique rows. A score head costs nothing.
 TRAINERS: dict[str, tuple[Build, str]] = {
     "sft": (sft, "places"),
     "dpo": (dpo, "places"),

@@ -1,7 +1,7 @@
 """What shuffling costs in GRPO: r of the micro-batches when the rows of a group scatter over them, and when not.
 
     python recipes/benchmarks/grpo_groups.py                     # of the plans only: seconds
-    python recipes/benchmarks/grpo_groups.py --trainer           # of TRL's GRPOTrainer with a tiny model too: a minute
+    python recipes/benchmarks/grpo_groups.py --trainer           # also of TRL's GRPOTrainer with a tiny model: a minute
 
 TRL's GRPOTrainer and RLOOTrainer generate a batch of `steps_per_generation` micro-batches at once, shuffle its rows and
 cut it. A micro-batch computes a prompt once, however many rows of its group it holds. So a group of n rows with one
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Rows that the shuffle of whole groups moves together: a group, or what of it fits every micro-batch."""
+        """Rows that the shuffle of whole groups moves together: a group, or its largest part that fits."""
         return math.gcd(self.num_generations, self.batch_size)
 
 

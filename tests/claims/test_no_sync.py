@@ -252,7 +252,7 @@ def test_the_watch_lets_pass() -> None:
 ON_THE_PATH = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").glob("*.py"))),
     *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "loss", "training/module")),
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").glob("*.py"))),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
 MAY_READ = {
@@ -267,6 +267,12 @@ MAY_READ = {
     ("kernels/loss_chunks.py", "_deal_on_host"): "`chunks_of` chooses it only for tensors on the host",
     ("radixtrain/training/module.py", "_check_finite"): "the one wait of a step, so that no bad step is taken",
     ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
+    ("radixtrain/hf/padded/rows.py", "*"): "`share_prefixes` plans on the host: one copy of the ids for each call",
+    ("radixtrain/hf/padded/calls.py", "why_rows_are_not_shared"): "NumPy arrays of `PaddedRows`",
+    ("radixtrain/hf/padded/sharing.py", "_arguments"): "NumPy arrays of the plan",
+    ("radixtrain/hf/padded/head.py", "*"): "NumPy arrays: which rows the head computes",
+    ("radixtrain/hf/padded/packing.py", "separates_packed_sequences"): "once for each model",
+    ("radixtrain/hf/scores.py", "*"): "`predict` writes its results down",
     ("radixtrain/hf/head.py", "_why_not_product"): "once for each model, before its first batch",
     ("radixtrain/hf/rates.py", "*"): "a calibration, which times calls before the first batch",
 }

@@ -24,9 +24,9 @@ from radixtrain.hf.windows import chunk_of
 __all__ = ["arguments_of", "why_rows_are_not_shared", "why_unshared"]
 
 READ = {"input_ids", "attention_mask", "position_ids"}
-# Tensors that a call may have beside those and that are for the loss: no layer reads them.
+# Other tensors that a call may have. They are for the loss: no layer reads them.
 FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
-# The same for these, unless the forward pass of the backbone names them.
+# No layer reads these either, unless the backbone's forward method names them.
 UNREAD = {
     *("token_type_ids", "cache_position"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
@@ -41,10 +41,11 @@ def arguments_of(backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], generates: bool) -> str | None:
-    """Why a call cannot be shared, as far as this is known without reading the ids; None if nothing is against it.
+    """Why a call cannot be shared, as far as this is known without reading the ids; None if it can.
 
-    model: around the backbone. given: as `arguments_of` returns them. generates: whether somebody may want the cache
-    that the configuration makes.
+    model: around the backbone.
+    given: as `arguments_of` returns them.
+    generates: whether the caller may want a cache that only the configuration asks for.
     """
     decoder = text_decoder_of(backbone)
     if given.get("input_ids") is None:
@@ -59,7 +60,7 @@ def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], gene
 
 
 def why_rows_are_not_shared(decoder: Any, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
-    """Why these rows cannot be shared, None if nothing is against it."""
+    """Why these rows cannot be shared; None if they can."""
     if not rows.kept.any():
         return "attention_mask hides every token"
     if rows.has_holes:
@@ -84,13 +85,13 @@ def why_rows_are_not_shared(decoder: Any, given: Mapping[str, Any], rows: Padded
 
 
 def _why_cache(backbone: nn.Module, decoder: Any, given: Mapping[str, Any], generates: bool) -> str | None:
-    """Generation wants a cache. A call that trains does not, whatever the configuration says, nor does a score head."""
+    """Generation needs a cache. Training and score heads do not, whatever the configuration says."""
     if "past_key_values" in given:
         return "a cache is given (past_key_values)"
     if given.get("use_cache"):
         return "a cache is wanted (use_cache=True)"
     is_training = backbone.training and torch.is_grad_enabled()
-    is_tuple = not _option("return_dict", decoder.config, given, default=True)  # in which the cache has a place
+    is_tuple = not _option("return_dict", decoder.config, given, default=True)  # with the cache as one of its entries
     is_wanted = is_tuple or (generates and not is_training)
     if is_wanted and _option("use_cache", decoder.config, given):
         return "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
@@ -126,7 +127,7 @@ def _why_outputs(config: Any, given: Mapping[str, Any]) -> str | None:
 
 
 def _why_other_inputs(backbone: nn.Module, given: Mapping[str, Any]) -> str | None:
-    """A tensor that a layer may read, and that has one entry for each token or each row."""
+    """A further tensor that a layer may read. It may have one entry for each token or each row."""
     for name, value in given.items():
         parts = value if isinstance(value, list | tuple) else [value]
         is_data = any(isinstance(part, Tensor) for part in parts)

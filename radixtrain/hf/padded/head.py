@@ -1,8 +1,8 @@
 """The language-model head on unique rows: called on hidden rows that came from us, it computes each only once.
 
 Heads of Hugging Face get the backbone's output or a slice of it (`logits_to_keep`), which is a view of the tensor that
-we returned. So the place of every row that the head gets can be read off the strides, on the host. Anything else, such
-as rows that were selected, scaled or cast, goes to the head as it is.
+we returned. So the place of every row that the head gets follows from the strides, which the host knows. Anything else,
+such as rows that were selected, scaled or cast, goes to the head as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from radixtrain.tree.arrays import IntArray
 __all__ = ["SharedHead", "keep_places", "places_of_view"]
 
 MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
-RETURNED, GATHERED = "_radixtrain_returned", "_radixtrain_gathered"  # attributes of tensors, gone when they are
+RETURNED, GATHERED = "_radixtrain_returned", "_radixtrain_gathered"  # attributes of tensors, freed with them
 
 
 class _Returned(NamedTuple):
@@ -50,9 +50,11 @@ class _Gathered(NamedTuple):
 
 
 class _Distinct(NamedTuple):
-    """first: (R,). the first place of each row that is asked for. back: (places,). which of these R stands at a place.
+    """Each row that is asked for, once.
 
-    padding: the places of padding, which are one row of zeros.
+    first: (R,). a place of each row, the first one.
+    back: (places,). which of the R rows stands at each place.
+    padding: the places of padding, all of which are one of the R rows.
     """
 
     first: IntArray
@@ -71,13 +73,20 @@ class _Distinct(NamedTuple):
 
 
 class SharedHead:
-    """Hooks on the output embeddings. What they know of a call hangs on its tensors.
+    """Hooks on the output embeddings. What they have to know about a call is an attribute of its tensors.
 
-    So two calls before one backward pass, a head in a checkpoint, and several threads do not meet.
+    So it cannot be mixed up by two calls before one backward pass, by a head in a checkpoint, or by several threads.
     """
 
     def __init__(self, report: SharingReport):
         self.report = report
+
+    def watch(self, head: nn.Module | None) -> None:
+        """Register the hooks on the head of a model, unless they are there. A head may be replaced at any time."""
+        owners = () if head is None else (getattr(hook, "__self__", None) for hook in head._forward_pre_hooks.values())
+        if head is not None and self not in owners:
+            head.register_forward_pre_hook(self.before)
+            head.register_forward_hook(self.after, prepend=True)
 
     @torch.compiler.disable
     def before(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
@@ -103,19 +112,20 @@ class SharedHead:
         gathered: _Gathered | None = getattr(args[0], GATHERED, None) if args else None
         if gathered is None:
             return None
+        delattr(args[0], GATHERED)  # a head inside another one may have the same hooks
         placed = gather_rows(output[0], gathered.back)
         check_gradient_at(gathered.padding, placed)
         return placed.view(*gathered.place_shape, -1)
 
 
 def keep_places(placed: Tensor, rows: IntArray, num_rows: int) -> None:
-    """Remember what stands at the places of hidden states, (B L, D), that views of them are going to show the head."""
+    """Remember what stands at the places of hidden states, (B L, D), for the head, which gets a view of them."""
     if not placed.is_inference():  # such a tensor does not know whether it was changed in place
         setattr(placed, RETURNED, _Returned(placed._version, rows, num_rows))
 
 
 def _returned(args: tuple[Any, ...]) -> _Returned | None:
-    """What stands in the memory that the head's input is a view of; None if it is not ours, or was changed."""
+    """What stands in the memory of which the head's input is a view; None if it is not ours, or was changed."""
     if not args or not isinstance(args[0], Tensor) or args[0].is_inference() or not args[0].numel():
         return None
     owner = args[0] if args[0]._base is None else args[0]._base
@@ -129,8 +139,8 @@ def places_of_view(x: Tensor) -> IntArray | None:
     owner = x if x._base is None else x._base
     width = owner.shape[-1]
     offset = x.storage_offset() - owner.storage_offset()
-    strides = [*x.stride()[:-1], offset]
-    if x.ndim < 2 or x.shape[-1] != width or x.stride(-1) != 1 or any(stride % width for stride in strides):
+    is_whole = all(step % width == 0 for step in (offset, *x.stride()[:-1]))
+    if x.ndim < 2 or x.shape[-1] != width or x.stride(-1) != 1 or not is_whole:
         return None
     places = np.full((1,) * (x.ndim - 1), offset // width)
     for axis, (size, stride) in enumerate(zip(x.shape[:-1], x.stride()[:-1], strict=True)):

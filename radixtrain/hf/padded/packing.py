@@ -1,7 +1,7 @@
-"""Whether a model separates the sequences of a packed row, asked of the model itself.
+"""Whether a model separates the sequences of a packed row, found by running it.
 
-transformers separates them by the jumps of `position_ids`, but only in models that hand these to their mask. In all
-others every sequence attends to those before it in the row, and then its prefix is no prefix.
+transformers separates them at the jumps of `position_ids`, but only in models that pass these to their mask. In all
+others every sequence attends to those before it in the row, so equal prefixes have different hidden states.
 """
 
 from __future__ import annotations

@@ -11,15 +11,15 @@ __all__ = ["SharingReport"]
 
 @dataclass
 class SharingReport:
-    """What came of the calls of a model since `share_prefixes`, over all of them.
+    """Totals over all calls of a model since `share_prefixes`.
 
     num_shared: calls that ran on unique tokens.
-    not_shared: calls that ran as ever, by reason.
-    num_places: B x L of the shared calls, what an ordinary model computes.
-    num_tokens: T of them, without padding.
-    num_unique_tokens: U of them, what was computed.
-    num_head_places, num_head_rows: rows that the head was asked for and that it computed, in the calls where it shared.
-    plan_seconds: spent on reading ids and building plans, shared or not.
+    not_shared: calls that ran as if nothing had been installed, counted by reason.
+    num_places: sum of B x L over the shared calls, which an ordinary model computes.
+    num_tokens: sum of T over them, without padding.
+    num_unique_tokens: sum of U over them, which were computed.
+    num_head_places, num_head_rows: rows that the head was asked for, and that it computed, in its calls that shared.
+    plan_seconds: spent on reading ids and building plans, also for calls that were not shared then.
     """
 
     num_shared: int = 0

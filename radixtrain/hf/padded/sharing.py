@@ -27,7 +27,7 @@ from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 __all__ = ["PaddedSharing", "SharingOptions"]
 
-# Outputs of a backbone that may be tensors. A tuple has only hidden states.
+# Outputs of a backbone that may be tensors; of a tuple only the first, its hidden states.
 AT_PLACES = {0, "last_hidden_state", "rope_deltas"}
 
 
@@ -47,8 +47,8 @@ class PaddedSharing:
 
     options: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
-    step_cost: of the model, once it is calibrated for `auto`.
-    separates: whether it separates the sequences of a packed row, once one came.
+    step_cost: of the model; None until it is calibrated for `auto`.
+    separates: whether it separates the sequences of a packed row; None until such a row comes.
     """
 
     options: SharingOptions
@@ -64,7 +64,7 @@ class PaddedSharing:
     def call_on_unique_tokens(
         self, model: nn.Module, backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """The arguments of the call that computes unique tokens; None for a call that is left alone.
+        """The arguments of the call that computes unique tokens; None for a call that is not shared.
 
         model: around the backbone, which is called with args and kwargs.
         """
@@ -96,7 +96,7 @@ class PaddedSharing:
         return self._arguments(decoder, given, rows, plan, strategy)
 
     def _separates(self, backbone: nn.Module) -> bool:
-        """Whether the model separates the sequences of a packed row; it is asked once."""
+        """Whether the model separates the sequences of a packed row. It is tried once."""
         if self.separates is None:
             self.separates = separates_packed_sequences(backbone)
         return self.separates
@@ -165,7 +165,7 @@ class PaddedSharing:
 
 
 def _check_outputs(output: Any) -> None:
-    """Refuse outputs that would be those of the unique tokens: what a pooler makes of the first row."""
+    """Refuse other outputs, which would be those of the unique tokens, such as a pooler's."""
     named = output.items() if isinstance(output, Mapping) else enumerate(output)
     for name, value in named:
         if name not in AT_PLACES and isinstance(value, Tensor):
@@ -182,5 +182,5 @@ def _state_at(places: Places, state: Tensor) -> Tensor:
             f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the batch "
             f"are not known; leave it out, or call restore_model(model)"
         )
-    placed = places.spread(state.flatten(0, -3).transpose(0, 1))  # the streams are together in a row
+    placed = places.spread(state.flatten(0, -3).transpose(0, 1))  # a row holds all its streams
     return placed.transpose(0, 1).unflatten(1, places.batch_shape).reshape(*state.shape[:-3], *places.batch_shape, -1)

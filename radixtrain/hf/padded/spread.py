@@ -1,8 +1,9 @@
 """Unique rows back to the places of a padded batch, and a check that no loss reads the places that the mask hides.
 
 In an ordinary batch the hidden states of padding are numbers that no one should read. Here they are those of a token of
-the batch: finite, and not zero, so that a loss that reads them all the same, as one whose labels on padding are not
--100, has a gradient there. It would not be the ordinary one, so it ends in an error.
+the batch. A loss may read them all the same, for instance if labels of padding are not -100. Its gradient would not be
+the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden states of
+padding are finite and not zero, because the gradient of a square is zero at zero.
 
 U unique rows, B L places.
 """
@@ -22,7 +23,7 @@ from radixtrain.tree.arrays import IntArray
 
 __all__ = ["Places", "check_gradient_at"]
 
-PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of padding's
+PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of it at padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,20 +51,20 @@ class Places:
     def spread(self, rows: Tensor, training: bool = True) -> Tensor:
         """(B L, ...). The unique rows, (U, ...), at their places, and the first of them, without gradient, at padding.
 
-        training: False if nothing that comes after the model learns, so that a frozen model needs no check.
+        training: whether something after the model may learn, so that padding of a frozen model is checked, too.
         """
         if not len(self.padding):
             return gather_rows(rows, self.rows)
         table = torch.cat([rows, rows[:1].detach()])
         if training and torch.is_grad_enabled() and not table.requires_grad:
-            table.requires_grad_()  # a frozen model, and perhaps a head behind it that reads padding
+            table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
         placed = gather_rows(table, self.rows)
         check_gradient_at(self.padding, placed)
         return placed
 
 
 def check_gradient_at(places: Tensor, x: Tensor) -> None:
-    """The backward pass raises UserError if the gradient of x, (places, ...), is not zero at these, padding's."""
+    """The backward pass raises UserError if the gradient of x is not zero at these of its places."""
     if len(places) and x.requires_grad:
         x.register_hook(lambda grad: _check_zero(places, grad))
 
