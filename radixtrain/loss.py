@@ -125,11 +125,17 @@ def clipped_policy_loss(
         now. Then every ratio is 1, and its gradient is that of the log-probability.
     epsilon_high: by default epsilon.
 
-    Returns a scalar, a sum and not a mean: divide it by what your trainer divides by, such as `Step.num_labels`.
+    Returns a scalar, a sum and not a mean: divide it by what your trainer divides by, such as `Step.num_labels`. Raises
+    ValueError for tensors that are not all (P,), which would be broadcast, and for an epsilon that is not above 0.
 
     Source: Proximal Policy Optimization (arXiv 1707.06347), equation 7; two bounds as in DAPO (arXiv 2503.14476).
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
+    for name, values in (("advantages", advantages), ("loss_weights", loss_weights), ("old_logprobs", old)):
+        if logprobs.ndim != 1 or values.shape != logprobs.shape:
+            raise ValueError(f"{name} must be (P,) as logprobs: got {[*values.shape]} and {[*logprobs.shape]}")
+    if not (0 < epsilon < 1 and (epsilon_high is None or epsilon_high > 0)):
+        raise ValueError(f"epsilon must be in (0, 1) and epsilon_high above 0, got {epsilon} and {epsilon_high}")
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     return -(loss_weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()

@@ -13,7 +13,7 @@ from radixtrain.data.conversation import Conversation, text_of
 from radixtrain.data.formats import Row
 from radixtrain.data.messages import check_messages, from_sharegpt
 from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import Sample, check_bears_loss, check_vocabulary, sample_from_tokens
+from radixtrain.data.sample import Sample, check_bears_loss, check_unweighted, check_vocabulary, sample_from_tokens
 from radixtrain.data.tokenization import Draft, DraftTokenizer, load_tokenizer
 from radixtrain.data.trajectories import plain_rows
 from radixtrain.errors import DataError, UserError
@@ -125,6 +125,7 @@ class ChatEncoder:
         where, fields = row.where, {key: value for key, value in row.fields.items() if value is not None}
         if "input_ids" in fields:
             return [sample_from_tokens(fields, where, self.completion_only_loss)]
+        check_unweighted(fields, where)
         if "messages" in fields:
             return self._draft_chat(self.conversation(check_messages(fields["messages"], where), fields, where))
         if {"prompt", "completion"} <= fields.keys():

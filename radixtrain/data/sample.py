@@ -10,9 +10,10 @@ import numpy as np
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.errors import DataError
 
-__all__ = ["Sample", "check_bears_loss", "check_vocabulary", "sample_from_tokens"]
+__all__ = ["Sample", "check_bears_loss", "check_unweighted", "check_vocabulary", "sample_from_tokens"]
 
 LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
+WEIGHT_NAMES = ("loss_weights", "weights")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,7 @@ def _weights(fields: dict[str, Any], where: str, length: int) -> np.ndarray | No
     if "advantages" in fields:
         reason = "advantages: the loss here is a cross-entropy, which has none"
         raise DataError(where, f"{reason}; multiply it by loss_weights, or use RadixCollator in a loop of your own")
-    names = [name for name in ("loss_weights", "weights") if name in fields]
+    names = [name for name in WEIGHT_NAMES if name in fields]
     if len(names) > 1:
         raise DataError(where, "loss_weights and weights are two names of one column; remove one")
     if not names:
@@ -104,7 +105,9 @@ def _weights(fields: dict[str, Any], where: str, length: int) -> np.ndarray | No
         raise DataError(where, f"{names[0]}: expected {length} values, as many as input_ids, found {found}")
     for position, value in enumerate(values):
         if type(value) not in (int, float) or not abs(value) < LARGEST_WEIGHT:
-            raise DataError(where, f"{names[0]}: expected numbers, found {str(value)[:40]!r} at position {position}")
+            raise DataError(
+                where, f"{names[0]}: expected numbers of float32, found {str(value)[:40]!r} at position {position}"
+            )
     return np.array(values, dtype=np.float64)
 
 
@@ -118,3 +121,10 @@ def _integers(fields: dict[str, Any], name: str, where: str, length: int | None 
         if type(value) is not int or not -(2**63) <= value < 2**63:
             raise DataError(where, f"{name}: expected integers, found {str(value)[:40]!r} at position {position}")
     return np.array(values, dtype=np.int64)
+
+
+def check_unweighted(fields: dict[str, Any], where: str) -> None:
+    """Refuse the weights of a row whose tokens are not known yet, so that they are not ignored."""
+    for name in WEIGHT_NAMES:
+        if isinstance(fields.get(name), list | tuple | np.ndarray):
+            raise DataError(where, f"{name}: only rows with input_ids or token_ids have weights, one for each token")

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from radixtrain.data.formats import Row
+from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
 
 __all__ = ["plain_rows"]
 
 Fields = dict[str, Any]
+RIDERS = ("loss_weights", "weights", "advantages")  # of a branch, as the collators read them
 
 
 def plain_rows(row: Row) -> list[Row]:
@@ -54,7 +56,7 @@ def _branch(fields: Fields, where: str) -> Iterator[Fields]:
     plain: Fields = {"input_ids": ids, "mask": [int(value) for value in mask]}
     if fields.get("logprobs"):
         plain["old_logprobs"] = _spread(_list(fields, "logprobs", where), plain["mask"], where)
-    yield plain
+    yield plain | {name: fields[name] for name in RIDERS if fields.get(name) is not None}
 
 
 def _branches(fields: Fields, where: str) -> Iterator[Fields]:
@@ -88,6 +90,7 @@ def _episode(fields: Fields, where: str) -> Iterator[Fields]:
 def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
     """ART's: the main history, and those of sub-agents or from before a compaction."""
     for history in (fields, *_objects({"additional_histories": [], **fields}, "additional_histories", where)):
+        check_unweighted(history, where)
         items = _objects(history, "messages_and_choices", where)
         is_choice = [isinstance(item.get("message"), dict) for item in items]
         messages = [item["message"] if sampled else item for item, sampled in zip(items, is_choice, strict=True)]

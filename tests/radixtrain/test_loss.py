@@ -721,6 +721,21 @@ class TestClippedPolicyLoss:
         assert torch.equal(clipped_policy_loss(*given, 0.5), clipped_policy_loss(*given, 0.5, 0.5))
         assert torch.equal(clipped_policy_loss(*given), clipped_policy_loss(*given, 0.2))
 
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"advantages": torch.ones(4, 1)}, r"advantages must be \(P,\) as logprobs: got \[4, 1\] and \[4\]"),
+            ({"loss_weights": torch.ones(1)}, r"loss_weights must be \(P,\)"),
+            ({"old_logprobs": torch.ones(3)}, r"old_logprobs must be \(P,\)"),
+            ({"epsilon": -1.0}, r"epsilon must be in \(0, 1\)"),
+            ({"epsilon_high": 0.0}, "epsilon_high above 0, got 0.2 and 0.0"),
+        ],
+    )
+    def test_what_would_be_broadcast_is_refused(self, changed, message):
+        given = {"logprobs": torch.zeros(4), "advantages": torch.ones(4), "loss_weights": torch.ones(4)}
+        with pytest.raises(ValueError, match=message):
+            clipped_policy_loss(**{**given, **changed})
+
     def test_of_the_policy_as_it_is_now(self) -> None:
         """Then the gradient is that of the log-likelihood, weighted by the advantages."""
         logprobs = self.LOGPROBS.clone().requires_grad_()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from radixtrain.collators.radix import RadixCollator
+from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.data.sample import sample_from_tokens
 from radixtrain.data.trajectories import plain_rows
@@ -57,6 +58,8 @@ def plain(fields: dict[str, Any]) -> list[dict[str, Any]]:
             {"messages_and_choices": [USER, USER, CHOICE], "tools": None}]}]}, [
             {"prompt": [USER], "completion": [PLAIN]}, {"prompt": [USER, USER], "completion": [PLAIN]}]),
         ({"trajectories": []}, []),
+        ({"token_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}, [
+            {"input_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}]),
     ],
 )  # fmt: skip
 def test_the_sequences_of_a_run(fields: dict[str, Any], expected: list[dict[str, Any]]) -> None:
@@ -146,13 +149,27 @@ def test_loss_weights(name: str) -> None:
             "loss_weights and weights are two names of one column; remove one",
         ),
         ({"weights": 1}, "weights: expected 2 values, as many as input_ids, found int"),
-        ({"weights": [1, "a"]}, "weights: expected numbers, found 'a' at position 1"),
-        ({"weights": [True, 1]}, "weights: expected numbers, found 'True' at position 0"),
-        ({"weights": [1, float("nan")]}, "weights: expected numbers, found 'nan' at position 1"),
-        ({"weights": [1, -1e39]}, "weights: expected numbers, found '-1e+39' at position 1"),
+        ({"weights": [1, "a"]}, "weights: expected numbers of float32, found 'a' at position 1"),
+        ({"weights": [True, 1]}, "weights: expected numbers of float32, found 'True' at position 0"),
+        ({"weights": [1, float("nan")]}, "weights: expected numbers of float32, found 'nan' at position 1"),
+        ({"weights": [1, -1e39]}, "weights: expected numbers of float32, found '-1e+39' at position 1"),
     ],
 )
 def test_loss_weights_that_are_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as raised:
         sample_from_tokens({"input_ids": [5, 6], **extra}, WHERE)
     assert str(raised.value) == f"{WHERE}: {message}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "a", "loss_weights": [1]},
+        {"messages": [{"role": "user", "content": "a"}], "weights": [1, 2]},
+        {"messages_and_choices": [], "loss_weights": [1]},
+    ],
+)
+def test_weights_of_a_row_without_tokens_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="weights: only rows with input_ids or token_ids have weights"):
+        for row in plain_rows(Row(fields, WHERE)):
+            ChatEncoder(tokenizer=None)._draft(row)  # type: ignore[arg-type]  # refused before anything is tokenised
