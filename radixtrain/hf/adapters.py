@@ -134,8 +134,8 @@ def _check_kind(name: str, config: Any) -> None:
         reason = NOT_EXACT.get(kind, "is not known to compute each token from that token only")
         raise UserError(
             f"adapter {name!r} is of PEFT's kind {kind}, which {reason}: on unique tokens it would have a different "
-            f"gradient. Use another kind, such as LORA, or train it with dedup: false, on the batches of an ordinary "
-            f"collator"
+            f"gradient. Use another kind, such as LORA, or train it without sharing (fit: dedup: false), on the "
+            f"batches of an ordinary collator"
         )
 
 

@@ -121,7 +121,7 @@ def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[s
     if call is None:
         raise UserError(
             f"{_name_of(module)} receives neither the keyword arguments of the model call nor the mask of its model, "
-            f"so the tree cannot reach it; train it with dedup: false"
+            f"so the tree cannot reach it; train it without sharing (fit: dedup: false)"
         )
     return call
 
@@ -209,7 +209,7 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
         if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(
                 f"{layer} has {attribute} and does not hand it to its attention function as {key}, so tree attention "
-                f"would leave it out; train it with dedup: false"
+                f"would leave it out; train it without sharing (fit: dedup: false)"
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")

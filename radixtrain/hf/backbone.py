@@ -69,6 +69,11 @@ def model_inside(model: nn.Module) -> PreTrainedModel:
     """The one Hugging Face model in a module of any kind: a value head, a cross-encoder, DDP. TypeError for several."""
     if isinstance(model, PreTrainedModel) or callable(getattr(model, "get_base_model", None)):
         return pretrained_model_of(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected a model, got {type(model).__name__}: load it first, for instance with "
+            f"AutoModelForCausalLM.from_pretrained"
+        )
     found = list(_outermost_models(model))
     if len(found) != 1:
         names = ", ".join(type(each).__name__ for each in found) or "none"

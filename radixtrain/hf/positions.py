@@ -27,13 +27,14 @@ def check_model_positions(parts: Parts) -> None:
     if "position_ids" not in inspect.signature(parts.backbone.forward).parameters:
         raise UserError(
             f"{name} does not take position_ids, so a token after a shared prefix would get the "
-            f"position of its row; train it with dedup: false"
+            f"position of its row; train it without sharing (fit: dedup: false)"
         )
     padding_idx = padding_idx_of_positions(parts.decoder)
     if padding_idx is not None:
         raise UserError(
             f"{name} counts positions from padding_idx + 1 = {padding_idx + 1} (its table of "
-            f"positions has a padding_idx), and a radix batch counts from 0; train it with dedup: false"
+            f"positions has a padding_idx), and a radix batch counts from 0; train it without sharing (fit: dedup: "
+            f"false)"
         )
 
 

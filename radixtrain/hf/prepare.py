@@ -74,7 +74,7 @@ def prepare_model(
     batch that it would change.
     """
     parts = parts_of(model)
-    options = {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
+    options = _options(attention, kernel, allow_dropout)
     _check(model, parts, options, any_head=False)
     earlier = getattr(parts.base, STATE, None)
     sharing = earlier and earlier.sharing
@@ -118,7 +118,7 @@ def share_prefixes(
     Hugging Face model.
     """
     parts = parts_of(model_inside(model))
-    options = {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
+    options = _options(attention, kernel, allow_dropout)
     _check_sharing(min_shared_tokens, min_ratio)
     _check(model, parts, options, any_head=True)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
@@ -168,11 +168,17 @@ def _check(model: nn.Module, parts: Parts, options: dict[str, Any], any_head: bo
     check_choice(parts.decoder, options["attention"], options["kernel"])
 
 
+def _options(attention: str, kernel: str, allow_dropout: Iterable[str]) -> dict[str, Any]:
+    if isinstance(allow_dropout, str):
+        raise UserError(f"allow_dropout must be a list of names, got {allow_dropout!r}: write [{allow_dropout!r}]")
+    return {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
+
+
 def _check_sharing(min_shared_tokens: int | str, min_ratio: float) -> None:
-    is_number = isinstance(min_shared_tokens, int) and min_shared_tokens >= 1
+    is_number = type(min_shared_tokens) is int and min_shared_tokens >= 1
     if min_shared_tokens != "auto" and not is_number:
         raise UserError(f"min_shared_tokens must be 'auto' or a number from 1 on, got {min_shared_tokens!r}")
-    if not min_ratio >= 0:
+    if not isinstance(min_ratio, int | float) or not min_ratio >= 0:
         raise UserError(f"min_ratio must be a number from 0 on, got {min_ratio!r}")
 
 

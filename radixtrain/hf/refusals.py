@@ -101,7 +101,7 @@ def not_reached(parts: Parts) -> UserError:
     """For a model whose layers compute their attention themselves."""
     return UserError(
         f"{parts.name} does not take its attention from AttentionInterface, so its layers cannot be reached; train it "
-        f"with dedup: false"
+        f"without sharing (fit: dedup: false)"
     )
 
 
@@ -121,7 +121,8 @@ def _check_decoder(parts: Parts) -> None:
     """Refuse a model that is not one causal decoder."""
     if getattr(parts.base.config, "is_encoder_decoder", False):
         raise UserError(
-            f"{parts.name} is not a plain decoder, but an encoder and a decoder; train it with dedup: false"
+            f"{parts.name} is not a plain decoder, but an encoder and a decoder; train it without sharing (fit: "
+            f"dedup: false)"
         )
 
 
@@ -145,12 +146,15 @@ def why_not_next_tokens(parts: Parts) -> str | None:
 def _check_layers(name: str, config: Any) -> None:
     """Refuse layers of a kind that is not computed exactly. name: the class of the model."""
     if not hasattr(config, "num_hidden_layers"):
-        raise UserError(f"{name} is not a plain decoder (one stack of num_hidden_layers); train it with dedup: false")
+        raise UserError(
+            f"{name} is not a plain decoder (one stack of num_hidden_layers); train it without sharing (fit: dedup: "
+            f"false)"
+        )
     for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type not in EXACT_LAYERS:
             raise UserError(
                 f"{name} layer {index} is {layer_type!r}: only {', '.join(EXACT_LAYERS)} compute a shared prefix once; "
-                f"train it with dedup: false"
+                f"train it without sharing (fit: dedup: false)"
             )
 
 
@@ -160,12 +164,12 @@ def _check_attention(name: str, config: Any) -> None:
         if getattr(config, key, None):
             raise UserError(
                 f"{name} has {what} ({key}={getattr(config, key)}), which tree attention does not compute; train it "
-                f"with dedup: false"
+                f"without sharing (fit: dedup: false)"
             )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(
             f"{name} attends in both directions (use_bidirectional_attention), and a shared prefix has the same "
-            f"states only under causal attention; set it to false, or train it with dedup: false"
+            f"states only under causal attention; set it to false, or train it without sharing (fit: dedup: false)"
         )
     if getattr(config, "attention_dropout", 0.0):
         raise UserError(

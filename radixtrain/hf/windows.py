@@ -101,7 +101,7 @@ def window_of(
     if attention_mask is not None and attention_mask.numel():
         raise UserError(
             f"{layer} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention would leave "
-            f"out; train it with dedup: false"
+            f"out; train it without sharing (fit: dedup: false)"
         )
     masked = window_on_mask(attention_mask)
     if masked is None and may_bind:

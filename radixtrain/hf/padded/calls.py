@@ -105,6 +105,8 @@ def _option(name: str, config: Any, given: Mapping[str, Any], default: bool = Fa
 
 def _why_shapes(given: Mapping[str, Any]) -> str | None:
     ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+    if ids.is_floating_point():
+        return "input_ids are not whole numbers"
     if ids.ndim != 2:
         return f"input_ids have {ids.ndim} dimensions, not 2"
     if positions is not None and positions.is_floating_point():

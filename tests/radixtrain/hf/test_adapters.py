@@ -260,7 +260,7 @@ class TestKinds:
     @pytest.mark.parametrize("kind", REFUSED_CASES)
     def test_refused(self, peft, tiny_qwen3, kind, tmp_path):
         model = refused_model(peft, tiny_qwen3, kind, tmp_path)
-        message = f"adapter 'default' is of PEFT's kind {kind}, which {NOT_EXACT[kind]}: .* train it with dedup: false"
+        message = f"adapter 'default' is of PEFT's kind {kind}, which {NOT_EXACT[kind]}: .* train it without sharing"
         with pytest.raises(UserError, match=message):
             check_adapters(model.modules(), ())
         if kind not in PROMPT_LEARNING:

@@ -200,6 +200,26 @@ class TestAdapters:
             share_prefixes(adapted)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allow_dropout": "lora_dropout"}, r"must be a list of names, got 'lora_dropout': write \['lora_dropout'\]"),
+        ({"min_ratio": "2"}, "min_ratio must be a number from 0 on, got '2'"),
+        ({"min_ratio": float("nan")}, "min_ratio must be a number from 0 on, got nan"),
+        ({"min_shared_tokens": True}, "min_shared_tokens must be 'auto' or a number from 1 on, got True"),
+        ({"min_shared_tokens": 0}, "min_shared_tokens must be 'auto' or a number from 1 on, got 0"),
+    ],
+)
+def test_options_that_cannot_be_meant(tiny_qwen3, options, message):
+    with pytest.raises(UserError, match=message):
+        share_prefixes(tiny_qwen3(), **options)
+
+
+def test_a_name_in_place_of_a_model():
+    with pytest.raises(TypeError, match="expected a model, got str: load it first"):
+        share_prefixes("Qwen/Qwen3-0.6B")  # type: ignore[type-var]
+
+
 class Wrapper(nn.Module):
     def __init__(self, *models: nn.Module):
         super().__init__()
