@@ -102,7 +102,7 @@ def _weights(fields: dict[str, Any], where: str, length: int) -> np.ndarray | No
     values = fields[names[0]].tolist() if isinstance(fields[names[0]], np.ndarray) else fields[names[0]]
     if not isinstance(values, list | tuple) or len(values) != length:
         found = f"{len(values)}" if isinstance(values, list | tuple) else type(values).__name__
-        raise DataError(where, f"{names[0]}: expected {length} values, as many as input_ids, found {found}")
+        raise DataError(where, f"{names[0]}: expected {length} values, one for each token, found {found}")
     for position, value in enumerate(values):
         if type(value) not in (int, float) or not abs(value) < LARGEST_WEIGHT:
             raise DataError(
@@ -124,7 +124,8 @@ def _integers(fields: dict[str, Any], name: str, where: str, length: int | None 
 
 
 def check_unweighted(fields: dict[str, Any], where: str) -> None:
-    """Refuse the weights of a row whose tokens are not known yet, so that they are not ignored."""
-    for name in WEIGHT_NAMES:
-        if isinstance(fields.get(name), list | tuple | np.ndarray):
-            raise DataError(where, f"{name}: only rows with input_ids or token_ids have weights, one for each token")
+    """Refuse weights and advantages of tokens that are not known here, so that they are not ignored."""
+    for name in (*WEIGHT_NAMES, "advantages"):
+        value = fields.get(name)
+        if isinstance(value, list | tuple | np.ndarray) or (name == "loss_weights" and value is not None):
+            raise DataError(where, f"{name}: only rows with input_ids or token_ids have them, one for each token")

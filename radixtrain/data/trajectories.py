@@ -60,6 +60,7 @@ def _branch(fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _branches(fields: Fields, where: str) -> Iterator[Fields]:
+    check_unweighted(fields, where)
     found = [plain for branch in _objects(fields, "branches", where) for plain in _branch(branch, where)]
     sampled = [plain for plain in found if any(plain["mask"])]
     yield from sampled or found
@@ -68,6 +69,8 @@ def _branches(fields: Fields, where: str) -> Iterator[Fields]:
 def _trace(fields: Fields, where: str) -> Iterator[Fields]:
     """A graph of messages, each with the tokens that it adds to the sequence."""
     nodes = _objects(fields, "nodes", where)
+    for part in (fields, *nodes):
+        check_unweighted(part, where)
     if fields.get("stop_condition") == "error":
         raise DataError(where, "nodes: this run stopped with an error; leave it out, or set on_bad_row: skip")
     for number, node in enumerate(nodes):
@@ -80,6 +83,7 @@ def _trace(fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _episode(fields: Fields, where: str) -> Iterator[Fields]:
+    check_unweighted(fields, where)
     traces = [trace for trace in _objects(fields, "traces", where) if trace.get("trainable", True)]
     if not traces:
         raise DataError(where, "traces: none of them is trainable")
@@ -102,6 +106,7 @@ def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _group(fields: Fields, where: str) -> Iterator[Fields]:
+    check_unweighted(fields, where)
     for trajectory in _objects(fields, "trajectories", where):
         reader = _exchanges if trajectory.get("exchanges") else _trajectory
         yield from reader({key: value for key, value in trajectory.items() if value is not None}, where)

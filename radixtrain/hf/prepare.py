@@ -169,8 +169,8 @@ def _check(model: nn.Module, parts: Parts, options: dict[str, Any], any_head: bo
 
 
 def _options(attention: str, kernel: str, allow_dropout: Iterable[str]) -> dict[str, Any]:
-    if isinstance(allow_dropout, str):
-        raise UserError(f"allow_dropout must be a list of names, got {allow_dropout!r}: write [{allow_dropout!r}]")
+    if isinstance(allow_dropout, str) or not isinstance(allow_dropout, Iterable):
+        raise UserError(f"allow_dropout must be a list of names, got {allow_dropout!r}")
     return {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
 
 
@@ -178,7 +178,7 @@ def _check_sharing(min_shared_tokens: int | str, min_ratio: float) -> None:
     is_number = type(min_shared_tokens) is int and min_shared_tokens >= 1
     if min_shared_tokens != "auto" and not is_number:
         raise UserError(f"min_shared_tokens must be 'auto' or a number from 1 on, got {min_shared_tokens!r}")
-    if not isinstance(min_ratio, int | float) or not min_ratio >= 0:
+    if type(min_ratio) not in (int, float) or not min_ratio >= 0:
         raise UserError(f"min_ratio must be a number from 0 on, got {min_ratio!r}")
 
 

@@ -58,6 +58,7 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) 
     _check_attention(parts.name, parts.decoder.config)
     if any_head:
         _check_causal(parts)
+        _check_padding_is_left_out(parts)
     if not _takes_function_from_interface(parts.decoder):
         raise not_reached(parts)
     check_model_positions(parts)
@@ -186,6 +187,15 @@ def _check_causal(parts: Parts) -> None:
         raise UserError(
             f"{parts.name} attends in both directions, or not at all, and a shared prefix has the same states only "
             f"under causal attention; use a decoder, or train it without share_prefixes"
+        )
+
+
+def _check_padding_is_left_out(parts: Parts) -> None:
+    """Refuse a head whose loss is a softmax over whole rows, padding included."""
+    if parts.name.endswith("ForQuestionAnswering"):
+        raise UserError(
+            f"{parts.name} chooses a span among all places of a row, those of padding included, which share_prefixes "
+            f"does not compute; train it without share_prefixes"
         )
 
 

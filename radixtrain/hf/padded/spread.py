@@ -78,6 +78,5 @@ def _check_zero(places: Tensor, grad: Tensor | None) -> None:
         raise UserError(
             f"the loss reads {int(num_read)} places that attention_mask hides, and share_prefixes does not compute "
             f"those: set the labels of padding to -100, and with padding on the left also the label of the first token "
-            f"of a row, which is predicted from padding; a loss over whole rows, as of question answering, needs "
-            f"restore_model(model)"
+            f"of a row, which is predicted from padding; a loss over whole rows needs restore_model(model)"
         )

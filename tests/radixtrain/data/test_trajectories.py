@@ -148,7 +148,7 @@ def test_loss_weights(name: str) -> None:
             {"weights": [1, 1], "loss_weights": [1, 1]},
             "loss_weights and weights are two names of one column; remove one",
         ),
-        ({"weights": 1}, "weights: expected 2 values, as many as input_ids, found int"),
+        ({"weights": 1}, "weights: expected 2 values, one for each token, found int"),
         ({"weights": [1, "a"]}, "weights: expected numbers of float32, found 'a' at position 1"),
         ({"weights": [True, 1]}, "weights: expected numbers of float32, found 'True' at position 0"),
         ({"weights": [1, float("nan")]}, "weights: expected numbers of float32, found 'nan' at position 1"),
@@ -166,10 +166,18 @@ def test_loss_weights_that_are_refused(extra: dict[str, Any], message: str) -> N
     [
         {"text": "a", "loss_weights": [1]},
         {"messages": [{"role": "user", "content": "a"}], "weights": [1, 2]},
+        {"text": "a", "advantages": [1]},
+        {"text": "a", "loss_weights": 2.0},
         {"messages_and_choices": [], "loss_weights": [1]},
+        {"trajectories": [], "advantages": [1]},
+        {"branches": [], "weights": [1]},
+        {"nodes": [], "loss_weights": [1]},
+        {"nodes": [{"token_ids": [1], "weights": [1]}]},
+        {"traces": [{"nodes": [], "loss_weights": [1]}]},
+        {"traces": [], "loss_weights": [1]},
     ],
 )
 def test_weights_of_a_row_without_tokens_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="weights: only rows with input_ids or token_ids have weights"):
+    with pytest.raises(DataError, match="only rows with input_ids or token_ids have them, one for each token"):
         for row in plain_rows(Row(fields, WHERE)):
             ChatEncoder(tokenizer=None)._draft(row)  # type: ignore[arg-type]  # refused before anything is tokenised

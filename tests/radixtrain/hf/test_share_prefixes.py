@@ -77,7 +77,6 @@ CLASSES: dict[str, tuple[dict[str, Any], Callable[[Any], Tensor]]] = {
     "Qwen3ForCausalLM": (QWEN3, own_loss),
     "Qwen3ForSequenceClassification": (QWEN3, one_class),
     "Qwen3ForTokenClassification": ({**QWEN3, "classifier_dropout": 0.0}, class_of_every_token),
-    "Qwen3ForQuestionAnswering": (QWEN3, first_output),
     "Qwen3Model": (QWEN3, first_output),
     "GPT2ForSequenceClassification": (GPT2, one_class),
     "LlamaForSequenceClassification": ({}, two_scores),
@@ -144,6 +143,11 @@ class TestClasses:
         assert dict(sharing_report(model).not_shared) == {"pixel_values is given": 1}
 
 
+def test_a_span_over_whole_rows_is_refused():
+    with pytest.raises(UserError, match="Qwen3ForQuestionAnswering chooses a span among all places of a row"):
+        share_prefixes(tiny("Qwen3ForQuestionAnswering", **QWEN3))
+
+
 class TestAdapters:
     @pytest.mark.parametrize("share_first", [True, False])
     @pytest.mark.parametrize(
@@ -203,7 +207,9 @@ class TestAdapters:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"allow_dropout": "lora_dropout"}, r"must be a list of names, got 'lora_dropout': write \['lora_dropout'\]"),
+        ({"allow_dropout": "lora_dropout"}, "must be a list of names, got 'lora_dropout'"),
+        ({"allow_dropout": None}, "must be a list of names, got None"),
+        ({"min_ratio": True}, "min_ratio must be a number from 0 on, got True"),
         ({"min_ratio": "2"}, "min_ratio must be a number from 0 on, got '2'"),
         ({"min_ratio": float("nan")}, "min_ratio must be a number from 0 on, got nan"),
         ({"min_shared_tokens": True}, "min_shared_tokens must be 'auto' or a number from 1 on, got True"),
