@@ -21,7 +21,7 @@ from radixtrain.commands import commands_of
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokenization import load_tokenizer
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.scores import needs_labels
+from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.training.callbacks import PredictionWriter, ProgressLine, RunSummary, SaveOnSigterm
 from radixtrain.training.checkpoint import check_checkpoint_file, check_model_folder, save_hf_folder
 from radixtrain.training.module import RadixModule
@@ -192,7 +192,7 @@ def _data_seed(seed: Any) -> int:
 
 
 def _is_unlabelled(scores: Any) -> bool:
-    return scores is not None and not needs_labels(scores)
+    return not needs_labels(named_scores(scores))
 
 
 def _quiet() -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,12 @@ from radixtrain.hf.head import hidden_rows, logits_rows
 from radixtrain.hf.predictions import TARGET_KEYS, PredictingRows, Targets, labelled_logprobs
 from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES
 
-__all__ = ["Score", "Scorer", "check_scores", "needs_labels", "needs_next_tokens"]
+__all__ = ["Scorer", "check_scores", "named_scores", "needs_labels", "needs_next_tokens"]
 
-ScoreOfLabels = Literal["logprobs", "completion_logprob", "perplexity"]
-ScoreOfNextToken = Literal["next_token_logits", "next_token_logprobs", "next_token_probs"]
-Score = ScoreOfLabels | ScoreOfNextToken | Literal["embedding"]
-"""The name of a score; `Scorer` says what each one is."""
-OF_LABELS, OF_NEXT_TOKEN = get_args(ScoreOfLabels), get_args(ScoreOfNextToken)
+OF_LABELS = ("logprobs", "completion_logprob", "perplexity")
+OF_NEXT_TOKEN = ("next_token_logits", "next_token_logprobs", "next_token_probs")
 SCORES = (*OF_LABELS, *OF_NEXT_TOKEN, "embedding")
+"""The names of scores; `Scorer` says what each one is."""
 
 Record = dict[str, Any]
 
@@ -45,6 +43,13 @@ def needs_labels(scores: Iterable[str]) -> bool:
 def needs_next_tokens(scores: Iterable[str]) -> bool:
     """Whether one of these scores is of words that have to be named."""
     return any(name in OF_NEXT_TOKEN for name in scores)
+
+
+def named_scores(scores: Iterable[str] | str | None) -> tuple[str, ...]:
+    """The scores that were asked for, by one name or several; log-probabilities if none was."""
+    if scores is None:
+        return ("logprobs",)
+    return (scores,) if isinstance(scores, str) else tuple(scores)
 
 
 def check_scores(scores: Iterable[str], next_tokens: Iterable[str] | None) -> None:

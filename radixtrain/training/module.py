@@ -18,7 +18,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import PredictingRows, predict
-from radixtrain.hf.scores import Score, Scorer, check_scores
+from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.training.callbacks import VerifyFirstBatch
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
@@ -65,7 +65,8 @@ class RadixModule(L.LightningModule):
         dedup: False for the ordinary baseline: stock attention on padded batches.
         verify_first_batch: before training, compare the gradient of the first optimizer step with ordinary Hugging
             Face's, and stop if they differ; see the command `verify`.
-        scores: what `predict` writes of each row; null is `[logprobs]`.
+        scores: what `predict` writes of each row, one or several of logprobs, completion_logprob, perplexity,
+            next_token_logits, next_token_logprobs, next_token_probs and embedding; null is `[logprobs]`.
         next_tokens: words of one token each, in quotes, whose `next_token_...` scores are written. A blank at the start
             of a word counts.
         normalize_embeddings: scale embeddings to an L2 norm of 1.
@@ -97,7 +98,7 @@ class RadixModule(L.LightningModule):
         lora_target_modules: list[str] | str = "all-linear",
         dedup: bool = True,
         verify_first_batch: bool = False,
-        scores: list[Score] | None = None,
+        scores: list[str] | str | None = None,
         next_tokens: list[str] | None = None,
         normalize_embeddings: bool = True,
     ):
@@ -187,9 +188,9 @@ class RadixModule(L.LightningModule):
         return records
 
     @property
-    def scores(self) -> tuple[Score, ...]:
+    def scores(self) -> tuple[str, ...]:
         """What `predict` writes."""
-        return tuple(self.hparams.scores) if self.hparams.scores is not None else ("logprobs",)
+        return named_scores(self.hparams.scores)
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""

@@ -178,7 +178,7 @@ def test_adapters(shop: Path) -> None:
 
 
 def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    predict([{"text": text} for text in QUESTIONS], model__scores="[embedding]", data__batch_size=7)
+    predict([{"text": text} for text in QUESTIONS], model__scores="embedding", data__batch_size=7)
     first, second = capsys.readouterr().out.strip().splitlines()[-2:]
     assert first == f"predictions  {tmp_path / 'out' / 'predictions.jsonl'} (7 sequences)"
     name, r, *words = second.split()
@@ -201,6 +201,7 @@ def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str],
         ),
         ({"model__scores": "[next_token_logits]"}, 1, "error: model.next_tokens is missing"),
         ({"model__scores": "[]"}, 1, "error: model.scores: expected one or more of logprobs"),
+        ({"model__scores": "[embeding]"}, 1, "probs, embedding; found embeding"),
         ({"model__scores": "[perplexity, embedding]"}, 1, "rows.jsonl:1: expected at least one assistant turn"),
     ],
 )
