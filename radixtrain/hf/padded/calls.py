@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.padded.rows import PaddedRows
-from radixtrain.hf.positions import frequencies_change_at, why_padding_matters
+from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.windows import chunk_of
 
 __all__ = ["arguments_of", "why_rows_are_not_shared", "why_unshared"]
@@ -71,10 +71,6 @@ def why_rows_are_not_shared(decoder: Any, given: Mapping[str, Any], rows: Padded
         return "a row has several sequences, which transformers separates only with use_cache=False"
     if rows.has_negative_positions:
         return "position_ids are negative"
-    if rows.is_left_padded and rows.position_ids is None:
-        reason = why_padding_matters(decoder)
-        if reason:
-            return f"left padding without position_ids, and {reason}"
     change = frequencies_change_at(decoder)
     if change is not None and rows.max_position >= change.limit:
         return f"{change.rope_type} rotary embeddings change their frequencies at {change.limit} tokens"

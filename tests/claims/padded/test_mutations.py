@@ -178,7 +178,7 @@ def test_positions_that_are_given_and_not_used(monkeypatch: pytest.MonkeyPatch) 
 
 def test_learned_positions_that_do_not_count_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left padding without position_ids counts from the padding in Hugging Face, and is not shared in GPT-2."""
-    monkeypatch.setattr("radixtrain.hf.padded.calls.why_padding_matters", lambda decoder: None)
+    monkeypatch.setattr("radixtrain.hf.padded.sharing.why_padding_matters", lambda decoder: None)
     assert_caught("GPT-2")
 
 

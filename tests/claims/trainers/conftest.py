@@ -1,4 +1,4 @@
-"""What the trainers here share: a tokenizer of whole words, preferences behind one system prompt, a tiny model.
+"""What the trainers here share: a tokenizer of whole words, preferences after one system prompt, a tiny model.
 
 Lets the tests of this folder import its harness, and prints one table of what they found.
 """

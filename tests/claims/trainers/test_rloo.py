@@ -11,8 +11,8 @@ MAX_COMPLETION = 4
 # Rewards are between 0 and 1, so an advantage is between -1 and 1, and the loss a mean of such terms; normalised by
 # their standard deviation, the mean of their squares is 1 at most. The KL divergence is a mean of differences of two
 # log-probabilities, of at most 10 each here. A ratio is exp of the difference of two sums of log-probabilities of a
-# completion, of before training and of now: the rounding errors of both are relative errors of the gradient. (Of two
-# ordinary runs, one with eager attention, one with SDPA, grad_norm differs by up to 2.0e-6.) A sum is the entropy times
+# completion, old and new: the rounding errors of both are relative errors of the gradient. (grad_norm of two ordinary
+# runs, one with eager attention, one with SDPA, differs by up to 2.0e-6.) A sum is the entropy times
 # the number of tokens on average.
 DIFFERENCES = {
     "loss": lambda entry: 1.0,
