@@ -8,19 +8,36 @@ since the loss of a micro-batch is a sum, divided by the labelled tokens of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.sorting import sort_sequences
 
-__all__ = ["cut_by_padded_tokens", "cut_by_unique_tokens"]
+__all__ = ["Cut", "cut_by_padded_tokens", "cut_by_unique_tokens", "cut_step"]
+
+
+class Cut(NamedTuple):
+    """An optimizer batch in micro-batches.
+
+    groups: micro-batches of the sequences, by index, in sorted order.
+    num_unique_tokens: of all sequences together: what a single micro-batch would compute, so no cut computes less.
+    """
+
+    groups: list[list[int]]
+    num_unique_tokens: int
 
 
 def cut_by_unique_tokens(
     sequences: Sequence[IntArray], max_tokens: int | None, position_ids: IntArray | None = None
 ) -> list[list[int]]:
-    """Micro-batches of the sequences, by index, in sorted order.
+    """The groups of `cut_step`: micro-batches of the sequences, by index, in sorted order."""
+    return cut_step(sequences, max_tokens, position_ids).groups
+
+
+def cut_step(sequences: Sequence[IntArray], max_tokens: int | None, position_ids: IntArray | None = None) -> Cut:
+    """Micro-batches of the sequences, and the unique tokens that no cut gets below.
 
     sequences: token ids of each, (L,), int64.
     max_tokens: most unique tokens in a micro-batch; None for a single micro-batch. A longer sequence gets its own.
@@ -35,8 +52,9 @@ def cut_by_unique_tokens(
         raise ValueError(f"sequence {int(lengths.argmin())} is empty")
     packed = np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
     by_order = sort_sequences(packed, np.concatenate([[0], np.cumsum(lengths)]), position_ids)
-    added = (by_order.lengths - by_order.lcp).tolist()
-    return _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
+    added = by_order.lengths - by_order.lcp
+    groups = _cut(by_order.order.tolist(), added.tolist(), by_order.lengths.tolist(), max_tokens)
+    return Cut(groups, int(added.sum()))
 
 
 def cut_by_padded_tokens(sequences: Sequence[IntArray], max_tokens: int | None) -> list[list[int]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens
+from radixtrain.collators.batching import cut_by_padded_tokens, cut_step
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.packed_floats import check_no_floats
 from radixtrain.collators.padded import PaddedCollator
@@ -35,6 +35,8 @@ class Step:
     num_labels: labelled tokens of the step, whatever their weights: the divisor of its loss.
     num_tokens: T, tokens of the step.
     num_computed_tokens: rows that the model computes: unique tokens, or padded ones.
+    num_unique_tokens: rows that it would compute if the step were one micro-batch in which every branch is taken; the
+        cut and `min_shared_tokens` can only add to them. None with `dedup: false`.
     where: the file and line that each feature came from, for error messages; empty if they came from no file.
     """
 
@@ -43,6 +45,7 @@ class Step:
     num_labels: int
     num_tokens: int
     num_computed_tokens: int
+    num_unique_tokens: int | None = None
     where: tuple[str, ...] = ()
 
     def to(self, device: torch.device | str) -> Step:
@@ -96,17 +99,16 @@ class StepCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = self._read(features)
         sequences = [feature.input_ids for feature in arrays]
-        if self.dedup:
-            cut = cut_by_unique_tokens(sequences, self.max_tokens, packed_positions(arrays))
-        else:
-            cut = cut_by_padded_tokens(sequences, self.max_tokens)
-        collated = [part for group in cut for part in self._within_budget(group, arrays)]
+        cut = cut_step(sequences, self.max_tokens, packed_positions(arrays)) if self.dedup else None
+        groups = cut.groups if cut else cut_by_padded_tokens(sequences, self.max_tokens)
+        collated = [part for group in groups for part in self._within_budget(group, arrays)]
         return Step(
             micro_batches=[batch for _, batch in collated],
             members=[group for group, _ in collated],
             num_labels=sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in arrays),
             num_tokens=sum(map(len, sequences)),
             num_computed_tokens=sum(batch["input_ids"].numel() for _, batch in collated),
+            num_unique_tokens=cut.num_unique_tokens if cut else None,
         )
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:

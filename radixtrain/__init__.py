@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.attention import tree_attention
+    from radixtrain.collators.prefix_sampler import PrefixGroupedSampler
     from radixtrain.collators.radix import RadixCollator
     from radixtrain.hf.calibration import calibrate
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
 
 __version__ = "0.1.0"
 __all__ = [
+    "PrefixGroupedSampler",
     "PrefixPlan",
     "RadixCollator",
     "build_prefix_plan",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "PrefixGroupedSampler": "radixtrain.collators.prefix_sampler",
     "PrefixPlan": "radixtrain.tree.plan",
     "RadixCollator": "radixtrain.collators.radix",
     "build_prefix_plan": "radixtrain.tree.plan",

@@ -6,7 +6,6 @@ wrong type), 130 interrupted, 143 terminated (a checkpoint was written).
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -14,6 +13,8 @@ from importlib import import_module
 
 from radixtrain import __version__
 from radixtrain.commands import COMMANDS
+from radixtrain.commands.help import help_text, topic_of
+from radixtrain.commands.messages import usage_message
 from radixtrain.errors import UserError
 
 
@@ -28,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return _fail(_no_command(arguments[0]), 2)
-    return _run(arguments)
+    topic = topic_of(arguments[1:])
+    if topic in (None, "all"):
+        return _run(arguments if topic is None else [arguments[0], "--help"])
+    sys.stdout.write(help_text(arguments[0], topic))
+    return 0
 
 
 def _run(arguments: list[str]) -> int:
@@ -40,7 +45,7 @@ def _run(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error), 1)
     except ArgumentError as error:
-        return _fail(_usage_message(str(error)), 2)
+        return _fail(usage_message(str(error), arguments[0]), 2)
     except OSError as error:
         return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1)
     except UnicodeDecodeError as error:
@@ -73,17 +78,6 @@ def _stopped(stop: SystemExit) -> int:
     if isinstance(stop.__context__, KeyboardInterrupt):
         return _fail("interrupted", 130)
     raise stop
-
-
-def _usage_message(text: str) -> str:
-    """jsonargparse's message on one line; for a refused import, only our own."""
-    refused = re.search(r"Importing '([^']+)' is not allowed", text)
-    if refused:
-        return (
-            f"class_path {refused[1]!r} is not imported: a configuration may name only classes of radixtrain, "
-            f"lightning, torch and transformers. For other classes, call radixtrain from your own script"
-        )
-    return " ".join(text.split())
 
 
 def _fail(message: str, code: int) -> int:

@@ -130,10 +130,12 @@ def printed_by(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         from radixtrain.__main__ import main
 
         monkeypatch.chdir(ROOT)
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
+        try:
+            code = main(arguments)
+        except SystemExit as stop:
+            code = stop.code
         captured = capsys.readouterr()
-        assert stop.value.code in (None, 0), captured.err
+        assert code in (None, 0), captured.err
         return captured.out
 
     return run

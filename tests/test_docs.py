@@ -24,7 +24,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from radixtrain.__main__ import main
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.mapping import OURS
+from radixtrain.data.files.readers import READERS
+from radixtrain.data.files.sources import Source, as_sources
+from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.rows.columns import standard_row
+from radixtrain.data.rows.pairs import PAIRS
 from radixtrain.data.sample import Sample
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
@@ -58,18 +63,22 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 def options_of(info: str) -> dict[str, Any]:
-    """`split_turns=false max_length=16` after the word json."""
+    """`split_turns=false max_length=16 columns=user:q,assistant:a` after the word json."""
     pairs = (pair.split("=") for pair in info.split())
     words = {"false": False, "true": True}
-    return {name: words.get(value, int(value) if value.isdigit() else value) for name, value in pairs}
+    options = {name: words.get(value, int(value) if value.isdigit() else value) for name, value in pairs}
+    if "columns" in options:
+        options["columns"] = dict(pair.split(":") for pair in options["columns"].split(","))
+    return options
 
 
 def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[Sample]]:
     """The samples of a row that stands on a line of its own in chats.jsonl."""
     (folder / "chats.jsonl").write_text(" ".join(row.split("\n")), encoding="utf-8")
     tokenizer = byte_tokenizer(options.pop("template", "qwen3"))
+    source = Source("chats.jsonl", columns=options.pop("columns", None))
     encoder = (UnlabelledEncoder if options.pop("unlabelled", False) else ChatEncoder)(tokenizer, **options)
-    return tokenizer, [sample for samples in encoder.encode_all(read_rows("chats.jsonl")) for sample in samples]
+    return tokenizer, [sample for samples in encoder.encode_all(read_rows(source)) for sample in samples]
 
 
 def lines_of(samples: list[Sample], tokenizer: PreTrainedTokenizerFast, said: str) -> Iterator[str]:
@@ -110,16 +119,33 @@ def test_file_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": "a"}, {"text": "b"}]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    for suffix in (".csv", ".tsv"):
+        (tmp_path / f"rows{suffix}").write_text("text\na\nb\n", encoding="utf-8")
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
-    for suffix in (".jsonl", ".json", ".parquet", ""):
+    (tmp_path / "rows.ndjson").write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    (tmp_path / "rows.arrow").write_bytes(next((tmp_path / "rows").glob("*.arrow")).read_bytes())
+    for suffix in (*READERS, ""):
         assert [row.fields for row in read_rows(tmp_path / f"rows{suffix}")] == rows
-    assert all(f"| `{suffix}` |" in read(FORMATS) for suffix in (".jsonl", ".json", ".parquet"))
+    table = read(FORMATS).partition("### Files")[2].partition("\n\nFiles are")[0]
+    assert all(f"`{suffix}`" in table for suffix in READERS)
     monkeypatch.chdir(tmp_path)
-    Path("chats.csv").write_text("text\na\n", encoding="utf-8")
+    Path("chats.xlsx").write_bytes(b"PK")
     with pytest.raises(UserError) as raised:
-        read_rows("chats.csv")
+        read_rows("chats.xlsx")
     assert f"\nerror: {raised.value}\n" in read(FORMATS)
+
+
+def test_the_list_of_sources() -> None:
+    [example] = re.findall(r"^```yaml\n(data:.*?)^```", read(FORMATS), re.M | re.S)
+    sources = as_sources(yaml.safe_load(example)["data"]["train_file"])
+    assert [source.label for source in sources] == ["chats/*.jsonl.gz", "questions", "acme/chats/en/train"]
+    assert all(f"`{name}`" in read(FORMATS) for name in OURS if "mask" not in name and name not in ("labels",))
+
+
+def test_the_pairs_of_columns() -> None:
+    said = read(FORMATS).partition("The pairs that are\nrecognised")[2].partition("Only `prompt`")[0]
+    assert {word for pair in PAIRS for word in pair} == set(re.findall("`([a-z]+)`", said))
 
 
 def test_a_bad_row_is_skipped_if_the_page_says_so(
@@ -142,23 +168,9 @@ def test_the_measurement_of_r(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == printed
 
 
-IGNORED = [
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}], "system": "Be brief."},
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}], "weight": 0},
-    {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
-        "chat_template_kwargs": {"enable_thinkin": False},
-    },
-]
-
-
-@pytest.mark.parametrize("fields", IGNORED, ids=["system next to conversations", "weight", "misspelt variable"])
-def test_what_the_page_says_is_ignored(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tokenizer, [sample] = encode(json.dumps(fields), tmp_path, {})
-    assert tokenizer.decode(sample.input_ids) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nYo<|im_end|>"
-    )
+def test_a_weight_of_a_row_is_unused() -> None:
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}], "weight": 0}
+    assert standard_row(Row(row, "a:1")).unused == ("weight",)
 
 
 # docs/configuration.md: its tables are the code's
@@ -260,11 +272,10 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
 
 def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str]) -> None:
     """The defaults of the pages are those of the command line, also where Lightning sets them."""
-    printed = printed_by("fit", "--model.model_name_or_path=x", "--model.learning_rat=3", "--print_config")
+    printed = printed_by("fit", "--model.model_name_or_path=x", "--print_config")
     config = yaml.safe_load(printed)
     for table in ("model", "data"):
         assert set(config[table]) == {name for name, *_ in rows_of(table)}
-    assert config["model"]["learning_rate"] == 3, "an unfinished key: the page says so"
     assert config["seed_everything"] == 42 and "`seed_everything`, 42 by default" in read(CONFIGURATION)
     for key in ("devices", "log_every_n_steps"):
         assert f"| `{key}` | `{config['trainer'][key]}` |" in read(CONFIGURATION)

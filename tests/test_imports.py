@@ -25,7 +25,7 @@ FLOORS = [
     ["attention", "collators"],
     ["hf", "data"],
     ["verification"],
-    ["bench", "training", "testing"],
+    ["bench", "inspection", "report", "training", "testing"],
     ["commands"],
     ["__main__"],
 ]
@@ -41,6 +41,8 @@ HUGGING_FACE = {
     "num_key_value_heads",
     "q_lora_rank",
     "v_head_dim",
+    "value",
+    "weight",
 }
 # Modules that import by a name which they compute.
 BY_NAME = {

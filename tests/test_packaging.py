@@ -63,7 +63,8 @@ def test_wheel_built_through_the_sdist_holds_everything(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith((".py", "py.typed"))}
+    suffixes = (".py", "py.typed", ".html", ".css", ".js")
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(suffixes)}
     assert shipped == expected_files()
 
 
@@ -71,4 +72,6 @@ def expected_files() -> set[str]:
     """The package's own files, and those of the linked folders under `radixtrain/`; nothing at the top of the wheel."""
     own = {path for path in (ROOT / "radixtrain").rglob("*.py") if not set(path.parts[-2:-1]) & set(LINKED)}
     linked = {Path("radixtrain", path.relative_to(ROOT)) for name in LINKED for path in (ROOT / name).rglob("*.py")}
-    return {str(path.relative_to(ROOT)) for path in own} | {str(path) for path in linked} | {"radixtrain/py.typed"}
+    page = {f"radixtrain/report/assets/page.{suffix}" for suffix in ("html", "css", "js")}
+    named = {"radixtrain/py.typed", *page}
+    return {str(path.relative_to(ROOT)) for path in own} | {str(path) for path in linked} | named

@@ -59,6 +59,7 @@ class Measured:
     """One attention strategy on one piece of work, beside the ordinary arm.
 
     num_tokens, num_unique_tokens: T without padding, and U.
+    least_unique_tokens: U if the step were not cut into micro-batches; None if it is one.
     ideal_speedup: the ratio of floating-point operations (`radixtrain/bench/flops.py`).
     ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran one after the other.
     *_peak_bytes: see `_peak`.
@@ -71,6 +72,7 @@ class Measured:
     attention: str
     num_tokens: int
     num_unique_tokens: int
+    least_unique_tokens: int | None
     ideal_speedup: float
     ordinary_turns: tuple[float, ...]
     radix_turns: tuple[float, ...]
@@ -82,6 +84,11 @@ class Measured:
     def r(self) -> float:
         """Tokens per unique token."""
         return self.num_tokens / self.num_unique_tokens
+
+    @property
+    def best_r(self) -> float | None:
+        """What r would be without the cut; None if there is none."""
+        return None if self.least_unique_tokens is None else self.num_tokens / self.least_unique_tokens
 
     @property
     def speedups(self) -> list[float]:
@@ -168,6 +175,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
             attention=f"auto: {work.choices}" if arm.attention == "auto" and work.auto else arm.attention,
             num_tokens=work.num_tokens,
             num_unique_tokens=work.num_unique_tokens(arm.attention),
+            least_unique_tokens=work.least_unique_tokens,
             ideal_speedup=work.ideal_speedup(model.config),
             ordinary_turns=tuple(turns.get(ordinary, ())),
             radix_turns=tuple(turns[arm]),

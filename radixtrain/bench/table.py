@@ -20,7 +20,7 @@ SHAPE_FIELDS = (
 )
 CELL_FIELDS = ("sequences", "prompt_length", "suffix_length", "num_sequences", "tree", "mode")
 RESULT_FIELDS = (
-    *("attention", "num_tokens", "num_unique_tokens", "r"),
+    *("attention", "num_tokens", "num_unique_tokens", "r", "best_r"),
     *("ideal_speedup", "measured_speedup", "lowest_speedup", "highest_speedup", "efficiency"),
     *("ordinary_seconds", "radix_seconds", "lowest_radix_seconds", "highest_radix_seconds"),
     *("microseconds_per_unique_token", "ordinary_tokens_per_second", "radix_tokens_per_second"),
@@ -36,6 +36,7 @@ COLUMNS: dict[str, Callable[[Measured], str]] = {
     "attention": lambda m: m.attention,
     "unique\ntokens": lambda m: f"{m.num_unique_tokens:,}",
     "r": lambda m: f"{m.r:.2f}",
+    "best\nr": lambda m: _number(m.best_r, ".2f"),
     "ideal\nspeed-up": lambda m: f"{m.ideal_speedup:.2f}",
     "measured\nspeed-up": lambda m: _number(m.measured_speedup, ".2f"),
     "lowest -\nhighest": lambda m: " - ".join(_number(x, ".2f") for x in (m.lowest_speedup, m.highest_speedup) if x),

@@ -50,6 +50,7 @@ class Work:
     features: the sequences, as a collator takes them.
     lengths: tokens of each.
     num_labels: labelled tokens, the divisor of the loss.
+    least_unique_tokens: U if the step were not cut; None if it is one micro-batch.
     ordinary, radix: micro-batches that make the step together, of either arm.
     plans: of each micro-batch in `radix`.
     auto: as `radix`, with what a calibration chose for each micro-batch; None without a calibration.
@@ -59,6 +60,7 @@ class Work:
     features: Sequence[Mapping[str, Any]]
     lengths: list[int]
     num_labels: int
+    least_unique_tokens: int | None
     ordinary: list[MicroBatch]
     radix: list[MicroBatch]
     plans: list[PrefixPlan]
@@ -138,6 +140,7 @@ def work_of(
         features=features,
         lengths=[len(feature.input_ids) for feature in arrays],
         num_labels=step.num_labels,
+        least_unique_tokens=step.num_unique_tokens if len(step.micro_batches) > 1 else None,
         ordinary=_padded(arrays, batch_size, keep_mask=False),
         radix=radix,
         plans=[_plan([arrays[index] for index in batch.members]) for batch in radix],

@@ -25,7 +25,9 @@ TABLE = (
     Command(
         "predict", "lightning", "scores of the rows of data.predict_file: log-probabilities, yes or no, embeddings"
     ),
+    Command("report", "lightning", "what the data share, and what that brings here, before training"),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
+    Command("inspect", "lightning", "a micro-batch, or one row of a file, as text with its loss marked"),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
     Command("bench", "bench", "time and memory of a step on this machine, with and without deduplication"),
 )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from radixtrain.data.tokenization import load_tokenizer
+from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.training.checkpoint import check_model_folder, read_checkpoint, save_hf_folder
+from radixtrain.training.model_card import documents
 from radixtrain.training.module import RadixModule
 
 __all__ = ["export", "run"]
 
 
 def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = None) -> Path:
-    """Write the model of a checkpoint as a folder that `from_pretrained` loads.
+    """Write the model of a checkpoint as a folder that `from_pretrained` loads, with a model card.
 
     Args:
         ckpt_path: a `.ckpt` written by `fit`, in `<output_dir>/checkpoints` of that run.
@@ -26,10 +28,11 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
         UserError: the checkpoint is missing, cannot be read, or was not written by radixtrain.
     """
     check_model_folder(output_dir, [ckpt_path])
-    module = _restored(ckpt_path)
+    checkpoint = read_checkpoint(ckpt_path)
+    module = _restored(checkpoint)
     assert module.model is not None
     tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)
-    return save_hf_folder(module.model, tokenizer, output_dir)
+    return save_hf_folder(module.model, tokenizer, output_dir, _documents(checkpoint, tokenizer))
 
 
 def run(argv: Sequence[str]) -> None:
@@ -40,10 +43,22 @@ def run(argv: Sequence[str]) -> None:
     print(f"model: {folder}")  # noqa: T201
 
 
-def _restored(ckpt_path: str) -> RadixModule:
-    checkpoint = read_checkpoint(ckpt_path)
-    hparams = checkpoint["hyper_parameters"]
-    module = RadixModule(**{name: value for name, value in hparams.items() if not name.startswith("_")})
+def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:
+    module = RadixModule(**_settings(checkpoint["hyper_parameters"]))
     module.configure_model()
     module.load_state_dict(checkpoint["state_dict"])
     return module
+
+
+def _documents(checkpoint: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
+    """The card and the settings, of which a checkpoint keeps those of `model` and `data`; its losses it does not."""
+    config = {
+        "model": _settings(checkpoint["hyper_parameters"]),
+        "data": _settings(checkpoint.get("datamodule_hyper_parameters", {})),
+    }
+    results = {"steps": str(checkpoint.get("global_step", ""))}
+    return documents(config, results, {}, has_chat_template=tokenizer.chat_template is not None)
+
+
+def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in hparams.items() if not name.startswith("_")}

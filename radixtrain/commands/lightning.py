@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.commands import commands_of
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.tokenization import load_tokenizer
+from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.scores import named_scores, needs_labels
-from radixtrain.training.callbacks import PredictionWriter, ProgressLine, RunSummary, SaveOnSigterm
+from radixtrain.training.callbacks import PredictionWriter, RunSummary, SaveOnSigterm
 from radixtrain.training.checkpoint import check_checkpoint_file, check_model_folder, save_hf_folder
+from radixtrain.training.first_checks import check_monitors, check_room, earlier_run, num_stored_parameters
+from radixtrain.training.first_screen import show_first_screen, steps_between_logs
+from radixtrain.training.model_card import documents
 from radixtrain.training.module import RadixModule
+from radixtrain.training.progress_bar import NoticeHandler, progress_bar
 from radixtrain.training.trainer import Trainer
 
 __all__ = ["RadixCLI", "run"]
 
+logger = logging.getLogger(__name__)
+
 NAMES = commands_of("lightning")
+OUR_OWN = ("verify", "inspect", "report")  # methods that our trainer adds to Lightning's
+WITHOUT_WEIGHTS = ("inspect", "report")  # which read the model's config and tokenizer only, and set up the data
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
 # What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
 # CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
@@ -71,8 +79,10 @@ class RadixCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """As Lightning's. If YAML has read a word as true or false, the error says how to write it."""
+        self.typed = tuple(args[1:])
         try:
             super().parse_arguments(parser, args)
+            _check_seed(self.config[self.config.subcommand].seed_everything)
         except ArgumentError as error:
             if re.search(r"next_tokens\b.*\b(True|False)\b", str(error), re.DOTALL):
                 raise ArgumentError(None, QUOTES) from None
@@ -87,7 +97,11 @@ class RadixCLI(LightningCLI):
         if config.max_epochs is None and config.max_steps == -1:
             kwargs["max_epochs"] = DEFAULT_EPOCHS
         _check_trainer_settings(config)
+        data = self._get(self.config, "data")
+        check_monitors(_as_list(config.callbacks), bool(data.validation_file or data.val_size))
         callbacks = self._callbacks(config, output_dir)
+        if config.fast_dev_run and not _has(callbacks, Checkpoint):
+            kwargs["enable_checkpointing"] = False
         try:
             trainer = super().instantiate_trainer(**kwargs, callbacks=callbacks)
         except REFUSED_BY_LIGHTNING as error:
@@ -110,28 +124,55 @@ class RadixCLI(LightningCLI):
             SaveOnSigterm(checkpoints),
         ]
         if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
-            callbacks.append(ProgressLine())
-        if config.enable_checkpointing is not False and not _has(callbacks, Checkpoint):
+            callbacks.append(progress_bar())
+        has_none = config.enable_checkpointing is not False and not _has(callbacks, Checkpoint)
+        self.has_our_checkpoints = has_none and not config.fast_dev_run  # which would replace those of a run
+        if self.has_our_checkpoints:
             callbacks.append(ModelCheckpoint(checkpoints, "{step}", save_last=True, enable_version_counter=False))
         return callbacks
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Checkpoints are read as weights, never as code, unless `weights_only` says otherwise."""
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
-        if subcommand != "verify" and kwargs.get("weights_only") is None:
+        if subcommand not in OUR_OWN and kwargs.get("weights_only") is None:
             kwargs["weights_only"] = True
         return {**kwargs, "return_predictions": False} if subcommand == "predict" else kwargs
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Data and model are loaded before the trainer starts, so that an error in either leaves nothing written."""
+        written = self._check_before_reading(subcommand)
+        if subcommand not in WITHOUT_WEIGHTS:
+            self.datamodule.setup(subcommand)
+            self.model.configure_model()
+        trainer = cast(Any, self.trainer)
+        trainer.typed = self.typed
         if subcommand == "fit":
-            check_model_folder(self.model_folder, [self.model.hparams.model_name_or_path])
+            trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
+            show_first_screen(trainer, self.model, self.datamodule, self._get(self.config, "trainer"), written)
+        try:
+            super()._run_subcommand(subcommand)
+        except MisconfigurationException as error:
+            raise UserError(f"trainer: {first_line(error)}") from None
+
+    def _check_before_reading(self, subcommand: str) -> int:
+        """Weights, checkpoint and room for what is written, since to read the rows may take long.
+
+        Returns the bytes that `fit` writes; 0 for other commands.
+        """
+        model, written = self.model.hparams, 0
         ckpt_path = self.config_init[subcommand].get("ckpt_path")
         if ckpt_path not in (None, "last", "best", "hpc"):
             check_checkpoint_file(ckpt_path)
-        self.datamodule.setup(subcommand)
-        self.model.configure_model()
-        super()._run_subcommand(subcommand)
+        if subcommand not in WITHOUT_WEIGHTS:
+            num_parameters = num_stored_parameters(model.model_name_or_path)
+        if subcommand == "fit":
+            check_model_folder(self.model_folder, [model.model_name_or_path])
+            output_dir = self._get(self.config, "output_dir")
+            written = check_room(output_dir, num_parameters, model, self.has_our_checkpoints)
+        notice = earlier_run(subcommand, self.model_folder, model.model_name_or_path, ckpt_path)
+        if notice:
+            logger.warning("%s", notice)
+        return written
 
     @property
     def model_folder(self) -> Path:
@@ -144,8 +185,20 @@ class RadixCLI(LightningCLI):
             return
         data = self.datamodule.hparams
         tokenizer = load_tokenizer(data.model_name_or_path, data.chat_template_path)
-        folder = save_hf_folder(self.model.model, tokenizer, self.model_folder)
+        texts = documents(
+            self._configuration(),
+            self.summary.results(self.trainer, self.model.speed),
+            {"rows": str(self.datamodule.reports["train"])},
+            has_chat_template=tokenizer.chat_template is not None,
+        )
+        folder = save_hf_folder(self.model.model, tokenizer, self.model_folder, texts)
         self.summary.print_closing_lines(self.trainer, self.model.speed, folder)
+
+    def _configuration(self) -> dict[str, Any]:
+        """What `config.yaml` of the run holds."""
+        callbacks = cast(Any, self.trainer).callbacks
+        saved = next(callback for callback in callbacks if isinstance(callback, SaveConfigCallback))
+        return yaml.safe_load(saved.parser.dump(saved.config, skip_none=False))
 
 
 def run(argv: Sequence[str]) -> None:
@@ -153,7 +206,7 @@ def run(argv: Sequence[str]) -> None:
     _quiet()
     # A `class_path` is imported before its type is checked, so a configuration could run anything.
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
-    strict = {"exit_on_error": False}
+    strict = {"exit_on_error": False, "allow_abbrev": False}
     RadixCLI(
         RadixModule,
         SFTData,
@@ -165,6 +218,11 @@ def run(argv: Sequence[str]) -> None:
         parser_kwargs={"prog": "radixtrain", **strict, **{name: dict(strict) for name in NAMES}},
         args=list(argv),
     )
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed < 2**32:
+        raise UserError(f"seed_everything must be from 0 to {2**32 - 1}, got {seed}")
 
 
 def _check_trainer_settings(config: Any) -> None:
@@ -197,7 +255,7 @@ def _is_unlabelled(scores: Any) -> bool:
 
 def _quiet() -> None:
     """Show our own log lines, and only those of the libraries that a user can act on."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[NoticeHandler()])
     logging.getLogger("radixtrain").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from radixtrain.data.conversation import Conversation, text_of
-from radixtrain.data.formats import Row
-from radixtrain.data.messages import check_messages, from_sharegpt
+from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.data.formats import Row, UnreadRow
+from radixtrain.data.rendering.conversation import Conversation, text_of
+from radixtrain.data.rendering.spans import sample_of_chat
+from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
 from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import Sample, check_bears_loss, check_unweighted, check_vocabulary, sample_from_tokens
-from radixtrain.data.tokenization import Draft, DraftTokenizer, load_tokenizer
-from radixtrain.data.trajectories import plain_rows
+from radixtrain.data.rows.columns import standard_row
+from radixtrain.data.rows.tool_calls import read_tools
+from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.sample import (
+    Sample,
+    TooLongError,
+    bears_loss,
+    check_bears_loss,
+    check_vocabulary,
+    sample_from_tokens,
+)
+from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer, load_tokenizer
+from radixtrain.data.turns import draft_turn, draft_whole, refuse_weights, trained_turns
 from radixtrain.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -25,22 +37,19 @@ __all__ = ["ChatEncoder", "load_tokenizer"]
 
 ROWS_PER_BLOCK = 32  # rendered and tokenised at once: a single long agent row can hold 100,000 tokens
 
-ROW_KINDS = "messages, prompt + completion, conversations, text or input_ids"
-
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Turns rows into samples. The keys of a row tell its kind, by the first of these that it has:
+    """Turns rows into samples. The columns of a row tell its format, see `standard_row`; its forms are
 
     - `input_ids`, with `labels`, or `assistant_masks`, `mask` and `completion_mask` (1 = loss), else loss on every
-        token; and `loss_weights`;
-    - `messages` `[{role, content, tool_calls?, reasoning_content? ...}]`;
+      token; and `loss_weights`;
+    - `messages` `[{role, content, tool_calls?, reasoning_content? weight? ...}]`, with `tools` and
+      `chat_template_kwargs`;
     - `prompt` and `completion`, both text or both messages;
-    - `conversations` `[{from: human|gpt|system, value}]`;
-    - `text`, loss on every token;
-    - a run of an agent, as verifiers, prime-rl and ART save it: see `plain_rows`.
+    - `text`, loss on every token.
 
-    Chats may carry the columns `tools` (a list, or its JSON) and `chat_template_kwargs`. Plain text gets the
+    A run of an agent, as verifiers, prime-rl and ART save it, is several of them: see `plain_rows`. Plain text gets the
     tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
     `input_ids [5, 6, 7, 8]` and `labels [-100, -100, 7, 8]`.
 
@@ -50,7 +59,7 @@ class ChatEncoder:
     completion_only_loss: loss on the completion only, in rows that have one.
     split_turns: one sample per assistant turn, rendered as the model sees it at inference and ending with the token at
         which it stops generating. Otherwise one sample per chat, with loss on what the template's generation markers
-        enclose.
+        enclose, or if it has none, on the turns where they are found (`radixtrain/data/rendering/spans.py`).
     excess_length_strategy: what is done with samples longer than `max_length`; truncate keeps their start.
     chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
     """
@@ -77,19 +86,19 @@ class ChatEncoder:
 
     def encode_all(
         self,
-        rows: Iterable[Row],
+        rows: Iterable[Row | UnreadRow | DataError],
         on_error: Callable[[DataError], None] | None = None,
         report: EncodeReport | None = None,
     ) -> list[list[Sample]]:
         """The samples of many rows, tokenised together; entry i belongs to row i.
 
-        rows: from `read_rows`.
+        rows: from `read_rows` or `open_rows`.
         on_error: receives what is wrong with a row, whose entry stays empty. Without it the first one raises.
         report: counts that are added to.
 
         Raises DataError if a row cannot be used: its keys or roles are unknown, the template drops or changes a part of
         it, a token is outside the vocabulary, it is longer than `max_length`, or no token of it bears loss. Raises
-        UserError if the chat template is missing, invalid, or lacks the generation markers that are asked for.
+        UserError if the chat template is missing or invalid.
         """
         report = EncodeReport() if report is None else report
         remaining = iter(rows)
@@ -99,9 +108,12 @@ class ChatEncoder:
         return encoded
 
     def _encode_block(
-        self, rows: list[Row], on_error: Callable[[DataError], None] | None, report: EncodeReport
+        self,
+        rows: list[Row | UnreadRow | DataError],
+        on_error: Callable[[DataError], None] | None,
+        report: EncodeReport,
     ) -> Iterator[list[Sample]]:
-        drafted = [self._draft_or_error(row) for row in rows]
+        drafted = [self.drafts(row, report.unused_columns) for row in rows]
         tokenized = self.tokenize([item for items in drafted for item in items if isinstance(item, Draft)])
         for items in drafted:
             report.num_rows += 1
@@ -111,100 +123,150 @@ class ChatEncoder:
             except DataError as error:
                 if on_error is None:
                     raise
-                report.num_bad_rows += 1
+                report.add_bad_row(error)
                 on_error(error)
             yield samples
 
-    def _draft_or_error(self, row: Row) -> list[Draft | Sample | DataError]:
+    def drafts(
+        self, row: Row | UnreadRow | DataError, unused: Counter[str] | None = None
+    ) -> list[Draft | Sample | DataError]:
+        """What becomes of a row, before tokenisation: its drafts, its samples if it has tokens, or what is wrong.
+
+        unused: counts the columns that nothing reads.
+        """
         try:
-            return [item for plain in plain_rows(row) for item in self._draft(plain)]
+            standard = self._standard(row)
+            items: list[Draft | Sample | DataError] = [item for each in standard for item in self._draft(each)]
         except DataError as error:  # raised when its row's turn comes, so that errors keep the order of the file
             return [error]
+        if unused is not None:
+            unused.update({name for each in standard for name in each.unused})
+        return items
+
+    def chats(self, row: Row | UnreadRow | DataError) -> list[Conversation]:
+        """The chats of a row that has messages, and no prompt of its own. Raises DataError if it cannot be used."""
+        chats = [each for each in self._standard(row) if "messages" in each.fields]
+        return [self.conversation(each.fields["messages"], each.fields, each.where) for each in chats]
+
+    def _standard(self, row: Row | UnreadRow | DataError) -> list[Row]:
+        return [standard_row(plain, self.answered) for plain in plain_rows(_read(row))]
 
     def _draft(self, row: Row) -> list[Draft] | list[Sample]:
-        where, fields = row.where, {key: value for key, value in row.fields.items() if value is not None}
+        """row: from `standard_row`."""
+        fields, where = row.fields, row.where
         if "input_ids" in fields:
             return [sample_from_tokens(fields, where, self.completion_only_loss)]
-        check_unweighted(fields, where)
         if "messages" in fields:
-            return self._draft_chat(self.conversation(check_messages(fields["messages"], where), fields, where))
-        if {"prompt", "completion"} <= fields.keys():
+            return self._draft_chat(self.conversation(fields["messages"], fields, where))
+        if "prompt" in fields:
             return self._draft_completion(fields, where)
-        if "conversations" in fields:
-            messages = check_messages(from_sharegpt(fields["conversations"], where), where, "conversations")
-            return self._draft_chat(self.conversation(messages, fields, where))
-        if "text" in fields:
-            return [Draft("", text_of(fields, "text", where), where, "plain")]
-        raise DataError(where, f"expected the keys {ROW_KINDS}; found {_list_keys(row.fields)}")
+        return [Draft("", text_of(fields, "text", where), where, "plain")]
 
     def conversation(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Conversation:
+        """A chat as the template will render it.
+
+        messages: from `standard_row`. fields: with the `tools` and `chat_template_kwargs` of the row.
+        """
         kwargs = fields.get("chat_template_kwargs", {})
         if not isinstance(kwargs, dict):
             raise DataError(where, f"chat_template_kwargs: expected an object, found {kwargs!r}")
-        tools = {"tools": _tools(fields["tools"], where)} if fields.get("tools") else {}
-        return Conversation(self.tokenizer, messages, where, self.chat_template_kwargs | kwargs | tools)
+        tools = {"tools": read_tools(fields["tools"], where)} if fields.get("tools") else {}
+        chat = Conversation(self.tokenizer, self._rendered(messages), where, self.chat_template_kwargs | kwargs | tools)
+        if reason := unread_variable(self.chat_template_kwargs, self.template_variables):
+            raise UserError(reason)
+        if reason := unread_variable(kwargs, self.template_variables):
+            raise DataError(where, reason)
+        return chat
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages; those of a developer as system turns, if the template leaves such turns out."""
+        if all(message["role"] != "developer" for message in messages) or self.renders_developer:
+            return messages
+        return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
     def _draft_chat(self, chat: Conversation) -> list[Draft] | list[Sample]:
         if not self.assistant_only_loss:
-            return [Draft("", chat.text(), chat.where, "chat")]
-        if self.split_turns or not chat.assistant_turns():
-            return self._draft_turns(chat)
+            return [draft_whole(chat)]
+        if self.split_turns:
+            return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat)]
+        return [self._whole_chat(chat, trained_turns(chat))]
+
+    def _whole_chat(self, chat: Conversation, turns: list[int]) -> Sample:
+        if not chat.has_markers or turns != chat.assistant_turns():
+            return sample_of_chat(chat, turns, self.tokenize)
         input_ids, mask = chat.tokens_and_mask()
-        return [sample_from_tokens({"input_ids": input_ids, "assistant_masks": mask}, chat.where)]
+        return sample_from_tokens({"input_ids": input_ids, "assistant_masks": mask}, chat.where)
 
     def _draft_completion(self, fields: dict[str, Any], where: str) -> list[Draft]:
-        kinds = {type(fields["prompt"]), type(fields["completion"])}
-        if kinds == {str}:
+        prompt, completion = fields["prompt"], fields["completion"]
+        if isinstance(prompt, str):
             prompt, completion = text_of(fields, "prompt", where), text_of(fields, "completion", where)
             return [Draft(prompt, completion, where, "plain", prompt_bears_loss=not self.completion_only_loss)]
-        if str in kinds:
-            raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
-        turns = check_messages(fields["prompt"], where, "prompt")
-        start = len(turns)
-        turns += check_messages(fields["completion"], where, "completion")
-        return self._draft_chat_completion(self.conversation(turns, fields, where), start)
+        return self._draft_chat_completion(self.conversation([*prompt, *completion], fields, where), len(prompt))
 
     def _draft_chat_completion(self, chat: Conversation, start: int) -> list[Draft]:
         if not self.completion_only_loss:
-            return [Draft("", chat.text(), chat.where, "chat")]
+            return [draft_whole(chat)]
         roles = [message["role"] for message in chat.messages[start:]]
         if self.assistant_only_loss and self.split_turns:
-            return self._draft_turns(chat, start)
+            return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat, start)]
         if self.assistant_only_loss and roles != ["assistant"]:
             expected = "expected a single assistant turn, or split_turns: true, or assistant_only_loss: false"
             raise DataError(chat.where, f"completion: {expected}; found the roles {', '.join(roles)}")
-        return [_draft_turn(chat, start, len(chat.messages))]
-
-    def _draft_turns(self, chat: Conversation, first: int = 0) -> list[Draft]:
-        turns = [turn for turn in chat.assistant_turns() if turn >= first]
-        if not turns:
-            roles = ", ".join(message["role"] for message in chat.messages[first:])
-            raise DataError(chat.where, f"expected at least one assistant turn to learn from; found the roles {roles}")
-        return [_draft_turn(chat, turn, turn + 1) for turn in turns]
+        refuse_weights(chat, start)
+        return [draft_turn(chat, start, len(chat.messages))]
 
     def _finish(self, samples: list[Sample], report: EncodeReport) -> list[Sample]:
-        fitted = [self._fit(sample) for sample in samples]
+        """The samples that are trained, within `max_length`."""
+        for sample in samples:
+            check_vocabulary(sample, self.num_known_tokens)
+        long = [sample for sample in samples if self.max_length is not None and len(sample.input_ids) > self.max_length]
+        for sample in long:
+            report.add_long_sample(len(sample.input_ids), sample.where)
+        for sample in long[: self.excess_length_strategy == "raise"]:
+            raise self._too_long(sample)
+        fitted = [self._fit(sample, report) if sample in long else self._checked(sample) for sample in samples]
         kept = [sample for sample in fitted if sample is not None]
         report.num_samples += len(kept)
-        report.num_dropped_samples += len(fitted) - len(kept)
+        report.num_tokens += sum(len(sample.input_ids) for sample in kept)
+        report.num_labels += sum(int((sample.labels[1:] != IGNORE_INDEX).sum()) for sample in kept)
         report.num_dropped_rows += not kept
-        report.num_truncated_samples += len(kept) - sum(sample in kept for sample in samples)
         return kept
 
-    def _fit(self, sample: Sample) -> Sample | None:
-        """The sample within `max_length`; None if it is dropped."""
-        check_vocabulary(sample, self.num_known_tokens)
-        if self.max_length is None or len(sample.input_ids) <= self.max_length:
-            check_bears_loss(sample)
-            return sample
+    def _too_long(self, sample: Sample) -> TooLongError:
+        excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
+        hint = "raise max_length or set excess_length_strategy: drop | truncate"
+        return TooLongError(sample.where, f"{excess}; {hint}")
+
+    def _checked(self, sample: Sample) -> Sample:
+        check_bears_loss(sample)
+        return sample
+
+    def _fit(self, sample: Sample, report: EncodeReport) -> Sample | None:
+        """A sample that is too long, cut; None if it is dropped."""
         if self.excess_length_strategy == "drop":
+            report.num_dropped_samples += 1
             return None
-        if self.excess_length_strategy == "raise":
-            excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
-            raise DataError(sample.where, f"{excess}; raise max_length or set excess_length_strategy: drop | truncate")
+        assert self.max_length is not None
         short = sample.truncated(self.max_length)
-        check_bears_loss(short, f" once truncated to max_length {self.max_length}; raise max_length")
+        if not bears_loss(short):
+            report.num_without_loss += 1
+            return None
+        report.num_truncated_samples += 1
         return short
+
+    @property
+    def answered(self) -> bool:
+        """Whether a row needs an answer to learn from."""
+        return True
+
+    @cached_property
+    def template_variables(self) -> frozenset[str] | None:
+        return template_variables(self.tokenizer)
+
+    @cached_property
+    def renders_developer(self) -> bool:
+        return renders_developer(self.tokenizer)
 
     @cached_property
     def num_known_tokens(self) -> int:
@@ -215,26 +277,14 @@ class ChatEncoder:
         return DraftTokenizer(self.tokenizer)
 
 
-def _draft_turn(chat: Conversation, start: int, end: int) -> Draft:
-    prompt, target = chat.prompt_and_target(start, end)
-    return Draft(prompt, target, chat.where, "turn")
+def _read(row: Row | UnreadRow | DataError) -> Row:
+    outcome = row.read() if isinstance(row, UnreadRow) else row
+    if isinstance(outcome, DataError):
+        raise outcome
+    return outcome
 
 
 def _resolve(item: Draft | Sample | DataError, tokenized: Iterator[Sample]) -> Sample:
     if isinstance(item, DataError):
         raise item
     return item if isinstance(item, Sample) else next(tokenized)
-
-
-def _tools(tools: Any, where: str) -> list[dict[str, Any]]:
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise DataError(where, f"tools: not valid JSON: {error}") from None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(where, f"tools: expected a list of function descriptions, found {str(tools)[:60]!r}")
-    return tools
-
-
-def _list_keys(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{key} (null)" if value is None else str(key) for key, value in fields.items()) or "none"

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import zlib
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning as L
-import numpy as np
-from transformers import AutoConfig
 
+from radixtrain.collators.grouping import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import read_rows
+from radixtrain.data.grouping import check_group_by_prefix, grouped_order
 from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import Sample
+from radixtrain.data.splits import encoder_of, load_split, take_validation
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features_of
-from radixtrain.data.tokenization import load_tokenizer
-from radixtrain.data.unlabelled import UnlabelledEncoder
-from radixtrain.errors import DataError, UserError, first_line
+from radixtrain.data.tokenized.corpus import Corpus
+from radixtrain.errors import UserError
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 
 __all__ = ["SFTData"]
 
-logger = logging.getLogger(__name__)
-Conversations = list[list[Sample]]
+Files = str | list[str | dict[str, Any]] | None
 
 
 class SFTData(L.LightningDataModule):
-    """Chats, prompt/completion pairs, plain text or tokens from JSONL, JSON, parquet or a saved data set.
+    """Chats, prompt/completion pairs, plain text or tokens from files, folders or data sets of many kinds.
+
+    Rows are tokenised in parallel, once: the tokens are kept on disk, where later runs find them.
 
     Args:
-        train_file: rows to train on. `.jsonl`, `.json`, `.parquet`, or a folder written by `Dataset.save_to_disk`.
+        train_file: rows to train on: a file, a folder, a pattern such as `data/*.jsonl`, or the name of a data set; or
+            a list of those. An entry of the list may say more: `{path: ..., weight: 2, name: ..., split: ...,
+            subset: ..., columns: {...}}`; the weight is how often each of its rows occurs in an epoch.
         validation_file: rows for the validation loss. Without it, see `val_size`.
         test_file: rows for `test` and, without `predict_file`, for `predict`.
         predict_file: rows for `predict`.
+        columns: which columns hold what if their names do not say it, ours: theirs, for instance
+            `{user: question, assistant: answer}`.
         val_size: rows taken out of `train_file` for validation if there is no `validation_file`: a share below 1, or a
             number of conversations.
         batch_size: conversations in one optimizer step. Its gradient does not depend on how the step is cut.
@@ -51,6 +55,9 @@ class SFTData(L.LightningDataModule):
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
         chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
+        group_by_prefix: draw them so that conversations with a common prompt meet in a step. A number is how many of
+            a prompt stay together, at most; true takes the smallest with which most can be shared, and no more than
+            half of a step, so that it has several prompts.
         seed: of that order and of `val_size`; on the command line it is `seed_everything`, and 42 if that
             is true or false and not a number.
         min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; auto chooses for each batch,
@@ -58,6 +65,9 @@ class SFTData(L.LightningDataModule):
         shared_targets: what a label counts that several sequences of a step share. every counts it once for each of
             them, as an ordinary trainer does; once counts it once, with the mean of their loss weights.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
+        dataset_num_proc: processes that tokenise; null takes one for each core if the file is large.
+        cache_dir: where tokenised rows are kept; null is `tokens` in radixtrain's cache folder (`$RADIXTRAIN_CACHE`).
+        overwrite_cache: tokenise again, whatever is kept.
         dataloader_num_workers: processes that collate and build plans ahead of the training step.
         model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
         dedup: False for the ordinary padded baseline on the same batches.
@@ -69,10 +79,11 @@ class SFTData(L.LightningDataModule):
 
     def __init__(
         self,
-        train_file: str | None = None,
-        validation_file: str | None = None,
-        test_file: str | None = None,
-        predict_file: str | None = None,
+        train_file: Files = None,
+        validation_file: Files = None,
+        test_file: Files = None,
+        predict_file: Files = None,
+        columns: dict[str, str | None] | None = None,
         val_size: float = 0.0,
         batch_size: int = 32,
         max_tokens: int = 16384,
@@ -85,10 +96,14 @@ class SFTData(L.LightningDataModule):
         chat_template_path: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         shuffle_dataset: bool = True,
+        group_by_prefix: bool | int = False,
         seed: int = 42,
         min_shared_tokens: int | Literal["auto"] = "auto",
         shared_targets: Literal["every", "once"] = "every",
         pad_to_multiple_of: int | None = None,
+        dataset_num_proc: int | None = None,
+        cache_dir: str | None = None,
+        overwrite_cache: bool = False,
         dataloader_num_workers: int = 1,
         model_name_or_path: str | None = None,
         dedup: bool = True,
@@ -96,7 +111,9 @@ class SFTData(L.LightningDataModule):
     ):
         super().__init__()
         self.save_hyperparameters()
-        self.conversations: dict[str, Conversations] = {}
+        self.conversations: dict[str, Corpus] = {}
+        self.reports: dict[str, EncodeReport] = {}
+        """What became of the rows of each split; of `val_size`, before it was taken out."""
         self.step_cost: Callable[[], StepCost | None] | None = None
         """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
         self._check_sizes()
@@ -106,6 +123,8 @@ class SFTData(L.LightningDataModule):
         wanted = {
             "fit": ("train", "validation"),
             "verify": ("train", "validation"),
+            "inspect": ("train", "validation"),
+            "report": ("train", "validation"),
             "validate": ("validation",),
             "test": ("test",),
             "predict": ("predict",),
@@ -113,17 +132,21 @@ class SFTData(L.LightningDataModule):
         for split in wanted[stage]:
             if split not in self.conversations and self._file(split):
                 unlabelled = split == "predict" and self.hparams.predict_unlabelled
-                self.conversations[split] = self._encode(self._file(split), unlabelled)
+                self.conversations[split], self.reports[split] = load_split(
+                    self._file(split), self.hparams, f"data.{split}_file", unlabelled
+                )
         if "train" in wanted[stage] and "train" not in self.conversations:
             raise UserError("data.train_file is missing: name the file to train on")
         if "validation" in wanted[stage] and "validation" not in self.conversations and self.hparams.val_size:
-            self._split_validation()
+            self.conversations["train"], self.conversations["validation"] = take_validation(
+                self.conversations["train"], self.hparams.val_size, self.hparams.seed
+            )
         needed = {"validate": "validation", "test": "test", "predict": "predict"}.get(stage)
         if needed and needed not in self.conversations:
             raise UserError(f"data.{needed}_file is missing: name the file to {stage} on")
 
     def train_dataloader(self) -> StepLoader:
-        return self._loader("train", shuffle=self.hparams.shuffle_dataset)
+        return self._loader("train")
 
     def val_dataloader(self) -> StepLoader | list[StepLoader]:
         return self._loader("validation") if "validation" in self.conversations else []
@@ -134,19 +157,31 @@ class SFTData(L.LightningDataModule):
     def predict_dataloader(self) -> StepLoader:
         return self._loader("predict", merge_labels=False)
 
-    def state_dict(self) -> dict[str, int]:
-        """What the order of the steps depends on, and a checksum of the rows; part of every checkpoint."""
-        rows = self.conversations.get("train", [])
-        tokens = b"".join(sample.input_ids.tobytes() for samples in rows for sample in samples)
-        sizes = {name: int(self.hparams[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
-        return {"conversations": len(rows), **sizes, "rows": zlib.crc32(tokens)}
+    def encoder(self, unlabelled: bool = False) -> ChatEncoder:
+        """What renders and tokenises the rows; unlabelled: of `predict`, for rows without answers."""
+        return encoder_of(self.hparams, unlabelled)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the steps depends on, and a digest of the samples; part of every checkpoint."""
+        corpus = self.conversations.get("train")
+        sizes: dict[str, Any] = {name: int(self.hparams[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
+        sizes["group_by_prefix"] = str(self.hparams.group_by_prefix).lower()  # true is not 1
+        if corpus is None:
+            return {"conversations": 0, **sizes, "digest": ""}
+        return {"conversations": len(corpus), **sizes, "digest": corpus.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """UserError if the checkpoint belongs to other data: its place in their order would mean nothing here."""
         if "train" not in self.conversations:
             return
         here = self.state_dict()
-        changed = [f"{name} was {state[name]} and is {here[name]}" for name in here if state.get(name) != here[name]]
+        state = {"group_by_prefix": "false", **state}  # checkpoints of version 0.1.0 and older do not say it
+        if "rows" in state:  # checkpoints of version 0.1.0 and older have a checksum of the tokens
+            here = {**here, "rows": _checksum(self.conversations["train"])}
+            del here["digest"]
+        changed = [
+            f"{name} was {state.get(name)} and is {here[name]}" for name in here if state.get(name) != here[name]
+        ]
         if changed:
             named = ", ".join(changed)
             raise UserError(
@@ -156,7 +191,7 @@ class SFTData(L.LightningDataModule):
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch of training."""
-        return -(-len(self.conversations["train"]) // self.hparams.batch_size)
+        return len(self._sampler("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
         """What makes an optimizer step of sequences. Calls `step_cost`, which may calibrate.
@@ -177,87 +212,74 @@ class SFTData(L.LightningDataModule):
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:
         """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
-        indices = list(self._sampler("train", self.hparams.shuffle_dataset))[index]
+        indices = list(self._sampler("train"))[index]
         return features_of(sample for each in indices for sample in self.conversations["train"][each])
 
-    def _sampler(self, split: str, shuffle: bool) -> StepSampler:
-        return StepSampler(len(self.conversations[split]), self.hparams.batch_size, shuffle, self.hparams.seed)
+    def train_order(self) -> IntArray:
+        """The conversations of the first epoch, by index, in the order in which they are cut into steps."""
+        return self._sampler("train").order()
 
-    def _loader(self, split: str, shuffle: bool = False, merge_labels: bool = True) -> StepLoader:
+    @cached_property
+    def _grouping(self) -> GroupedOrder | None:
+        """What draws the training steps; None for a plain shuffle. Reads every conversation once."""
+        sizes = {name: self.hparams[name] for name in ("batch_size", "group_by_prefix", "seed")}
+        return grouped_order(self.conversations["train"], **sizes)
+
+    def _sampler(self, split: str) -> StepSampler:
+        """Only training steps are shuffled, grouped and weighted."""
+        corpus, hparams = self.conversations[split], self.hparams
+        if split != "train":
+            return StepSampler(len(corpus), hparams.batch_size, shuffle=False, seed=hparams.seed)
+        shuffle = hparams.shuffle_dataset
+        return StepSampler(len(corpus), hparams.batch_size, shuffle, hparams.seed, self._grouping, corpus.weights)
+
+    def _loader(self, split: str, merge_labels: bool = True) -> StepLoader:
         if merge_labels:
             self._check_weights(split)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
         workers = self.hparams.dataloader_num_workers
         return StepLoader(
             StepDataset(self.conversations[split], self.step_collator(merge_labels)),
-            self._sampler(split, shuffle),
+            self._sampler(split),
             num_workers=workers,
             persistent_workers=workers > 0 and split == "train",
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
 
-    def _encode(self, path: str, unlabelled: bool) -> Conversations:
-        hparams = self.hparams
-        if hparams.model_name_or_path is None:
-            raise UserError("data.model_name_or_path is missing: whose tokenizer reads the rows?")
-        tokenizer = load_tokenizer(hparams.model_name_or_path, hparams.chat_template_path)
-        encoder = (UnlabelledEncoder if unlabelled else ChatEncoder)(
-            tokenizer,
-            vocab_size=_vocab_size(hparams.model_name_or_path),
-            max_length=hparams.max_length,
-            assistant_only_loss=hparams.assistant_only_loss,
-            completion_only_loss=hparams.completion_only_loss,
-            split_turns=hparams.split_turns,
-            excess_length_strategy=hparams.excess_length_strategy,
-            chat_template_kwargs=hparams.chat_template_kwargs or {},
-        )
-        on_error = _report_bad_row if hparams.on_bad_row == "skip" else None
-        report = EncodeReport()
-        encoded = encoder.encode_all(read_rows(path, on_error), on_error, report)
-        conversations = [samples for samples in encoded if samples]
-        logger.info("%s: %s", path, report)
-        if not conversations:
-            raise UserError(f"{path}: none of its {report.num_rows} rows can be used; {report}")
-        return conversations
-
-    def _split_validation(self) -> None:
-        train, size = self.conversations["train"], self.hparams.val_size
-        num_validation = round(size * len(train)) if size < 1 else int(size)
-        if not 0 < num_validation < len(train):
-            raise UserError(
-                f"data.val_size {size} takes {num_validation} of {len(train)} conversations, which leaves one side "
-                f"empty"
-            )
-        order = np.random.default_rng([self.hparams.seed, 0x5F]).permutation(len(train)).tolist()
-        chosen = set(order[:num_validation])
-        self.conversations["validation"] = [train[index] for index in sorted(chosen)]
-        self.conversations["train"] = [row for index, row in enumerate(train) if index not in chosen]
-
     def _check_weights(self, split: str) -> None:
         """Loss weights are float32, but a precision of 16 bits converts every float of a batch."""
+        if self.trainer is None or str(self.trainer.precision) != "bf16-true":
+            return
         weighted = (sample for row in self.conversations[split] for sample in row if sample.loss_weights is not None)
         sample = next(weighted, None)
-        if sample is not None and self.trainer is not None and str(self.trainer.precision) == "bf16-true":
+        if sample is not None:
             raise UserError(
                 f"{sample.where}: trainer.precision bf16-true would round its loss weights to 3 digits; set "
                 f"trainer.precision: 32-true and model.dtype: bfloat16, which computes the same"
             )
 
-    def _file(self, split: str) -> str:
+    def _file(self, split: str) -> Files:
         if split == "predict":
             return self.hparams.predict_file or self.hparams.test_file or ""
         return self.hparams[f"{split}_file"] or ""
 
     def _check_sizes(self) -> None:
         hparams = self.hparams
-        smallest = {"batch_size": 1, "max_tokens": 1, "min_shared_tokens": 1, "dataloader_num_workers": 0}
+        smallest = {
+            "batch_size": 1,
+            "dataset_num_proc": 1,
+            "max_tokens": 1,
+            "min_shared_tokens": 1,
+            "dataloader_num_workers": 0,
+        }
         for name, least in smallest.items():
-            if hparams[name] != "auto" and hparams[name] < least:
+            if hparams[name] not in ("auto", None) and hparams[name] < least:
                 raise UserError(f"data.{name} must be at least {least}, got {hparams[name]}")
         if hparams.val_size < 0:
             raise UserError(
                 f"data.val_size must be a share below 1 or a number of conversations, got {hparams.val_size}"
             )
+        check_group_by_prefix(hparams.group_by_prefix, hparams.batch_size, hparams.shuffle_dataset)
         if hparams.max_length is not None and hparams.max_length > hparams.max_tokens:
             raise UserError(
                 f"data.max_length {hparams.max_length} exceeds data.max_tokens {hparams.max_tokens}: a sequence that "
@@ -265,14 +287,8 @@ class SFTData(L.LightningDataModule):
             )
 
 
-def _vocab_size(model_name_or_path: str) -> int:
-    """Rows of the model's embedding. A token id outside of it raises IndexError, and on CUDA the device is lost."""
-    try:
-        config = AutoConfig.from_pretrained(model_name_or_path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {first_line(error)}") from None
-    return int(config.get_text_config().vocab_size)
-
-
-def _report_bad_row(error: DataError) -> None:
-    logger.warning("skipped %s", error)
+def _checksum(corpus: Corpus) -> int:
+    checksum = 0
+    for sample in (sample for samples in corpus for sample in samples):
+        checksum = zlib.crc32(sample.input_ids.tobytes(), checksum)
+    return checksum

@@ -10,7 +10,15 @@ import numpy as np
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.errors import DataError
 
-__all__ = ["Sample", "check_bears_loss", "check_unweighted", "check_vocabulary", "sample_from_tokens"]
+__all__ = [
+    "Sample",
+    "TooLongError",
+    "bears_loss",
+    "check_bears_loss",
+    "check_unweighted",
+    "check_vocabulary",
+    "sample_from_tokens",
+]
 
 LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
 WEIGHT_NAMES = ("loss_weights", "weights")
@@ -75,11 +83,20 @@ def check_vocabulary(sample: Sample, vocab_size: int) -> None:
         raise DataError(sample.where, reason)
 
 
-def check_bears_loss(sample: Sample, hint: str = "") -> None:
-    """Raises DataError if nothing can be learned: the first token is never predicted, so its label does not count."""
-    if not (sample.labels[1:] != IGNORE_INDEX).any():
+def bears_loss(sample: Sample) -> bool:
+    """Whether anything can be learned: the first token is never predicted, so its label does not count."""
+    return bool((sample.labels[1:] != IGNORE_INDEX).any())
+
+
+def check_bears_loss(sample: Sample) -> None:
+    """Raises DataError if nothing can be learned."""
+    if not bears_loss(sample):
         found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
-        raise DataError(sample.where, f"no token bears loss: {found}{hint}")
+        raise DataError(sample.where, f"no token bears loss: {found}")
+
+
+class TooLongError(DataError):
+    """A sample is longer than `max_length`, and is neither to be dropped nor cut."""
 
 
 def _mask(fields: dict[str, Any], name: str, where: str, length: int) -> np.ndarray:

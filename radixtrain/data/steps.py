@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from radixtrain.collators.grouping import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.sample import Sample
+from radixtrain.data.weights import draw_epoch, epoch_size
+from radixtrain.tree.arrays import IntArray
 
 __all__ = ["StepDataset", "StepLoader", "StepSampler", "features_of"]
 
@@ -51,24 +54,41 @@ class StepSampler(Sampler[list[int]]):
 
     num_conversations, batch_size: in conversations; the last step of an epoch may hold fewer.
     shuffle: a new permutation each epoch; otherwise the order of the file.
+    grouping: draws the permutation so that conversations with a common prompt meet; None for a plain one.
+    weights: (num_conversations,), float64. how often each comes in an epoch; None if each comes once.
     """
 
-    def __init__(self, num_conversations: int, batch_size: int, shuffle: bool, seed: int):
+    def __init__(
+        self,
+        num_conversations: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        grouping: GroupedOrder | None = None,
+        weights: np.ndarray | None = None,
+    ):
         self.num_conversations, self.batch_size = num_conversations, batch_size
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle, self.seed, self.grouping, self.weights = shuffle, seed, grouping, weights
+        self.epoch_size = num_conversations if weights is None else epoch_size(weights)
         self.epoch = 0
         self.start = 0
 
     def __len__(self) -> int:
-        return -(-self.num_conversations // self.batch_size)
+        return -(-self.epoch_size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The iterator of a list, not a generator: `start` is for one pass only, so it is read now."""
-        order = np.arange(self.num_conversations)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_conversations)
-        firsts = range(self.start * self.batch_size, self.num_conversations, self.batch_size)
+        order = self.order()
+        firsts = range(self.start * self.batch_size, len(order), self.batch_size)
         return iter([order[first : first + self.batch_size].tolist() for first in firsts])
+
+    def order(self) -> IntArray:
+        """The conversations of this epoch, in the order in which they are cut into steps."""
+        generator = np.random.default_rng([self.seed, self.epoch])
+        indices = np.arange(self.num_conversations) if self.weights is None else draw_epoch(self.weights, generator)
+        if not self.shuffle:
+            return indices
+        return generator.permutation(indices) if self.grouping is None else self.grouping.draw(indices, generator)
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""

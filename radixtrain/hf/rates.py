@@ -28,7 +28,7 @@ from radixtrain.tree.cost_model import CHOICES, Rates, StepCost, attention_work
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["Layer", "measured_rates"]
+__all__ = ["Layer", "measured_rates", "non_negative_fit"]
 
 REPEATS = 4  # keep the minimum: other load can only slow a run down
 VERSION = 1  # of the file
@@ -110,7 +110,7 @@ def measured_rates(layer: Layer) -> tuple[Rates, float]:
             rows.append(cost.counts(attention_work(plan, strategy, layer.on_host)))
             seconds.append(_fastest(partial(run, strategy), layer.device))
     counts = np.array(rows, dtype=np.float64)
-    call, rectangle, pair, element = fitted = _fit(counts, np.array(seconds))
+    call, rectangle, pair, element = fitted = non_negative_fit(counts, np.array(seconds))
     error = float(np.sqrt(np.square(counts @ np.array(fitted) / seconds - 1).mean()))
     flop = _seconds_per_flop(layer)
     return Rates(call=call, rectangle=rectangle, pair=pair, element=element, flop=flop), error
@@ -175,7 +175,7 @@ def _fastest(run: Callable[[], None], device: torch.device) -> float:
     return min(seconds[1:])
 
 
-def _fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
+def non_negative_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
     """Rates >= 0 with the least squares of `work @ rates / seconds - 1`: the best of every set of rates above 0."""
     relative, ones = work / seconds[:, None], np.ones(len(seconds))
     scale = np.linalg.norm(relative, axis=0)

@@ -1,4 +1,4 @@
-"""What a run does besides its steps: verify, show progress, save on SIGTERM, print closing lines, write predictions."""
+"""What a run does besides its steps: verify, save on SIGTERM, print closing lines, write predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
@@ -23,19 +22,11 @@ from radixtrain.training.speed import Speed
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["PredictionWriter", "ProgressLine", "RunSummary", "SaveOnSigterm", "VerifyFirstBatch"]
+__all__ = ["PredictionWriter", "RunSummary", "SaveOnSigterm", "VerifyFirstBatch"]
 
 logger = logging.getLogger(__name__)
 
-SHOWN = {
-    "loss": ("loss", "{:.4f}"),
-    "learning_rate": ("lr", "{:.1e}"),
-    "grad_norm": ("grad_norm", "{:.2f}"),
-    "packing_ratio": ("packing_ratio", "{:.1f}"),
-    "tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "computed_tokens_per_second": ("computed/s", "{:,.0f}"),
-    "eval_loss": ("eval_loss", "{:.4f}"),
-}
+CUT_COST = 0.2  # share of computed tokens that a cut may add before the closing lines advise against it
 
 
 class VerifyFirstBatch(L.Callback):
@@ -59,14 +50,6 @@ class VerifyFirstBatch(L.Callback):
         if not report.passed:
             raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
         logger.info("first batch verified:\n%s", report)
-
-
-class ProgressLine(TQDMProgressBar):
-    """Lightning's bar with short names and readable numbers. Loggers receive the full names and all digits."""
-
-    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, pl_module)
-        return {short: form.format(metrics[name]) for name, (short, form) in SHOWN.items() if name in metrics}
 
 
 class SaveOnSigterm(L.Callback):
@@ -106,19 +89,30 @@ class RunSummary(L.Callback):
         if self.first_loss is None:
             self.first_loss = float(trainer.callback_metrics["loss"])
 
-    def print_closing_lines(self, trainer: L.Trainer, speed: Speed, model_folder: Path) -> None:
-        """Loss, r, tokens per second, and the folders. Nothing if no step was taken."""
+    def results(self, trainer: L.Trainer, speed: Speed) -> dict[str, str]:
+        """What the run reached, by name. Nothing if no step was taken."""
         metrics = trainer.callback_metrics
         if self.first_loss is None or not speed.seconds:
-            return
+            return {}
         effective, computed = speed.num_tokens / speed.seconds, speed.num_computed_tokens / speed.seconds
-        lines = {
+        return {
             "loss": f"{self.first_loss:.4f} -> {float(metrics['loss']):.4f} in {trainer.global_step} steps",
             "eval_loss": f"{float(metrics['eval_loss']):.4f}" if "eval_loss" in metrics else "",
-            "r": f"{speed.num_tokens / speed.num_computed_tokens:.2f} tokens per computed token",
+            "r": _sharing(speed),
             "tokens/s": f"{effective:,.0f} effective, {computed:,.0f} computed, {speed.seconds:.0f} s of training",
-            "model": f"{model_folder}",
-            "checkpoints": f"{self.output_dir / 'checkpoints'}",
+        }
+
+    def print_closing_lines(self, trainer: L.Trainer, speed: Speed, model_folder: Path) -> None:
+        """The results, and the folders. Nothing if no step was taken."""
+        if not self.results(trainer, speed):
+            return
+        checkpoints = self.output_dir / "checkpoints"
+        lines = {
+            **self.results(trainer, speed),
+            "advice": _advice(speed),
+            "model": f"{model_folder} (the last weights)",
+            "best": _best(trainer),
+            "checkpoints": f"{checkpoints}" if checkpoints.is_dir() else "",
             "logs": f"{trainer.log_dir or self.output_dir}",
         }
         for name, text in lines.items():
@@ -151,7 +145,7 @@ class PredictionWriter(L.Callback):
         with self.partial.open("a", encoding="utf-8") as file:
             file.writelines(f"{_as_json(record)}\n" for record in outputs)
         self.num_sequences += len(outputs)
-        self.speed.add(batch.num_tokens, batch.num_computed_tokens)
+        self.speed.add(batch)
 
     def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         os.replace(self.partial, self.path)
@@ -162,8 +156,32 @@ class PredictionWriter(L.Callback):
                 count / speed.seconds for count in (self.num_sequences, speed.num_tokens, speed.num_computed_tokens)
             )
             rates = "{:,.1f} sequences/s, {:,.0f} tokens/s effective, {:,.0f} computed".format(*per_second)
-            r = f"{speed.num_tokens / speed.num_computed_tokens:.2f} tokens per computed token"
+            r = f"{speed.r:.2f} tokens per computed token"
             _say(f"{'r':<12} {r}; {rates}, {speed.seconds:.0f} s")
+
+
+def _sharing(speed: Speed) -> str:
+    """r, and what the cut into micro-batches leaves of what it could be."""
+    text = f"{speed.r:.2f} tokens per computed token"
+    return f"{text}, {speed.best_r:.2f} at best (each step one micro-batch)" if speed.best_r else text
+
+
+def _best(trainer: Any) -> str:
+    """The checkpoint with the best value of a metric, if a callback watches one."""
+    watching = [each for each in trainer.checkpoint_callbacks if getattr(each, "monitor", None)]
+    found = [f"{each.best_model_path} ({each.monitor} {each.best_model_score:.4f})" for each in watching]
+    return ", ".join(found)
+
+
+def _advice(speed: Speed) -> str:
+    """Nothing, unless `data.max_tokens` cuts steps and costs more than `CUT_COST`."""
+    per_step = speed.num_micro_batches / speed.num_steps
+    if speed.best_r is None or per_step <= 1 or speed.best_r < (1 + CUT_COST) * speed.r:
+        return ""
+    return (
+        f"data.max_tokens cuts a step into {per_step:.1f} micro-batches on average, which repeat what they share: if "
+        f"memory allows, a larger one raises r up to {speed.best_r:.2f}"
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import restore_model
+from radixtrain.training.model_card import CARD, MARK, SETTINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ MODEL_FILES = [
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter"),
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt"),
+    *("vocab.json", "vocab.txt", "merges.txt", SETTINGS),
 ]
 
 
@@ -84,19 +85,25 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
     if target.exists() and not target.is_dir():
         raise UserError(f"{output_dir} is a file; the model needs a folder")
     inside = list(target.iterdir()) if target.exists() else []
-    foreign = [path.name for path in inside if not any(path.match(pattern) for pattern in MODEL_FILES)]
+    foreign = [path.name for path in inside if not _is_written_by_us(path)]
     if foreign or (inside and not (target / "config.json").is_file()):
         named = ", ".join(sorted(foreign)[:3]) or "no config.json"
         raise UserError(f"{output_dir} holds what is no model ({named}) and would be replaced; choose an empty folder")
     return target
 
 
-def save_hf_folder(model: Any, tokenizer: PreTrainedTokenizerBase, output_dir: str | os.PathLike[str]) -> Path:
+def save_hf_folder(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: str | os.PathLike[str],
+    documents: Mapping[str, str] | None = None,
+) -> Path:
     """Write `model` and `tokenizer` so that `from_pretrained(output_dir)` loads them.
 
     model: a `PreTrainedModel`, or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
         It loses its radix hooks.
     output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
+    documents: names and texts of files beside them, see `radixtrain/training/model_card.py`.
     """
     target = check_model_folder(output_dir)
     staging, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
@@ -110,8 +117,17 @@ def save_hf_folder(model: Any, tokenizer: PreTrainedTokenizerBase, output_dir: s
         model = model.merge_and_unload()
     model.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
+    for name, text in (documents or {}).items():
+        (staging / name).write_text(text, encoding="utf-8")
     if target.exists():
         target.rename(replaced)
     staging.rename(target)
     shutil.rmtree(replaced, ignore_errors=True)
     return Path(output_dir)
+
+
+def _is_written_by_us(path: Path) -> bool:
+    """A README.md only if it is a model card of ours."""
+    if path.name == CARD and path.is_file():
+        return MARK in path.read_text(encoding="utf-8", errors="replace")
+    return any(path.match(pattern) for pattern in MODEL_FILES)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -22,7 +23,7 @@ from radixtrain.hf.adapters import check_not_shared
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.prepare import prepare_model
 
-__all__ = ["load_model", "load_trainable"]
+__all__ = ["auto_class", "load_model", "load_trainable", "with_training_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,7 @@ logger = logging.getLogger(__name__)
 def load_trainable(settings: Any) -> Any:
     """The model that the settings of a `RadixModule` describe, in training mode. UserError if it cannot be made."""
     model = load_model(settings.model_name_or_path, settings.dtype, settings.attn_implementation)
-    if settings.activation_checkpointing:
-        _enable_activation_checkpointing(model)
-    if settings.use_peft:
-        model = _with_lora(model, settings)
-    _check_router_loss(model)
+    model = with_training_options(model, settings)
     if settings.dedup:
         allowed = settings.allow_dropout or ()
         prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
@@ -42,13 +39,23 @@ def load_trainable(settings: Any) -> Any:
     return model.train()
 
 
+def with_training_options(model: Any, settings: Any) -> Any:
+    """The model with checkpointing and adapters as the settings say. UserError for a router loss."""
+    if settings.activation_checkpointing:
+        _enable_activation_checkpointing(model)
+    if settings.use_peft:
+        model = _with_lora(model, settings)
+    _check_router_loss(model)
+    return model
+
+
 def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) -> Any:
     """A causal language model, or a multimodal one to train on text. UserError, in one line, if it cannot be loaded."""
     try:
-        model = _auto_class(model_name_or_path).from_pretrained(
+        model = auto_class(model_name_or_path).from_pretrained(
             model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = first_line(error)
         if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
             reason = "sdpa has no soft-cap and no sinks; set model.attn_implementation: eager"
@@ -60,7 +67,7 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
     return model
 
 
-def _auto_class(model_name_or_path: str) -> Any:
+def auto_class(model_name_or_path: str) -> Any:
     """transformers' loader of this checkpoint: the one for images and text if no other knows it (Qwen2.5-VL)."""
     config = type(AutoConfig.from_pretrained(model_name_or_path))
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:

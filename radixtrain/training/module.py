@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.next_tokens import next_token_ids
-from radixtrain.data.tokenization import load_tokenizer
+from radixtrain.data.tokens.next_tokens import next_token_ids
+from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
@@ -111,9 +112,7 @@ class RadixModule(L.LightningModule):
         self.rates: Rates | None = None
         self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"):
-            if self.hparams[name] < 0:
-                raise UserError(f"model.{name} must not be negative, got {self.hparams[name]}")
+        _check_numbers(self.hparams)
         check_scores(self.scores, next_tokens)
 
     def configure_model(self) -> None:
@@ -254,15 +253,29 @@ class RadixModule(L.LightningModule):
         return nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], limit)
 
     def _log_step(self, step: Step, values: dict[str, Any]) -> None:
-        effective, computed = self.speed.add(step.num_tokens, step.num_computed_tokens)
-        ratio = step.num_tokens / step.num_computed_tokens
-        rates = {"packing_ratio": ratio, "tokens_per_second": effective, "computed_tokens_per_second": computed}
-        self.log_dict({**values, **rates}, prog_bar=True, batch_size=1)
+        effective, computed = self.speed.add(step)
+        sharing = {"r": step.num_tokens / step.num_computed_tokens}
+        if step.num_unique_tokens:
+            sharing["best_r"] = step.num_tokens / step.num_unique_tokens
+        rates = {"tokens_per_second": effective, "computed_tokens_per_second": computed}
+        self.log_dict({**values, **sharing, **rates}, prog_bar=True, batch_size=1)
 
     def _log_mean_loss(self, name: str, step: Step) -> None:
         """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens."""
         mean = sum(self.loss_sum(batch) for batch in step.micro_batches) / step.num_labels
         self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
+
+
+def _check_numbers(settings: Any) -> None:
+    """UserError for what AdamW and the schedule cannot take."""
+    for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"):
+        if not math.isfinite(settings[name]):
+            raise UserError(f"model.{name} must be a finite number, got {settings[name]}")
+        if settings[name] < 0:
+            raise UserError(f"model.{name} must not be negative, got {settings[name]}")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= settings[name] < 1:
+            raise UserError(f"model.{name} must be at least 0 and below 1, got {settings[name]}")
 
 
 def _check_finite(loss: Tensor, grad_norm: Tensor, where: Sequence[str], step: int) -> None:

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import time
 
+from radixtrain.collators.steps import Step
+
 __all__ = ["Speed"]
 
 
 class Speed:
-    """Tokens per second of the last step and of the whole run: effective ones (T) and computed ones (rows)."""
+    """Tokens per second of the last step and of the whole run: effective ones (T) and computed ones (rows).
+
+    num_unique_tokens: rows if every step had been one micro-batch; None with `dedup: false`.
+    """
 
     def __init__(self) -> None:
-        self.num_tokens = self.num_computed_tokens = 0
+        self.num_tokens = self.num_computed_tokens = self.num_steps = self.num_micro_batches = 0
+        self.num_unique_tokens: int | None = 0
         self.seconds = self.last = 0.0
 
     def start(self) -> None:
         """The next step begins now."""
         self.last = time.perf_counter()
 
-    def add(self, num_tokens: int, num_computed_tokens: int) -> tuple[float, float]:
+    def add(self, step: Step) -> tuple[float, float]:
         """Count a step that ends now. Returns its effective and its computed tokens per second."""
         now = time.perf_counter()
         elapsed, self.last = now - self.last, now
         self.seconds += elapsed
-        self.num_tokens += num_tokens
-        self.num_computed_tokens += num_computed_tokens
-        return num_tokens / elapsed, num_computed_tokens / elapsed
+        self.num_steps += 1
+        self.num_micro_batches += len(step.micro_batches)
+        self.num_tokens += step.num_tokens
+        self.num_computed_tokens += step.num_computed_tokens
+        if self.num_unique_tokens is None or step.num_unique_tokens is None:
+            self.num_unique_tokens = None
+        else:
+            self.num_unique_tokens += step.num_unique_tokens
+        return step.num_tokens / elapsed, step.num_computed_tokens / elapsed
+
+    @property
+    def r(self) -> float:
+        """Tokens per computed token, of all steps."""
+        return self.num_tokens / self.num_computed_tokens
+
+    @property
+    def best_r(self) -> float | None:
+        """What r would have been if every step had been one micro-batch. None with `dedup: false`."""
+        return self.num_tokens / self.num_unique_tokens if self.num_unique_tokens else None

@@ -1,22 +1,37 @@
-"""Lightning's trainer with `verify`: does this model have ordinary Hugging Face's gradient on these data?"""
+"""Lightning's trainer with `verify`, is this model's gradient the ordinary one on these data, `inspect`, `report`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from rich.console import Console
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
+from radixtrain.inspection.show import show
+from radixtrain.report.page import write_page
+from radixtrain.report.rehearsal import Rehearsal
+from radixtrain.report.terminal import print_report
+from radixtrain.report.write import make_report
 from radixtrain.training.checkpoint import check_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
+from radixtrain.training.optimizer import adamw
+from radixtrain.training.skeleton import layer_period, random_trainable, read_config
 from radixtrain.verification.report import EquivalenceReport
 
 __all__ = ["Trainer"]
 
 
 class Trainer(L.Trainer):
-    """Lightning's trainer with one more method, `verify`."""
+    """Lightning's trainer with more methods: `verify`, `inspect` and `report`.
+
+    typed: the command line after the command, which `report` repeats.
+    """
+
+    typed: tuple[str, ...] = ()
 
     def verify(
         self,
@@ -55,6 +70,73 @@ class Trainer(L.Trainer):
             index, report = failed[0]
             raise UserError(f"verify: step {index}: {report.reason}")
         print(f"verified: {min(num_steps, available)} of {available} steps of an epoch")  # noqa: T201
+
+    def inspect(
+        self,
+        model: RadixModule,
+        datamodule: SFTData,
+        step: int = 0,
+        micro_batch: int = 0,
+        row: int | str | None = None,
+        indices: bool = False,
+        full: bool = False,
+    ) -> None:
+        """Print a micro-batch of the first epoch as text, or one row of a file. No weights are read.
+
+        Args:
+            step: optimizer step, from 0.
+            micro_batch: part of the step, from 0.
+            row: instead of a micro-batch, a row of the data through every stage: N for the N-th row of
+                `data.train_file`, from 1, or file:line as errors name it. It may be one that is refused.
+            indices: also print the arrays that the model receives, with a legend.
+            full: shorten nothing.
+
+        Raises:
+            UserError: there is no such step, micro-batch or row, or the data cannot be read.
+        """
+        show(datamodule, Console(), step=step, micro_batch=micro_batch, row=row, indices=indices, full=full)
+
+    def report(self, model: RadixModule, datamodule: SFTData, max_seconds: float = 45.0) -> None:
+        """What the data share and what that brings on this machine, as `report.html` and in the terminal.
+
+        Nothing is trained and no weights are read.
+
+        Args:
+            max_seconds: for timing micro-batches of the data on a few layers with random weights, by which speed and
+                memory are predicted; 0 predicts nothing.
+        """
+        if max_seconds < 0:
+            raise UserError(f"max_seconds must not be negative, got {max_seconds}")
+        datamodule.setup("report")
+        config = read_config(model.hparams.model_name_or_path)
+        found = make_report(datamodule, self._rehearsal(model, config), config, self.typed, max_seconds)
+        print_report(found)
+        path = Path(self.default_root_dir) / "report.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_page(found, path)
+        print(f"\n{path}")  # noqa: T201
+
+    def _rehearsal(self, model: RadixModule, config: Any) -> Rehearsal:
+        """How a run with this trainer would train the model."""
+        settings = model.hparams
+        is_mixed = str(self.precision) == "bf16-mixed"
+
+        def build(num_layers: int, device: torch.device) -> Any:
+            return self.precision_plugin.convert_module(random_trainable(settings, num_layers, device))
+
+        return Rehearsal(
+            build=build,
+            optimizer=lambda built: adamw(built, settings),
+            forward=self.precision_plugin.train_step_context,
+            device=self.strategy.root_device,
+            dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,
+            num_layers=config.get_text_config().num_hidden_layers,
+            period=layer_period(config),
+            attention=settings.attention,
+            kernel=settings.kernel,
+            allow_dropout=tuple(settings.allow_dropout or ()),
+            max_grad_norm=settings.max_grad_norm,
+        )
 
     def _place(self, model: RadixModule, ckpt_path: str | None) -> None:
         """Load the weights of the checkpoint; convert and move the model as a run does."""

@@ -286,15 +286,15 @@ def test_the_rows_have_all_that_can_go_wrong(shop):
 class TestTrajectory:
     def test_deduplicated_and_not(self, run, learning_rate):
         unique, ordinary = run(UNIQUE.at(learning_rate)), run(ORDINARY.at(learning_rate))
-        assert curve(unique, "packing_ratio").min() > 2
-        assert curve(ordinary, "packing_ratio").max() <= 1
+        assert curve(unique, "r").min() > 2
+        assert curve(ordinary, "r").max() <= 1
         assert curve(unique)[-1] < 0.5 * curve(unique)[0]
         Bar.of(run, learning_rate).check(curve(unique), curve(ordinary))
 
     def test_one_micro_batch_of_eight_rows_and_eight_of_one(self, run, learning_rate):
         whole = UNIQUE.at(learning_rate)
         cut = run(replace(whole, max_tokens=0))
-        assert (curve(cut, "packing_ratio") == 1).all()  # two rows in one micro-batch would share their prompt
+        assert (curve(cut, "r") == 1).all()  # two rows in one micro-batch would share their prompt
         Bar.of(run, learning_rate).check(curve(cut), curve(run(whole)))
 
     def test_another_order_of_the_rows(self, run, learning_rate):

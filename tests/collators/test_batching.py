@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens
+from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens, cut_step
 from radixtrain.testing import ragged_batches
 
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
@@ -84,6 +84,15 @@ def test_nothing_is_lost_and_the_budget_is_kept_and_used(cut, cost, sequences, m
         assert cost(batch) <= max_tokens or len(batch) == 1
     for batch, following in pairwise(batches):
         assert cost([*batch, following[0]]) > max_tokens, "cut before the budget was full"
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged_batches(max_sequences=10), BUDGETS)
+def test_no_cut_computes_less_than_the_bound(sequences, max_tokens):
+    cut = cut_step(arrays(sequences), max_tokens)
+    assert cut.num_unique_tokens == num_unique(sequences)
+    assert cut.num_unique_tokens <= sum(num_unique([sequences[index] for index in group]) for group in cut.groups)
+    assert cut_step([], max_tokens) == ([], 0)
 
 
 @settings(max_examples=60, deadline=None)

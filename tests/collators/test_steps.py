@@ -84,6 +84,7 @@ def test_a_step(options, members, num_computed):
     counts = step.num_labels, step.num_tokens, step.num_computed_tokens
     assert counts == (4, 8, num_computed)
     assert set(map(type, counts)) == {int}
+    assert step.num_unique_tokens == (6 if options.get("dedup", True) else None), "whatever the cut adds"
 
 
 def test_a_step_moves_with_everything_else_as_it_was():
@@ -155,6 +156,9 @@ def test_the_predictions_of_a_step_do_not_depend_on_the_cut(features, max_tokens
     assert step.num_labels == sum(expected.values())
     assert step.num_tokens == sum(len(feature["input_ids"]) for feature in features)
     assert step.num_computed_tokens == sum(batch["input_ids"].numel() for batch in step.micro_batches)
+    prefixes = {tuple(feature["input_ids"][: n + 1]) for feature in features for n in range(len(feature["input_ids"]))}
+    if options.get("dedup", True):
+        assert step.num_unique_tokens == len(prefixes) <= step.num_computed_tokens
 
 
 @settings(max_examples=60, deadline=None)

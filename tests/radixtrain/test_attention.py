@@ -609,7 +609,7 @@ class TestChoice:
 
     def test_by_name(self) -> None:
         choice = choose_attention("path", "eager", CPU, torch.float32, 64)
-        assert str(choice) == "attention=path, kernel=eager (path: by request; eager: by request)"
+        assert str(choice) == "attention=path, kernel=eager (path: by name; eager: by name)"
         assert choose_attention("reference", "auto", CPU, torch.float32, 64).kernel == "none"
 
     def test_on_cuda(self, with_flash_attn: None) -> None:

@@ -61,6 +61,7 @@ class TestMeasure:
         work = work_of(replace(RAGGED, mode=mode), ragged_features, 3, max_tokens)
         (result,) = measure(model_of(), work, Settings(("cascade",), repeats=1))
         assert (result.num_tokens, result.num_unique_tokens) == (200, 77)
+        assert (result.best_r is None) == (max_tokens is None) and (result.best_r or result.r) >= result.r
         assert result.measured_speedup and result.error < 1e-5
 
     @pytest.mark.parametrize("cell", [FLAT, NESTED, replace(FLAT, num_sequences=1), replace(NESTED, mode="forward")])

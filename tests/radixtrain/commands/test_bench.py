@@ -225,7 +225,7 @@ class TestPlot:
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
-        ({"prompt_lenght": 3}, 2, "unrecognized arguments: --prompt_lenght"),
+        ({"prompt_lenght": 3}, 2, "no key prompt_lenght, did you mean prompt_length?"),
         ({"models__hidden": 3}, 2, "hidden"),
         ({"prompt_length": "many"}, 2, 'Parser key "prompt_length"'),
         ({"attention": "ring"}, 2, "ring"),

@@ -227,6 +227,52 @@ def test_a_target_gets_no_space_where_a_text_begins():
     assert lists(samples) == [after([2, 3, 5], [4, 1])]
 
 
+# Turns without loss, variables of the template
+
+
+UNSURE = (user("hi"), assistant("yo", weight=0), user("q"), assistant("a", weight=1))
+
+
+def test_a_turn_with_weight_0_is_history(tokenizer):
+    assert lists(ChatEncoder(tokenizer).encode(chat(*UNSURE))) == [after(TURN_2, ANSWER_2)]
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML.replace("and loop.last ", "")], ids=["markers", "no markers"])
+def test_a_turn_with_weight_0_in_a_whole_chat(template):
+    encoder = ChatEncoder(byte_tokenizer(template), split_turns=False)
+    [(_, target)] = texts(encoder, encoder.encode(chat(*UNSURE)))
+    assert target.removeprefix("<think>\n\n</think>\n\n") == "a<|im_end|>"
+
+
+@pytest.mark.parametrize("options", [{"assistant_only_loss": False}, {"completion_only_loss": False}])
+def test_weight_0_where_every_token_bears_loss_is_refused(tokenizer, options):
+    rows = {
+        "assistant_only_loss": chat(*UNSURE),
+        "completion_only_loss": row(prompt=[*UNSURE[:3]], completion=[UNSURE[3]]),
+    }
+    assert error_of(ChatEncoder(tokenizer, **options), rows[next(iter(options))]) == (
+        "a.jsonl:1: turn 2 has weight: 0, but here every token bears loss; "
+        "set assistant_only_loss: true and split_turns: true"
+    )
+
+
+def test_a_misspelt_variable_of_the_config_is_no_matter_of_a_row():
+    template = CHATML + "{% if enable_thinking is defined %}{% endif %}"
+    encoder = ChatEncoder(byte_tokenizer(template), chat_template_kwargs={"enable_thinkin": False})
+    with pytest.raises(UserError) as raised:
+        encoder.encode_all([chat(*TWO_TURNS)], on_error=lambda error: None)
+    assert str(raised.value) == (
+        "chat_template_kwargs: the chat template reads no variable 'enable_thinkin'; did you mean enable_thinking?"
+    )
+
+
+def test_columns_that_nothing_reads_are_counted(tokenizer):
+    report = EncodeReport()
+    rows = [row(text="ab", id=1), row(text="ab", id=2, source="x"), row(body="x")]
+    ChatEncoder(tokenizer).encode_all(rows, lambda error: None, report)
+    assert report.unused_columns == {"id": 2, "source": 1}
+
+
 # Batches, lengths, counts
 
 
@@ -243,7 +289,8 @@ def test_bad_rows_are_reported_in_order_and_leave_their_place_empty(tokenizer):
     encoded = ChatEncoder(tokenizer).encode_all(rows, errors.append, report)
     assert [len(samples) for samples in encoded] == [0, 1, 0, 0]
     assert [error.where for error in errors] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4"]
-    assert report == EncodeReport(num_rows=4, num_bad_rows=3, num_samples=1)
+    counts = {"num_rows": 4, "num_bad_rows": 3, "num_samples": 1, "num_tokens": 3, "num_labels": 2}
+    assert report == EncodeReport(**counts, bad_rows=[str(error) for error in errors])
     with pytest.raises(DataError, match=r"^a\.jsonl:1: token id 999"):
         ChatEncoder(tokenizer).encode_all(rows)
 
@@ -260,7 +307,9 @@ def test_dropping_keeps_the_turns_that_fit(tokenizer):
     report = EncodeReport()
     encoded = encoder.encode_all([chat(*TWO_TURNS), row(text="x" * 99)], report=report)
     assert [lists(samples) for samples in encoded] == [[after(TURN_1, ANSWER_1)], []]
-    assert report == EncodeReport(num_rows=2, num_dropped_rows=1, num_samples=1, num_dropped_samples=2)
+    counts = {"num_rows": 2, "num_dropped_rows": 1, "num_samples": 1, "num_dropped_samples": 2, "num_long_samples": 2}
+    tokens = {"num_tokens": len(TURN_1 + ANSWER_1), "num_labels": len(ANSWER_1), "longest": 100}
+    assert report == EncodeReport(**counts, **tokens, longest_where="a.jsonl:1")
 
 
 def test_truncating_keeps_the_start(tokenizer):
@@ -268,15 +317,16 @@ def test_truncating_keeps_the_start(tokenizer):
     report = EncodeReport()
     encoded = encoder.encode_all([chat(user("hi"), assistant("yo")), row(text="ab")], report=report)
     assert [lists(samples) for samples in encoded] == [[after(TURN_1, ANSWER_1[:2])], [([*b"ab", END],) * 2]]
-    assert report == EncodeReport(num_rows=2, num_samples=2, num_truncated_samples=1)
+    assert (report.num_rows, report.num_samples, report.num_truncated_samples) == (2, 2, 1)
+    assert (report.num_tokens, report.num_labels) == (len(TURN_1) + 2 + 3, 2 + 2)
 
 
-def test_truncating_away_the_answer_is_an_error(tokenizer):
+def test_truncating_away_the_answer_is_counted(tokenizer):
     encoder = ChatEncoder(tokenizer, max_length=8, excess_length_strategy="truncate")
-    assert error_of(encoder, chat(user("hi"), assistant("yo"))) == (
-        "a.jsonl:1: no token bears loss: of 8 tokens none after the first has a label other than -100 "
-        "once truncated to max_length 8; raise max_length"
-    )
+    report = EncodeReport()
+    assert encoder.encode_all([chat(user("hi"), assistant("yo"))], report=report) == [[]]
+    assert (report.num_without_loss, report.num_dropped_rows, report.num_truncated_samples) == (1, 1, 0)
+    assert str(report) == "1 rows, 0 samples, 1 samples dropped because truncation left them no loss"
 
 
 # Rows that cannot be used
@@ -285,25 +335,19 @@ TURN = "a.jsonl:1: messages: turn"
 BAD_ROWS = [
     (
         row(id=1, messages=None),
-        "a.jsonl:1: expected the keys messages, prompt + completion, conversations, text or input_ids; "
-        "found id, messages (null)",
+        "a.jsonl:1: no format has the columns id, messages (null); expected messages, prompt + completion, "
+        "instruction + output, question + answer, conversations, text or input_ids, or data.columns: ",
     ),
-    (row(), "a.jsonl:1: expected the keys messages, prompt + completion, conversations, text or input_ids; found none"),
+    (row(), "a.jsonl:1: no format has the columns (none); expected messages, "),
     (chat(), "a.jsonl:1: messages: expected a non-empty list of {role, content}, found a list of 0"),
     (row(messages="hi"), "a.jsonl:1: messages: expected a non-empty list of {role, content}, found 'hi'"),
     (chat("hi"), f"{TURN} 1: expected {{role, content}}, found 'hi'"),
     (
-        chat({"role": "human", "content": "x"}),
-        f"{TURN} 1: unknown role 'human'; expected one of system, developer, user, assistant, tool",
+        chat({"role": "narrator", "content": "x"}),
+        f"{TURN} 1: unknown role 'narrator'; expected one of system, developer, user, assistant, tool, or ShareGPT's",
     ),
-    (
-        chat(user("x"), {"content": "x"}),
-        f"{TURN} 2: unknown role None; expected one of system, developer, user, assistant, tool",
-    ),
-    (
-        chat({"from": "human", "value": "x"}),
-        f"{TURN} 1: has the keys from/value; name the column conversations, or use role/content",
-    ),
+    (chat(user("x"), {"content": "x"}), f"{TURN} 2: unknown role None; expected one of system, developer, user"),
+    (chat(user("x"), {"role": ["user"]}), f"{TURN} 2: unknown role ['user']; expected one of system, developer"),
     (
         chat(user(None)),
         f"{TURN} 1 (role 'user'): content: expected text, found null; "
@@ -318,7 +362,7 @@ BAD_ROWS = [
     (chat(user(7)), f"{TURN} 1 (role 'user'): content: expected text, found 7"),
     (
         chat(user([{"type": "image", "image": "x.png"}])),
-        f"{TURN} 1 (role 'user'): content: expected parts {{type: text, text}}, found 'image'",
+        f"{TURN} 1 (role 'user'): content: only parts {{type: text, text}} are read, found 'image'",
     ),
     (
         chat({**user("x"), "tool_calls": [{"name": "f"}]}),
@@ -349,7 +393,7 @@ BAD_ROWS = [
         r"('y<|im_end|>\n<|im_start|>assist' and '<think>\n\n</think>\n\ny<|im_end|>'); "
         "set chat_template_path to a template that renders both alike",
     ),
-    (chat(user("x"), assistant("y"), tools="["), "a.jsonl:1: tools: not valid JSON: Expecting value: line 1"),
+    (chat(user("x"), assistant("y"), tools="["), "a.jsonl:1: tools: not valid JSON: Expecting value at column 2"),
     (
         chat(user("x"), assistant("y"), tools={"f": 1}),
         "a.jsonl:1: tools: expected a list of function descriptions, found",
@@ -379,15 +423,14 @@ BAD_ROWS = [
         "a.jsonl:1: expected at least one assistant turn to learn from; found the roles user",
     ),
     (
-        row(conversations=[{"from": "tool", "value": "x"}]),
-        "a.jsonl:1: conversations: turn 1: unknown speaker 'tool'; expected one of system, human, gpt, or use messages",
+        row(conversations=[{"from": "narrator", "value": "x"}]),
+        "a.jsonl:1: conversations: turn 1: unknown role 'narrator'; expected one of system",
     ),
-    (row(conversations=[]), "a.jsonl:1: conversations: expected a non-empty list of {from, value}, found a list of 0"),
     (
-        row(conversations=[user("x")]),
-        "a.jsonl:1: conversations: turn 1: expected the keys from and value, "
-        "found an object with the keys role, content",
+        row(conversations=[]),
+        "a.jsonl:1: conversations: expected a non-empty list of {role, content}, found a list of 0",
     ),
+    (row(conversations=[user("x")]), "a.jsonl:1: expected at least one assistant turn to learn from; found the roles"),
     (row(input_ids="x"), "a.jsonl:1: input_ids: expected a list of integers, found str"),
     (row(input_ids=[1, 2.0]), "a.jsonl:1: input_ids: expected integers, found '2.0' at position 1"),
     (row(input_ids=[1, True]), "a.jsonl:1: input_ids: expected integers, found 'True' at position 1"),
@@ -424,10 +467,10 @@ def test_a_token_beyond_the_models_embedding_is_named(tokenizer):
 
 
 def test_a_dropped_turn_is_noticed():
-    template = CHATML.replace("{{- message.content", "{{- '' if message.role == 'developer' else message.content")
-    developer = {"role": "developer", "content": " be brief "}
-    assert error_of(ChatEncoder(byte_tokenizer(template)), chat(user("hi"), developer, assistant("yo"))) == (
-        "a.jsonl:1: the chat template dropped turn 2 (role 'developer'); "
+    template = CHATML.replace("{{- message.content", "{{- '' if message.role == 'tool' else message.content")
+    result = {"role": "tool", "content": " rain "}
+    assert error_of(ChatEncoder(byte_tokenizer(template)), chat(user("hi"), result, assistant("yo"))) == (
+        "a.jsonl:1: the chat template dropped turn 2 (role 'tool'); "
         "set chat_template_path to a template that renders it"
     )
 
@@ -445,12 +488,6 @@ TEMPLATE_FAULTS = [
     ("{% for %}", True, "the chat template is not valid at its line 1: "),
     ("{{ raise_exception('no\nsystem') }}", True, "a.jsonl:1: the chat template failed: TemplateError: no"),
     ("{{ messages[0].content + 1 }}", True, "a.jsonl:1: the chat template failed: TypeError: "),
-    (
-        CHATML,
-        False,
-        "the chat template has no {% generation %} markers to find assistant turns by; "
-        "set split_turns: true, or set chat_template_path to a template with generation markers",
-    ),
     (
         MARKED.replace("== 'assistant'", "== 'model'"),
         False,
@@ -532,13 +569,41 @@ def test_qwen3_tool_use():
         assert "<tool_response>\nrain\n</tool_response>" in samples[1][0]
 
 
-def test_qwen3_renders_no_developer_turn_and_has_no_markers():
-    tokenizer = byte_tokenizer(trl_template("qwen3.jinja"))
-    developer = {"role": "developer", "content": "be brief"}
-    message = error_of(ChatEncoder(tokenizer), chat(developer, user("hi"), assistant("yo")))
-    assert message.startswith("a.jsonl:1: the chat template dropped turn 1 (role 'developer')")
-    message = error_of(ChatEncoder(tokenizer, split_turns=False), chat(*TWO_TURNS))
-    assert message.startswith("the chat template has no {% generation %} markers")
+def test_qwen3_renders_a_developer_as_the_system():
+    encoder = ChatEncoder(byte_tokenizer(trl_template("qwen3.jinja")))
+    [[(prompt, _)], [(expected, _)]] = [
+        texts(encoder, encoder.encode(chat({"role": role, "content": "be brief"}, user("hi"), assistant("yo"))))
+        for role in ("developer", "system")
+    ]
+    assert prompt == expected and "<|im_start|>system\nbe brief<|im_end|>" in prompt
+
+
+def test_a_template_that_knows_developers_keeps_them(tokenizer):
+    [(prompt, _)] = texts(
+        ChatEncoder(tokenizer),
+        ChatEncoder(tokenizer).encode(chat({"role": "developer", "content": "x"}, user("hi"), assistant("yo"))),
+    )
+    assert prompt.startswith("<|im_start|>developer\nx<|im_end|>")
+
+
+def test_qwen3_whole_chats_need_no_markers():
+    encoder = ChatEncoder(byte_tokenizer(trl_template("qwen3.jinja")), split_turns=False)
+    first = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    [sample] = encoder.encode(chat(*THOUGHTFUL))
+    assert encoder.tokenizer.decode(sample.input_ids) == (
+        first
+        + "yo<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\na<|im_end|>\n"
+    )
+    assert texts(encoder, [sample])[0][1] == "yo<|im_end|><think>\n\n</think>\n\na<|im_end|>"
+
+
+def test_a_turn_of_weight_0_bears_no_loss_in_a_whole_chat():
+    """With markers in the template too, which would mark all turns."""
+    messages = (user("hi"), assistant("yo", weight=0), user("q"), assistant("a"))
+    for template in (CHATML, MARKED):
+        encoder = ChatEncoder(byte_tokenizer(template), split_turns=False)
+        [(_, target)] = texts(encoder, encoder.encode(chat(*messages)))
+        assert target.removeprefix("<think>\n\n</think>\n\n") == "a<|im_end|>"
 
 
 def test_qwen3_training_template_marks_whole_chats():
@@ -555,7 +620,7 @@ CONTENT = st.text(min_size=1, max_size=20)
 
 
 @settings(max_examples=60, deadline=None)
-@given(system=CONTENT, question=CONTENT, answer=CONTENT)
+@given(system=CONTENT, question=CONTENT, answer=CONTENT.filter(str.strip))
 def test_no_character_is_lost(tokenizer, system, question, answer):
     encoder = ChatEncoder(tokenizer)
     messages = [{"role": "system", "content": system}, user(question), assistant(answer)]
@@ -567,16 +632,27 @@ def test_no_character_is_lost(tokenizer, system, question, answer):
     assert target == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
 
 
+KEYS = ["role", "content", "from", "value", "weight", "function", "name", "arguments"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "from"]), values),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(KEYS), values),
     max_leaves=8,
 )
-COLUMNS = ["messages", "prompt", "completion", "conversations", "text", "input_ids", "labels", "tools"]
+COLUMNS = [
+    *("messages", "prompt", "completion", "conversations", "text", "input_ids", "labels", "tools", "dialog", "system"),
+    *("instruction", "input", "output", "history", "question", "answer", "functions", "chat_template_kwargs", "label"),
+]
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.none() | st.text(max_size=3)},
+        optional=dict.fromkeys(("weight", "tool_calls", "function_call", "name", "reasoning_content"), JSON),
+    ),
+    max_size=4,
+)
 
 
 @settings(max_examples=100, deadline=None)
-@given(fields=st.dictionaries(st.sampled_from(COLUMNS), JSON))
+@given(fields=st.dictionaries(st.sampled_from(COLUMNS), JSON | TURNS, max_size=4))
 def test_any_row_gives_samples_or_a_user_error(tokenizer, fields):
     try:
         samples = ChatEncoder(tokenizer).encode(row(**fields))

@@ -2,12 +2,14 @@
 
 import json
 import os
+import pickle
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.files.sources import Source
+from radixtrain.data.formats import Row, UnreadRow, open_rows, read_rows
 from radixtrain.errors import DataError, UserError
 
 datasets = pytest.importorskip("datasets", reason="parquet and saved data sets: pip install datasets")
@@ -84,9 +86,9 @@ def test_json_array(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "{path}: expected an array of rows, found an object; one object per line is named .jsonl"),
+        ("{}", "{path}: expected an array of rows, found an object without one; one object per line is named .jsonl"),
         (
-            '{"a": 1}\n{"a": 2}',
+            '[{"a": 1}]\n{"a": 2}',
             "{path}: not valid JSON: Extra data at line 2, column 1; a file of one object per line is named .jsonl",
         ),
         ("[]", "no rows in {path}; expected at least one"),
@@ -123,10 +125,14 @@ def test_a_folder_of_splits_names_them(tmp_path):
 def test_paths_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"^no such file: .*missing\.jsonl$"):
         read_rows(tmp_path / "missing.jsonl")
-    with pytest.raises(UserError, match=r"unknown suffix '\.csv'; expected \.jsonl, \.json, \.parquet or a folder"):
-        read_rows(write(tmp_path / "a.csv", "x"))
+    with pytest.raises(
+        UserError, match=r"unknown suffix '\.doc'; expected \.jsonl, .*, a folder of such files, or one"
+    ):
+        read_rows(write(tmp_path / "a.doc", "x"))
+    (tmp_path / "saved").mkdir()
+    write(tmp_path / "saved" / "state.json", "{}")
     with pytest.raises(UserError, match=r"not a data set folder .* expected one written by datasets' save_to_disk"):
-        list(read_rows(tmp_path))
+        list(read_rows(tmp_path / "saved"))
     with pytest.raises(UserError, match=r"a\.parquet: cannot be read as parquet: "):
         list(read_rows(write(tmp_path / "a.parquet", b"PAR1 nothing PAR1")))
     with pytest.raises(UserError, match=r"^no rows in .*empty\.jsonl; expected at least one$"):
@@ -157,12 +163,14 @@ def test_what_json_writes_is_read_back(tmp_path_factory, rows, ascii):
     assert read_all(lines) == read_all(array) == (rows, [])
 
 
-FRAGMENTS = st.sampled_from([b'{"a":', b'"', b"\n", b"}", b"[", b"]", b"\\ud800", b"\xff", b"1", b",", b"PAR1", b"\0"])
+FRAGMENTS = st.sampled_from(
+    [b'{"a":', b'"', b"\n", b"\r", b"}", b"[", b"]", b"\\ud800", b"\xff", b"1", b",", b"\t", b"PAR1", b"ARROW1", b"\0"]
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(content=st.binary(max_size=60) | st.lists(FRAGMENTS, max_size=12).map(b"".join))
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "parquet", "arrow", "jsonl.gz", "csv.zst"])
 def test_any_bytes_give_rows_or_a_user_error(tmp_path_factory, suffix, content):
     path = write(tmp_path_factory.mktemp("fuzz") / f"a.{suffix}", content)
     errors = []
@@ -173,3 +181,24 @@ def test_any_bytes_give_rows_or_a_user_error(tmp_path_factory, suffix, content):
     else:
         assert rows or errors
         assert all(error.where.startswith(str(path)) for error in errors)
+
+
+def test_lines_are_parsed_by_whoever_reads_them(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"q": "x"}\n{\n')
+    first, second = open_rows(Source(str(path), columns={"user": "q"}))
+    assert first == UnreadRow(b'{"q": "x"}', f"{path}:1", {"user": "q"})
+    first, second = pickle.loads(pickle.dumps([first, second]))
+    assert first.read() == Row({"user": "x"}, f"{path}:1")
+    assert str(second.read()).startswith(f"{path}:2: not valid JSON")
+
+
+def test_a_mapping_is_applied_to_every_kind_of_file(tmp_path):
+    write(tmp_path / "a.jsonl", '{"q": "x", "id": 1, "tools": []}\n{"id": 2}')
+    write(tmp_path / "a.csv", "q,id\nx,1\n")
+    first, second = (
+        item.read() for item in open_rows(Source(str(tmp_path / "a.jsonl"), columns={"user": "q", "system": "s"}))
+    )
+    assert first == Row({"user": "x", "tools": []}, f"{tmp_path / 'a.jsonl'}:1", ("id",))
+    assert second.reason == "columns: user: the row has no column 'q'; it has id"
+    [row] = open_rows(Source(str(tmp_path / "a.csv"), columns={"id": None}))
+    assert row == Row({"q": "x"}, f"{tmp_path / 'a.csv'}:2", ("id",))

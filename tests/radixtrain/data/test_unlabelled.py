@@ -94,7 +94,7 @@ def test_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
         ({"text": 7}, "text: expected text, found int"),
         ({"prompt": 7}, "prompt: expected text, found int"),
         ({"prompt": [USER], "completion": "x"}, "expected both as text or both as lists of messages"),
-        ({"question": "Where?"}, "a.jsonl:1: expected the keys messages"),
+        ({"body": "Where?"}, "a.jsonl:1: no format has the columns body; expected messages, "),
         ({"input_ids": [9999]}, "token id 9999 at position 0 is outside the vocabulary"),
         ({"messages": [ANSWER]}, "turn 1 is the assistant's, with no prompt before it"),
     ],

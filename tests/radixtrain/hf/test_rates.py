@@ -31,8 +31,8 @@ def test_the_fit_is_exact_if_it_can_be_and_never_negative():
     rng = np.random.default_rng(0)
     work = rng.uniform(1, 100, (12, 4))
     rates = np.array([1e-5, 0.0, 3e-9, 2e-7])
-    assert np.allclose(rates_module._fit(work, work @ rates), rates, rtol=1e-9, atol=1e-15)
-    assert min(rates_module._fit(work, work @ np.array([1e-5, -1e-6, 3e-9, 2e-7]))) >= 0
+    assert np.allclose(rates_module.non_negative_fit(work, work @ rates), rates, rtol=1e-9, atol=1e-15)
+    assert min(rates_module.non_negative_fit(work, work @ np.array([1e-5, -1e-6, 3e-9, 2e-7]))) >= 0
 
 
 def test_random_state_does_not_change(tiny_qwen3):

@@ -52,9 +52,14 @@ def test_fit_learns_and_leaves_a_hugging_face_folder(arguments, shop, tmp_path, 
 def test_every_step_logs_what_a_person_watches(arguments, tmp_path):
     assert main(arguments(trainer__max_steps=2)) == 0
     speeds = ("tokens_per_second", "computed_tokens_per_second")
-    for column in ("loss", "grad_norm", "learning_rate", "packing_ratio", *speeds):
+    for column in ("loss", "grad_norm", "learning_rate", "r", "best_r", *speeds):
         assert len(losses(tmp_path / "out", column=column)) == 2
-    assert losses(tmp_path / "out", column="packing_ratio")[0] > 1.5
+    assert losses(tmp_path / "out", column="best_r")[0] >= losses(tmp_path / "out", column="r")[0] > 1.5
+
+
+def test_a_run_shorter_than_the_log_interval_has_metrics(arguments, tmp_path):
+    assert main(arguments(trainer__max_steps=2, trainer__log_every_n_steps=10)) == 0
+    assert list(losses(tmp_path / "out")) == [0, 1]
 
 
 def test_the_ordinary_arm_has_the_same_losses(arguments, tmp_path):
@@ -63,19 +68,21 @@ def test_the_ordinary_arm_has_the_same_losses(arguments, tmp_path):
     on, off = losses(tmp_path / "on"), losses(tmp_path / "off")
     assert len(on) == 20
     assert max(abs(on[step] - off[step]) for step in on) < 2e-5
-    assert losses(tmp_path / "off", column="packing_ratio")[0] <= 1.0
+    assert losses(tmp_path / "off", column="r")[0] <= 1.0
 
 
 @pytest.mark.parametrize("dedup", ["true", "false"])
-def test_the_cut_into_micro_batches_changes_nothing(arguments, tmp_path, dedup):
+def test_the_cut_into_micro_batches_changes_nothing(arguments, tmp_path, capsys, dedup):
     sizes = {"one": 4096, "many": 120}
     for name, max_tokens in sizes.items():
         flags = {"data__max_tokens": max_tokens, "data__max_length": 120, "data__batch_size": 10}
         assert main(arguments(output_dir=tmp_path / name, dedup=dedup, **flags)) == 0
     one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
     assert max(abs(one[step] - many[step]) for step in one) < 5e-6
-    ratio = {name: losses(tmp_path / name, column="packing_ratio")[0] for name in sizes}
-    assert ratio["one"] > ratio["many"] or dedup == "false"
+    if dedup == "true":
+        r, best = ({name: losses(tmp_path / name, column=column)[0] for name in sizes} for column in ("r", "best_r"))
+        assert best["one"] == best["many"] >= r["one"] > 1.2 * r["many"]
+        assert "data.max_tokens cuts a step into" in capsys.readouterr().out
 
 
 def test_workers_change_nothing(arguments, tmp_path):
@@ -161,9 +168,9 @@ def test_max_steps_alone_means_that_many_steps(arguments, tmp_path):
     assert len(losses(tmp_path / "out")) == 12
 
 
-def test_a_fast_dev_run_leaves_no_model(arguments, tmp_path):
+def test_a_fast_dev_run_leaves_no_model_and_no_checkpoint(arguments, tmp_path):
     assert main(arguments(trainer__fast_dev_run="true")) == 0
-    assert not (tmp_path / "out" / "model").exists()
+    assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "checkpoints").exists()
 
 
 def test_a_checkpoint_of_other_data_is_refused(arguments, tmp_path, capsys):
@@ -171,6 +178,14 @@ def test_a_checkpoint_of_other_data_is_refused(arguments, tmp_path, capsys):
     saved = tmp_path / "out" / "checkpoints" / "last.ckpt"
     assert main(arguments(output_dir=tmp_path / "other", ckpt_path=saved, data__batch_size=5)) == 1
     assert "belongs to other steps: batch_size was 4 and is 5" in capsys.readouterr().err
+
+
+def test_a_resume_beyond_the_last_epoch_is_one_line(arguments, tmp_path, capsys):
+    assert main(arguments(trainer__max_epochs=3)) == 0
+    last = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    assert main(arguments(ckpt_path=last, trainer__max_epochs=1)) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: trainer: You restored a checkpoint with current_epoch=2, but you have set")
 
 
 def test_sigterm_saves_and_exits_143_and_the_run_goes_on(arguments, tmp_path):

@@ -1,0 +1,176 @@
+"""The keys of the command line as the sources write them: signatures and docstrings, read and not imported.
+
+The parser of jsonargparse knows the same keys, but the imports that it needs take seconds, and a page of help cannot
+wait for torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from radixtrain.commands import COMMANDS
+
+__all__ = ["Key", "keys_of", "trainer_keys"]
+
+PACKAGE = Path(__file__).resolve().parents[1]
+WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null"}
+GIVEN_BY_US = ("self", "model", "datamodule")  # arguments of a method of the trainer that are no keys
+
+
+class Key(NamedTuple):
+    """name: with its section, such as `model.learning_rate`. kind: its values in words.
+
+    default: as YAML writes it; empty for an option that has none; None if the key is required.
+    choices: what a key with a fixed set of values may be; otherwise empty.
+    """
+
+    name: str
+    kind: str
+    default: str | None
+    help: str
+    choices: tuple[str, ...] = ()
+
+
+CONFIG = Key("config", "a YAML file", "", "a file with these keys; what comes later overrides it.")
+# What Lightning's command line adds by itself.
+SEED = Key("seed_everything", "integer", "42", "of the initial adapters, the order of the rows and `data.val_size`.")
+CKPT = Key("ckpt_path", "text, null", "null", "a checkpoint to go on from (fit) or whose weights to take (the others).")
+PRINT = Key("print_config", "", "", "print every key with its value, and run nothing.")
+
+
+@cache
+def keys_of(command: str) -> tuple[Key, ...]:
+    """Every key of a command of the table but those of Lightning's trainer, in the order of the sources."""
+    module = COMMANDS[command].module
+    if module != "lightning":
+        path = PACKAGE / "commands" / f"{module}.py"
+        has_config = '"--config"' in path.read_text(encoding="utf-8")
+        return (*([CONFIG] if has_config else []), *_keys(path, command))
+    own = _keys(PACKAGE / "training" / "trainer.py", f"Trainer.{command}")
+    shared = () if any(key.name == "ckpt_path" for key in own) else (CKPT,)
+    linked = _linked()
+    sections = [
+        *_keys(PACKAGE / "training" / "module.py", "RadixModule.__init__", "model."),
+        *_keys(PACKAGE / "data" / "datamodule.py", "SFTData.__init__", "data."),
+    ]
+    settings = [key for key in sections if key.name not in linked]
+    return (CONFIG, *_added_by_us(), SEED, *shared, *own, PRINT, *settings)
+
+
+@cache
+def trainer_keys() -> tuple[Key, ...]:
+    """The keys of Lightning's trainer, from its source, but those that another one fills in."""
+    found = find_spec("lightning")
+    assert found is not None and found.origin is not None
+    path = Path(found.origin).parent / "pytorch" / "trainer" / "trainer.py"
+    linked = _linked()
+    return tuple(key for key in _keys(path, "Trainer.__init__", "trainer.") if key.name not in linked)
+
+
+@cache
+def _source(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _keys(path: Path, name: str, section: str = "") -> list[Key]:
+    """The arguments of a function, or none if there is no such function: not every command has keys of its own."""
+    found = _find(_source(path), name)
+    if found is None:
+        return []
+    function, docstring = found
+    meant = _documented(docstring)
+    return [
+        Key(f"{section}{each.arg}", _kind(each.annotation), default, meant.get(each.arg, ""), _choices(each.annotation))
+        for each, default in _arguments(function)
+        if each.arg not in GIVEN_BY_US
+    ]
+
+
+def _find(tree: ast.Module, name: str) -> tuple[ast.FunctionDef, str] | None:
+    """A function and the docstring that describes its arguments: that of the class, if its `__init__` has none."""
+    body, docstring = tree.body, ""
+    for part in name.split("."):
+        named = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
+        if not named:
+            return None
+        docstring = ast.get_docstring(named[-1]) or docstring
+        if isinstance(named[-1], ast.FunctionDef):
+            return named[-1], docstring
+        body = named[-1].body
+    return None
+
+
+def _arguments(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, str | None]]:
+    """The arguments with their defaults as YAML writes them."""
+    positional = function.args.args
+    without = [None] * (len(positional) - len(function.args.defaults))
+    for argument, default in zip(positional, [*without, *function.args.defaults], strict=True):
+        yield argument, None if default is None else _as_yaml(default)
+    for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+        yield argument, None if default is None else _as_yaml(default)
+
+
+def _as_yaml(default: ast.expr) -> str:
+    if not isinstance(default, ast.Constant):
+        return "its own defaults" if isinstance(default, ast.Call) else ast.unparse(default)
+    words = {None: "null", True: "true", False: "false"}
+    if default.value is None or isinstance(default.value, bool):
+        return words[default.value]
+    return str(default.value)
+
+
+def _kind(annotation: ast.expr | None) -> str:
+    """The values in words: `number`, `list of text`, `true, false`."""
+    if annotation is None:
+        return ""
+    text = re.sub(r"Literal\[([^]]*)\]", lambda found: found[1], ast.unparse(annotation))
+    text = re.sub(r"dict\[.*?\]", "mapping", text)
+    text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
+    for name, word in WORDS.items():
+        text = re.sub(rf"\b{name}\b", word, text)
+    return text.replace("'", "").replace(" | ", ", ")
+
+
+def _choices(annotation: ast.expr | None) -> tuple[str, ...]:
+    found = re.fullmatch(r"Literal\[([^]]*)\]", "" if annotation is None else ast.unparse(annotation))
+    return tuple(re.findall(r"'([^']*)'", found[1])) if found else ()
+
+
+def _documented(docstring: str) -> dict[str, str]:
+    """The descriptions under `Args:`, each on one line."""
+    if "Args:" not in docstring:
+        return {}
+    under = re.split(r"\n(?=\S)", docstring.partition("Args:\n")[2])[0]
+    entries = re.split(r"\n    (?=\w+:)", "\n" + under)
+    named = (entry.partition(":") for entry in entries if ":" in entry)
+    return {name.strip(): " ".join(text.split()) for name, _, text in named}
+
+
+def _added_by_us() -> list[Key]:
+    """What `RadixCLI` adds to the top level."""
+    calls = [node for node in _calls("add_argument") if isinstance(node.args[0], ast.Constant)]
+    keys = []
+    for call in calls:
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        name, meant = ast.literal_eval(call.args[0]), ast.literal_eval(given["help"])
+        keys.append(Key(name.removeprefix("--"), _kind(given["type"]), _as_yaml(given["default"]), meant))
+    return keys
+
+
+def _linked() -> set[str]:
+    """Keys that another one fills in, which are none of their own."""
+    return {ast.literal_eval(call.args[1]) for call in _calls("link_arguments")}
+
+
+def _calls(method: str) -> list[ast.Call]:
+    """Those of the parser's method in `RadixCLI.add_arguments_to_parser`."""
+    found = _find(_source(PACKAGE / "commands" / "lightning.py"), "RadixCLI.add_arguments_to_parser")
+    assert found is not None
+    calls = [node for node in ast.walk(found[0]) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == method]

@@ -1,0 +1,98 @@
+"""What jsonargparse says of a wrong key or value, in one line that names the key and the nearest one that exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from radixtrain.commands import COMMANDS
+from radixtrain.commands.keys import keys_of, trainer_keys
+
+__all__ = ["did_you_mean", "usage_message"]
+
+# Classes of Lightning that a key takes by their names, without a dotted path.
+CLASSES = {
+    "trainer.logger": ("WandbLogger", "TensorBoardLogger", "CSVLogger", "MLFlowLogger", "CometLogger"),
+    "trainer.callbacks": ("EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "Timer"),
+}
+
+
+def usage_message(text: str, command: str) -> str:
+    """The message for people. text: jsonargparse's. A message of a kind that is not known stays, on one line."""
+    refused = re.search(r"Importing '([^']+)' is not allowed", text)
+    if refused:
+        return (
+            f"class_path {refused[1]!r} is not imported: a configuration may name only classes of radixtrain, "
+            f"lightning, torch and transformers. For other classes, call radixtrain from your own script"
+        )
+    line = " ".join(text.split())
+    if unknown := re.match(r"unrecognized arguments: (.*)", line):
+        return _unknown_keys(unknown[1], command)
+    if in_a_file := re.search(r"does not accept option '([^']+)'", line):
+        return _unknown_keys(f"--{in_a_file[1]}", command)
+    wrong = re.match(r'Parser key "([^"]+)": (.*)', line)
+    return _wrong_value(wrong[1], wrong[2], command) or line if wrong else line
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`, did you mean ...?`, or nothing if no known name is near."""
+    close = get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _unknown_keys(arguments: str, command: str) -> str:
+    """Each with the nearest key of the command; words that are values of an unknown key are left out."""
+    names = [word[2:].partition("=")[0] for word in arguments.split() if word.startswith("--")]
+    if not names:
+        return f"{arguments.split()[0]} is no key: write --key value, and --config FILE for a YAML file"
+    known = _names(command)
+    return "; ".join(f"no key {name}{_nearest(name, known, command)}" for name in dict.fromkeys(names))
+
+
+def _nearest(name: str, known: list[str], command: str) -> str:
+    """By the last part if that is a key of another section, else by the letters of the whole, then of the last part."""
+    last = name.rpartition(".")[2]
+    by_last = {key.rpartition(".")[2]: key for key in known}
+    if last in by_last:
+        return f", did you mean {by_last[last]}?"
+    close = get_close_matches(last, by_last, n=1)
+    return (
+        did_you_mean(name, known)
+        or (f", did you mean {by_last[close[0]]}?" if close else "")
+        or f" (`radixtrain {command} --help` lists the keys)"
+    )
+
+
+def _names(command: str) -> list[str]:
+    other = trainer_keys() if COMMANDS[command].module == "lightning" else ()
+    return [key.name for key in (*keys_of(command), *other)]
+
+
+def _wrong_value(key: str, text: str, command: str) -> str:
+    """Of a key whose values are a fixed set, or classes of Lightning; nothing for any other."""
+    got = re.search(r"(?:Got value|Given value): (\S+)$", text)
+    if got is None:
+        return ""
+    if key in CLASSES and re.fullmatch(r"\w+", got[1]):
+        return f"{key}: no class {got[1]!r}{_class_meant(got[1], CLASSES[key])}"
+    choices = next((each.choices for each in keys_of(command) if each.name == key), ()) or _literals(text)
+    if not choices:
+        return ""
+    return f"{key} must be one of {', '.join(choices)}; got {got[1]}{did_you_mean(got[1], choices)}"
+
+
+def _class_meant(name: str, classes: tuple[str, ...]) -> str:
+    """`wandb` is near to WandbLogger, and so is `WandbLoger`."""
+    short = {each.lower().removesuffix("logger"): each for each in classes}
+    close = get_close_matches(name.lower(), [*short, *map(str.lower, classes)], n=1, cutoff=0.5)
+    meant = [each for each in classes if close and close[0] in (each.lower(), each.lower().removesuffix("logger"))]
+    return (
+        f", did you mean {meant[0]}?" if meant else f"; there are {', '.join(classes)}, and others by their class_path"
+    )
+
+
+def _literals(text: str) -> tuple[str, ...]:
+    """The words of every `Literal` in jsonargparse's message."""
+    sets = re.findall(r"Literal\[([^]]*)\]", text.partition("Errors:")[0])
+    return tuple(dict.fromkeys(word for words in sets for word in re.findall(r"'([^']*)'", words)))

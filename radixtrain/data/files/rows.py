@@ -1,0 +1,126 @@
+"""A row as it was read, and the JSON that it is read from: strict where Python's parser is lenient."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from radixtrain.data.files.mapping import map_columns
+from radixtrain.errors import DataError
+
+__all__ = ["Row", "UnreadRow", "check_text", "explain", "kind_of", "parse", "read_fields", "row_of"]
+
+TOO_DEEP = "not valid JSON: nested too deeply to be read"
+
+
+class Row(NamedTuple):
+    """One row of a data file, as it was read.
+
+    fields: column name to value.
+    where: `train.jsonl:17` (line, counted from 1) or `train.parquet:row 17` (row, counted from 1).
+    unused: columns of the file that are not in `fields`, because the mapping `columns` does not name them.
+    """
+
+    fields: dict[str, Any]
+    where: str
+    unused: tuple[str, ...] = ()
+
+
+class UnreadRow(NamedTuple):
+    """A line of JSON that is not parsed yet, so that another process can do it.
+
+    line: its bytes. where: `train.jsonl:17`. columns: of the source, see `map_columns`.
+    """
+
+    line: bytes
+    where: str
+    columns: Mapping[str, str | None] | None = None
+
+    def read(self) -> Row | DataError:
+        """The row, or what is wrong with it."""
+        try:
+            return row_of(read_fields(self.line, self.where), self.where, self.columns)
+        except DataError as error:
+            return error
+
+
+def row_of(fields: dict[str, Any], where: str, columns: Mapping[str, str | None] | None) -> Row:
+    """The row, its columns renamed by the mapping. Raises DataError if it lacks a mapped one."""
+    if columns is None:
+        return Row(fields, where)
+    mapped, unused = map_columns(fields, columns, where)
+    return Row(mapped, where, unused)
+
+
+def read_fields(line: bytes, where: str) -> dict[str, Any]:
+    """The columns of a line of JSON. Raises DataError if it is not valid JSON in UTF-8, or not an object."""
+    try:
+        text = line.decode("utf-8")
+        fields = parse(text)
+    except UnicodeDecodeError as error:
+        position = f"byte 0x{line[error.start]:02x} at offset {error.start}"
+        raise DataError(where, f"not valid UTF-8: {position}; save the file as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, explain(error)) from None
+    if not isinstance(fields, dict):
+        raise DataError(where, f"expected a JSON object, found {kind_of(fields)}")
+    check_text(text, fields, where)
+    return fields
+
+
+def parse(text: str) -> Any:
+    """What a JSON text holds; an object holds each key once.
+
+    Raises ValueError or RecursionError, which `explain` puts in words.
+    """
+    return DECODER.decode(text)
+
+
+def explain(error: ValueError | RecursionError) -> str:
+    """What is wrong with a JSON text, in a line."""
+    if isinstance(error, RecursionError):
+        return TOO_DEEP
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    position = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+    return f"not valid JSON: {error.msg} at {position}"
+
+
+def check_text(text: str, value: Any, where: str) -> None:
+    r"""Raises DataError if the value holds half of a surrogate pair: Python's parser accepts it, and no tokenizer does.
+
+    text: the JSON that the value was parsed from. Only an escape `\ud8..` can write such a half.
+    """
+    if "\\ud" not in text and "\\uD" not in text:
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        reason = f"text holds \\u{half:04x}, half of a surrogate pair; write both halves or \\ufffd"
+        raise DataError(where, reason) from None
+    except RecursionError:
+        raise DataError(where, TOO_DEEP) from None
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls a value: an array, an object, a string ..."""
+    names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} occurs more than once in one object; keep one of its values")
+    return fields
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"not valid JSON: {name} is not a JSON number")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

@@ -1,0 +1,78 @@
+"""The bytes of a file, decompressed if its name ends in .gz or .zst, and refused if they are not what the name says."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from radixtrain.errors import UserError, first_line
+
+__all__ = ["COMPRESSIONS", "bytes_of", "lines_of", "open_bytes"]
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+CHUNK = 1 << 20
+MAGIC = {
+    b"\xff\xfe": "UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "UTF-16 text; save it as UTF-8",
+    b"\x1f\x8b": "gzip; add .gz to its name",
+    b"\x28\xb5\x2f\xfd": "Zstandard; add .zst to its name",
+    b"PK\x03\x04": "a zip archive, as those of Excel are; save it as CSV, or unpack it",
+    b"PAR1": "parquet; name it .parquet",
+    b"ARROW1": "Arrow; name it .arrow",
+}
+
+
+def open_bytes(path: str) -> Any:
+    """The file as a buffered stream of bytes, decompressed. Raises UserError if it cannot be read."""
+    compression = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
+    try:
+        if compression is None:
+            return open(path, "rb")
+        import pyarrow  # which also notices a stream that was cut off
+
+        return io.BufferedReader(pyarrow.input_stream(path, compression=compression), CHUNK)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def lines_of(path: str) -> Iterator[bytes]:
+    """The lines of a text file. They end at a line feed only: texts hold other separators.
+
+    Raises UserError if the file cannot be read, or begins as a file of another kind.
+    """
+    with open_bytes(path) as stream:
+        try:
+            for number, line in enumerate(stream):
+                if number == 0:
+                    _check_text(path, line)
+                yield line
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+
+def bytes_of(path: str) -> Iterator[bytes]:
+    """The content of a text file in pieces. Raises as `lines_of`."""
+    with open_bytes(path) as stream:
+        try:
+            is_first = True
+            while piece := stream.read(CHUNK):
+                if is_first:
+                    _check_text(path, piece)
+                is_first = False
+                yield piece
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+
+def _check_text(path: str, start: bytes) -> None:
+    for magic, what in MAGIC.items():
+        if start.startswith(magic):
+            raise UserError(f"{path}: expected text, but the file begins as {what}")
+
+
+def _unreadable(path: str, error: OSError) -> UserError:
+    if error.strerror and error.errno:
+        return UserError(f"cannot read {path}: {os.strerror(error.errno)}")
+    return UserError(f"{path}: cannot be decompressed: {first_line(error)}; the file is damaged or was cut off")

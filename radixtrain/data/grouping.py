@@ -1,0 +1,96 @@
+"""`data.group_by_prefix`: conversations with a common prompt in one step, and what r that order and others reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from radixtrain.collators.grouping import GroupedOrder, ratio_of_batches
+from radixtrain.data.sample import Sample
+from radixtrain.errors import UserError
+from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
+
+__all__ = [
+    "Arrangement",
+    "check_group_by_prefix",
+    "conversation_groups",
+    "expected_r",
+    "grouped_order",
+]
+
+Conversations = Sequence[Sequence[Sample]]
+FAR_BELOW = 0.8
+"""An order is far below what the data could give if it reaches less than this part of it."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """r of the order that a run has, and r that `group_by_prefix: true` would reach on the same data."""
+
+    r: float
+    grouped_r: float
+
+    @property
+    def hint(self) -> str | None:
+        """A sentence for the log, if the order of the run is far below the other one."""
+        if self.r >= FAR_BELOW * self.grouped_r:
+            return None
+        return f"r is {self.r:.1f}; data.group_by_prefix: true would give about {self.grouped_r:.1f}"
+
+
+def expected_r(conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None) -> float:
+    """r of these steps: tokens per computed token.
+
+    batches: the conversations of each step, by index.
+    max_tokens: unique tokens of a micro-batch, by which a step is cut; None if it is not.
+
+    Each conversation is read once for each time that it is listed. `min_shared_tokens` and padding, which change r by
+    little, are not taken into account.
+    """
+    return ratio_of_batches(lambda index: [sample.input_ids for sample in conversations[index]], batches, max_tokens)
+
+
+def grouped_order(
+    conversations: Conversations,
+    batch_size: int,
+    group_by_prefix: bool | int,
+    seed: int,
+    groups: PrefixGroups | None = None,
+) -> GroupedOrder | None:
+    """What draws the steps of an epoch, or None for a plain shuffle.
+
+    group_by_prefix: conversations of a prompt that stay together in a step. True chooses, see `GroupedOrder.choose`.
+        False and 1 are a plain shuffle, and so is True if a plain shuffle is good enough.
+    groups: of these conversations, if they are known.
+
+    Reads every conversation once. The result depends on them, on `batch_size` and on `seed`.
+    """
+    if group_by_prefix is not True and group_by_prefix <= 1:
+        return None
+    groups = conversation_groups(conversations) if groups is None else groups
+    if group_by_prefix is True:
+        order = GroupedOrder.choose(groups, batch_size, seed)
+    else:
+        order = GroupedOrder(groups, batch_size, group_by_prefix)
+    return order if order.together > 1 and len(groups) else None
+
+
+def conversation_groups(conversations: Conversations) -> PrefixGroups:
+    """Groups of conversations that begin alike, by the last sample of each, which has the most of its history."""
+    return find_prefix_groups(conversations[index][-1].input_ids for index in range(len(conversations)))
+
+
+def check_group_by_prefix(group_by_prefix: bool | int, batch_size: int, shuffle_dataset: bool) -> None:
+    """UserError if the values of these keys of `data` cannot go together."""
+    if group_by_prefix is False:
+        return
+    if not shuffle_dataset:
+        raise UserError(
+            "data.group_by_prefix draws the steps of every epoch, and data.shuffle_dataset: false keeps the order of "
+            "the file; leave one of them out"
+        )
+    if group_by_prefix is not True and not 1 <= group_by_prefix <= batch_size:
+        raise UserError(
+            f"data.group_by_prefix must be true, false or a number of conversations from 1 to data.batch_size "
+            f"({batch_size}), got {group_by_prefix}"
+        )

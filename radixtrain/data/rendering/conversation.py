@@ -1,0 +1,155 @@
+"""One conversation as the tokenizer's chat template renders it, with proof that the template left nothing out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from radixtrain.errors import DataError, UserError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["FIX_MARKERS", "Conversation", "check_encodable", "text_of"]
+
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
+FIX = "set chat_template_path to a template"
+FIX_MARKERS = f"{FIX} with generation markers"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Checked messages and the chat template that renders them.
+
+    messages: as `check_messages` returns them.
+    template_kwargs: variables of the template: `tools`, `documents`, `enable_thinking` and others that it reads.
+
+    Every method raises DataError if the template cannot render the messages, and UserError if there is no usable
+    template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    messages: list[dict[str, Any]]
+    where: str
+    template_kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise UserError(f"the tokenizer has no chat template; {FIX}, or use rows with prompt/completion or text")
+        if taken := sorted(set(self.template_kwargs) & _reserved_names()):
+            reason = f"chat_template_kwargs: {', '.join(taken)} cannot be set; expected variables of the template"
+            raise DataError(self.where, reason)
+
+    def assistant_turns(self) -> list[int]:
+        """Indices of the assistant's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    @property
+    def has_markers(self) -> bool:
+        """Whether the template encloses what the assistant writes in `{% generation %}` markers."""
+        template = self.tokenizer.get_chat_template(None, self.template_kwargs.get("tools"))
+        return GENERATION_MARKER.search(template) is not None
+
+    def text(self) -> str:
+        """The whole conversation, rendered."""
+        return self._checked(self.messages, self.render(self.messages))
+
+    def prompt(self) -> str:
+        """What the model reads before it answers: the whole conversation and the generation prompt."""
+        return self._checked(self.messages, self.render(self.messages, add_generation_prompt=True))
+
+    def prompt_and_target(self, start: int, end: int) -> tuple[str, str]:
+        """What the model reads before message `start`, and what it should write up to message `end`.
+
+        The prompt is rendered from only `messages[:start]`, as at inference, so it ends in the generation prompt.
+        Templates render a turn differently when others follow (Qwen3 drops earlier thinking), so `messages[end:]` are
+        not rendered.
+        """
+        if start == 0:
+            reason = "turn 1 is the assistant's, with no prompt before it"
+            raise DataError(self.where, f"{reason}; begin with another turn or set split_turns: false")
+        answers = self.messages[start]["role"] == "assistant"
+        prompt = self.render(self.messages[:start], add_generation_prompt=answers)
+        full = self._checked(self.messages[:end], self.render(self.messages[:end]))
+        if not full.startswith(prompt):
+            reason = f"the chat template renders the prompt of turn {start + 1} differently with and without its answer"
+            at = next((i for i, pair in enumerate(zip(prompt, full, strict=False)) if len({*pair}) == 2), len(full))
+            found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
+            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike")
+        return prompt, full[len(prompt) :]
+
+    def tokens_and_mask(self) -> tuple[list[int], list[int]]:
+        """The whole conversation's token ids, and 1 for each inside the template's `{% generation %}` markers."""
+        self.text()
+        encoding = self._apply(self.messages, return_dict=True, return_assistant_tokens_mask=True)
+        if not any(encoding["assistant_masks"]):
+            fix = f"set split_turns: true, or {FIX_MARKERS}"
+            raise DataError(self.where, f"the chat template's generation markers mark no token; {fix}")
+        return encoding["input_ids"], encoding["assistant_masks"]
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        """What the template makes of any messages, with these variables. It is not checked."""
+        text: str = self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return text
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+        import jinja2
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
+        except Exception as error:  # a template is a program and may raise anything
+            reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
+            raise DataError(self.where, reason) from error
+
+    def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
+        check_encodable(text, self.where)
+        for name, content in self._must_occur(messages):
+            # Some templates print a tool's result as a JSON string.
+            if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+                raise DataError(self.where, f"the chat template dropped {name}; {FIX} that renders it")
+        return text
+
+    def _must_occur(self, messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+        for tool in self.template_kwargs.get("tools") or ():
+            yield f"the tool {_function_name(tool)!r}", _function_name(tool)
+        for n, message in enumerate(messages, start=1):
+            if message["role"] != "assistant":
+                yield f"turn {n} (role {message['role']!r})", message["content"].strip()
+            for call in message.get("tool_calls") or ():
+                yield f"turn {n}'s call of the tool {_function_name(call)!r}", _function_name(call)
+
+
+@functools.cache
+def _reserved_names() -> set[str]:
+    from transformers import PreTrainedTokenizerBase
+
+    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
+
+
+def check_encodable(text: str, where: str) -> None:
+    """Raises DataError if a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        reason = f"text holds \\u{ord(text[error.start]):04x}, half of a surrogate pair"
+        raise DataError(where, f"{reason}; write both halves or \\ufffd") from None
+
+
+def text_of(fields: dict[str, Any], name: str, where: str) -> str:
+    """The text of a row's field. Raises DataError if it is not text, or not one that a tokenizer can read."""
+    if not isinstance(fields[name], str):
+        raise DataError(where, f"{name}: expected text, found {type(fields[name]).__name__}")
+    check_encodable(fields[name], where)
+    return fields[name]
+
+
+def _function_name(tool: dict[str, Any]) -> str:
+    function = tool.get("function")
+    return str((function if isinstance(function, dict) else tool).get("name", ""))

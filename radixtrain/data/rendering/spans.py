@@ -1,0 +1,201 @@
+"""Where the assistant's turns stand in the rendering of a whole chat, for a template that does not mark them.
+
+A mark is a word that occurs nowhere in the chat. The chat is rendered with and without one in every message:
+
+    <|im_start|>user\\nHe[0]llo<|im_end|>\\n<|im_start|>assistant\\nHi.[1]<|im_end|>\\n<|im_start|>user\\nBy[2]e<|im_end|>\\n
+
+Without its marks this has to be the chat's own rendering. Then each mark is a place in it, and parts of the chat, which
+are rendered with the same marks, tell where message 1, the assistant's, stands:
+
+- It begins after `llo<|im_end|>\\n<|im_start|>assistant\\n`, which follows mark 0 if only message 0 and the generation
+    prompt are rendered, and has to follow it here too.
+- It ends with `<|im_end|>`, which follows mark 1, up to the end-of-turn token, if nothing after message 1 is rendered,
+    and has to follow it here too.
+
+These are the borders of `split_turns: true`, in a text in which earlier turns may have lost their thinking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.data.rendering.conversation import FIX_MARKERS, Conversation
+from radixtrain.data.rendering.marks import Marks, Rendering
+from radixtrain.data.sample import Sample
+from radixtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from radixtrain.data.tokens.tokenization import DraftTokenizer
+
+__all__ = ["find_turns", "sample_of_chat"]
+
+Span = tuple[int, int]
+
+WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
+
+
+def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> Sample:
+    """The whole chat as one sample, with loss on some of the assistant's turns.
+
+    turns: indices of their messages.
+
+    The borders of a turn are borders of tokens, as in `split_turns: true`. Raises as `find_turns`.
+    """
+    text = chat.text()
+    borders = [0, *(border for span in find_turns(chat, turns, tokenize) for border in span), len(text)]
+    pieces = _token_ids([text[start:end] for start, end in pairwise(borders)], tokenize)
+    masked = [np.full_like(ids, IGNORE_INDEX) if n % 2 == 0 else ids for n, ids in enumerate(pieces)]
+    return Sample(np.concatenate(pieces), np.concatenate(masked), chat.where)
+
+
+def find_turns(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> list[Span]:
+    """First character and end of each turn in `chat.text()`: from after the generation prompt to the end-of-turn token.
+
+    turns: indices of assistant messages, rising.
+
+    Raises DataError, naming the turn, if the template gives no proof of where it stands.
+    """
+    finder = _Finder(chat, tokenize)
+    spans = [finder.span(turn) for turn in turns]
+    for (_, end), (start, _), turn in zip(spans, spans[1:], turns[1:], strict=False):
+        if start < end:
+            raise finder.unproven(turn, "the chat template does not write turn {} after the one before it")
+    return spans
+
+
+class _Finder:
+    def __init__(self, chat: Conversation, tokenize: DraftTokenizer):
+        self.chat, self.tokenize = chat, tokenize
+        self.whole = chat.text()
+        self.marks = Marks(f"{self.whole}{chat.messages}{chat.template_kwargs}")
+        self.messages = [self.marks.into(message, n) for n, message in enumerate(chat.messages)]
+        self.rendering = self._render(self.messages)
+        if self.rendering.text != self.whole:
+            raise self.unproven(self._first_changed(), "what the chat template writes depends on the text of turn {}")
+
+    def span(self, turn: int) -> Span:
+        start = self._start(turn) if turn else self._start_of_first()
+        place, end = self._end(turn)
+        others = (place for n, places in self.rendering.places.items() if n != turn for place in places)
+        if not start <= place <= end or any(start <= other < end for other in others):
+            raise self.unproven(turn, "the chat template does not write turn {} in one piece")
+        return start, end
+
+    def _start(self, turn: int) -> int:
+        place, prompt = self._after(turn - 1, self._render(self.messages[:turn], add_generation_prompt=True))
+        if self.whole.startswith(prompt, place):
+            return place + len(prompt)
+        header = self._header(turn)
+        if prompt.startswith(header) and self.whole.startswith(header, place):
+            return place + len(header)
+        raise self.unproven(turn, WITHOUT_PROMPT)
+
+    def _header(self, turn: int) -> str:
+        """What the template writes from the mark before a turn to its content, in the whole chat.
+
+        This may be less than the generation prompt: with `enable_thinking: false` Qwen3's has an empty thinking block,
+        which is not written in earlier turns.
+        """
+        starts, ends = self._plain.places.get(turn - 1), self._plain.places.get(turn)
+        if not starts or not ends:
+            raise self.unproven(turn, WITHOUT_PROMPT)
+        return self._plain.text[starts[-1] : ends[0]]
+
+    @cached_property
+    def _plain(self) -> Rendering:
+        """The chat with a mark for the text of every assistant turn, and without its thinking."""
+        return self._render([self._without_text(n) for n in range(len(self.messages))])
+
+    def _without_text(self, n: int) -> dict[str, Any]:
+        message = self.chat.messages[n]
+        if message["role"] != "assistant":
+            return self.messages[n]
+        kept = {key: message[key] for key in ("role", "tool_calls") if key in message}
+        return kept | {"content": self.marks.word(n)}
+
+    def _start_of_first(self) -> int:
+        """If the assistant begins, no mark stands before it: its header is the generation prompt of what follows it."""
+        alone = self.chat.render(self.chat.messages[:1])
+        prompt = self.chat.render(self.chat.messages[:1], add_generation_prompt=True)
+        before = self._plain.text[: self._plain.places.get(0, [0])[0]]
+        header = prompt.removeprefix(alone)
+        end = before.rfind(header) + len(header)
+        if not header or header == prompt or before.count(header) != 1 or not self.whole.startswith(before[:end]):
+            reason = "turn {} is the assistant's, with no prompt before it"
+            raise self.unproven(0, reason, fix="begin with another turn")
+        return end
+
+    def _end(self, turn: int) -> Span:
+        """The place of a turn's mark, and where the turn ends."""
+        place, ending = self._ending(turn, self.messages[: turn + 1])
+        for known in self._endings(turn, ending):
+            if self.whole.startswith(known, place):
+                return place, place + len(known)
+        raise self.unproven(turn, "the chat template ends turn {} in another way once others follow")
+
+    def _endings(self, turn: int, ending: str) -> Iterator[str]:
+        """How a turn may end in the whole chat: as it does by itself, and as templates end turns that are not the last.
+
+        Phi-3's writes an EOS only after the last message. gpt-oss ends the last turn with <|return|> and earlier ones
+        with the token that ends the other messages.
+        """
+        yield ending
+        without_blanks, token = self._last_token(ending)
+        shorter, end = self._last_token(without_blanks.rstrip())
+        if token and end:
+            yield shorter + end
+        if token and turn:
+            _, before = self._ending(turn - 1, self.messages[:turn])
+            _, usual = self._last_token(before)
+            yield without_blanks + usual
+
+    def _ending(self, turn: int, messages: list[dict[str, Any]]) -> tuple[int, str]:
+        place, rest = self._after(turn, self._render(messages))
+        return place, self.tokenize.until_end_of_turn(rest)
+
+    def _last_token(self, text: str) -> tuple[str, str]:
+        """A text without the special token at its end, and that token; it is empty if there is none."""
+        token = max((token for token in self.tokenize.special_tokens if text.endswith(token)), key=len, default="")
+        return text.removesuffix(token), token
+
+    def _after(self, n: int, part: Rendering) -> tuple[int, str]:
+        """The place of message n's last mark of a part of the chat in the whole, and what follows it in the part."""
+        found, here = part.places.get(n, []), self.rendering.places.get(n, [])
+        if not found or len(here) < len(found):
+            raise self.unproven(n, "the chat template leaves out turn {}")
+        return here[len(found) - 1], part.text[found[-1] :]
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> Rendering:
+        return self.marks.read(self.chat.render(messages, add_generation_prompt))
+
+    def _first_changed(self) -> int:
+        """The message whose mark is the last one before the first character that the marks changed."""
+        both = zip(self.rendering.text, self.whole, strict=False)
+        at = next((i for i, (marked, plain) in enumerate(both) if marked != plain), len(self.whole))
+        before = [(place, n) for n, places in self.rendering.places.items() for place in places if place <= at]
+        return max(before, default=(0, 0))[1]
+
+    def unproven(self, turn: int, reason: str, fix: str = "set split_turns: true") -> DataError:
+        found = f"{reason.format(turn + 1)}, so where the answers stand in the whole chat is not certain"
+        return DataError(self.chat.where, f"split_turns: false: {found}; {fix}, or {FIX_MARKERS}")
+
+
+def _token_ids(pieces: list[str], tokenize: DraftTokenizer) -> list[np.ndarray]:
+    """The ids of each piece. A tokenizer that marks where a text begins sees each with what stands before it."""
+    separate = tokenize.token_ids(pieces)
+    if not tokenize.marks_text_start:
+        return separate
+    joined: list[np.ndarray] = []
+    text, ids = "", np.zeros(0, dtype=np.int64)
+    for piece, own in zip(pieces, separate, strict=True):
+        text += piece
+        [both] = tokenize.token_ids([text])
+        joined.append(both[len(ids) :] if len(ids) and np.array_equal(both[: len(ids)], ids) else own)
+        ids = np.concatenate([ids, joined[-1]])
+    return joined

@@ -1,0 +1,201 @@
+"""What the columns of a row mean: one of four forms, whatever the format is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixtrain.data.files.rows import Row, explain, parse
+from radixtrain.data.rows.messages import check_messages, with_system
+from radixtrain.data.rows.pairs import Pair, find_pair, pair_messages
+from radixtrain.data.sample import check_unweighted
+from radixtrain.errors import DataError
+
+__all__ = ["ROW_KINDS", "standard_row"]
+
+Fields = dict[str, Any]
+Read = tuple[Fields, set[str]]  # the standard columns, and the columns of the row that they were read from
+
+ROW_KINDS = "messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
+CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
+SYSTEM = ("system", "system_prompt")
+OF_CHATS = ("tools", "functions", "chat_template_kwargs")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+LABELS = ("label", "labels", "category", "class", "target", "intent", "sentiment", "answer", "output", "response")
+OF_TOKENS = (
+    *("input_ids", "labels", "completion_mask", "assistant_masks", "mask"),
+    *("loss_weights", "weights", "advantages", "old_logprobs", "attention_mask"),
+)
+
+
+def standard_row(row: Row, answered: bool = True) -> Row:
+    """The row in one of four forms. Its `unused` are the columns that nothing reads.
+
+    - `input_ids`, with the masks, labels and weights beside it;
+    - `messages`, checked, with `tools` and `chat_template_kwargs` if the row has them. Read from a chat column in the
+      style of OpenAI or ShareGPT, from Alpaca's columns, or from a question and its answer, and a system column;
+    - `prompt` and `completion`, both text or both checked messages;
+    - `text`.
+
+    row: columns that are null count as absent.
+    answered: False for rows that need no answer; then `prompt` may be without a `completion`.
+
+    Raises DataError if no format has these columns, if two formats have, if a column beside them would be lost that was
+    meant to be learned or read, and if the messages are wrong.
+    """
+    fields = {name: value for name, value in row.fields.items() if value is not None}
+    read = _read(fields, answered, row.where)
+    if read is None:
+        raise DataError(row.where, _unknown(row.fields))
+    standard, used = read
+    unused = [name for name, value in fields.items() if name not in used and value not in ("", [], {})]
+    return Row(standard, row.where, (*row.unused, *unused))
+
+
+def _read(fields: Fields, answered: bool, where: str) -> Read | None:
+    if "input_ids" in fields:
+        return {name: fields[name] for name in OF_TOKENS if name in fields}, {*OF_TOKENS}
+    check_unweighted(fields, where)
+    _check_media(fields, where)
+    chats = [name for name in CHATS if name in fields and _is_chat(name, fields[name])]
+    if len(chats) > 1:
+        raise DataError(where, f"{' and '.join(chats)} beside each other: write data.columns: {{messages: {chats[0]}}}")
+    if chats:
+        return _chat(fields, chats[0], where)
+    if {"prompt", "completion"} <= fields.keys():
+        return _prompt_and_completion(fields, where)
+    if pair := find_pair(fields, answered, where):
+        return _pair(fields, pair, where)
+    if "text" in fields:
+        return _text(fields, where)
+    if "prompt" in fields and not answered:
+        return _prompt(fields, where)
+    return None
+
+
+def _is_chat(name: str, value: Any) -> bool:
+    """Whether a column holds a conversation: by its name, or by another common name and what it holds."""
+    if name in ("messages", "conversations"):
+        return True
+    if isinstance(value, str):
+        return value.lstrip().startswith("[{")
+    return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
+
+
+def _chat(fields: Fields, name: str, where: str) -> Read:
+    messages = check_messages(fields[name], where, name)
+    for beside in ("prompt", "completion"):
+        if beside in fields and not _is_part(fields[beside], messages):
+            choices = f"{{messages: {name}}} or {{prompt: prompt, completion: completion}}"
+            raise DataError(where, f"{beside} beside {name}, and it is no part of it: write data.columns: {choices}")
+    return _with_columns(messages, {name}, fields, where)
+
+
+def _pair(fields: Fields, pair: Pair, where: str) -> Read:
+    text = fields.get("text")  # Alpaca's file has the whole row as text, too
+    if text is not None and not (isinstance(text, str) and str(fields[pair.answer or pair.question]) in text):
+        columns = f"{{user: {pair.question}, assistant: {pair.answer}}} or {{text: text}}"
+        raise DataError(where, f"text beside {pair.question}, and it is not that: write data.columns: {columns}")
+    messages = check_messages(pair_messages(fields, pair, where), where, pair.answer or pair.question)
+    return _with_columns(messages, pair.columns | {"history"}, fields, where)
+
+
+def _with_columns(messages: list[Fields], used: set[str], fields: Fields, where: str) -> Read:
+    """The conversation with the columns that chats may carry."""
+    standard: Fields = {name: fields[name] for name in OF_CHATS if name in fields}
+    if functions := standard.pop("functions", None):  # what OpenAI had before tools
+        standard.setdefault("tools", functions)
+    if isinstance(kwargs := standard.get("chat_template_kwargs"), str):  # as CSV has to
+        standard["chat_template_kwargs"] = _parsed(kwargs or "{}", where)
+    standard["messages"] = with_system(messages, _system(fields, where), where)
+    return standard, used | {*OF_CHATS, *SYSTEM}
+
+
+def _parsed(kwargs: str, where: str) -> Any:
+    try:
+        return parse(kwargs)
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, f"chat_template_kwargs: {explain(error)}") from None
+
+
+def _system(fields: Fields, where: str) -> str:
+    found = [name for name in SYSTEM if name in fields]
+    texts = [fields[name] for name in found]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(where, f"{found[0]}: expected text, found {repr(texts[0])[:60]}")
+    if len(set(texts)) > 1:
+        raise DataError(where, f"{' and '.join(found)} differ: write data.columns with system: {found[0]}")
+    return texts[0] if texts else ""
+
+
+def _prompt_and_completion(fields: Fields, where: str) -> Read:
+    names = ("prompt", "completion")
+    kinds = {type(fields[name]) for name in names}
+    if kinds == {str}:
+        _refuse_system(fields, where)
+        _refuse_verdict(fields, where)
+        if not fields["completion"].strip():
+            raise DataError(where, "completion: it is empty: nothing is learned from it but to stop")
+        return {name: fields[name] for name in names}, {*names}
+    if str in kinds:
+        raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
+    _refuse_verdict(fields, where)
+    prompt = check_messages(fields["prompt"], where, "prompt")
+    standard, used = _with_columns(prompt, {*names}, fields, where)
+    completion = check_messages(fields["completion"], where, "completion")
+    return {"prompt": standard.pop("messages"), "completion": completion, **standard}, used
+
+
+def _prompt(fields: Fields, where: str) -> Read:
+    if not isinstance(fields["prompt"], list):
+        _refuse_system(fields, where)
+        return {"prompt": fields["prompt"]}, {"prompt"}
+    return _with_columns(check_messages(fields["prompt"], where, "prompt"), {"prompt"}, fields, where)
+
+
+def _text(fields: Fields, where: str) -> Read:
+    for name in LABELS:
+        if name in fields:
+            raise DataError(
+                where,
+                f"{name} beside text: nobody would learn it; to answer with it, write data.columns: "
+                f"{{user: text, assistant: {name}}}; to learn only the text, {{text: text}}",
+            )
+    _refuse_system(fields, where)
+    return {"text": fields["text"]}, {"text"}
+
+
+def _refuse_system(fields: Fields, where: str) -> None:
+    if (system := _system(fields, where)).strip():
+        columns = "{user: prompt, assistant: completion}"
+        found = f"system: {system[:40]!r} beside plain text, which has no system turn"
+        raise DataError(where, f"{found}; for a chat, write data.columns: {columns}; to leave it out, {{system: null}}")
+
+
+def _refuse_verdict(fields: Fields, where: str) -> None:
+    """Of rows for preference training such as KTO's, in which some completions are examples of what not to write."""
+    if isinstance(fields.get("label"), bool):
+        reason = "says whether the completion is a good one, and all of them would be imitated"
+        raise DataError(where, f"label: {reason}; keep the good rows and write data.columns: {{label: null}}")
+
+
+def _check_media(fields: Fields, where: str) -> None:
+    for name in MEDIA:
+        if fields.get(name):
+            raise DataError(where, f"{name}: only text is read; to leave it out, write data.columns: {{{name}: null}}")
+
+
+def _is_part(value: Any, messages: list[Fields]) -> bool:
+    """Whether the conversation holds this text, or these messages, too."""
+    contents = [str(message.get("content", "")).strip() for message in messages]
+    if isinstance(value, str):
+        return not value.strip() or value.strip() in contents
+    turns = value if isinstance(value, list) else [None]
+    return all(isinstance(turn, dict) and str(turn.get("content")).strip() in contents for turn in turns)
+
+
+def _unknown(fields: Fields) -> str:
+    texts = [name for name, value in fields.items() if isinstance(value, str) and name not in ("id", "source")]
+    question, answer = texts[:2] if len(texts) > 1 else ("QUESTION", "ANSWER")
+    named = (f"{name} (null)" if value is None else str(name) for name, value in fields.items())
+    mapping = f"data.columns: {{user: {question}, assistant: {answer}}}"
+    return f"no format has the columns {', '.join(named) or '(none)'}; expected {ROW_KINDS}, or {mapping}"

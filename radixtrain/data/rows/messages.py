@@ -1,0 +1,156 @@
+"""A conversation's messages, checked before a chat template sees them: Qwen3's template renders mistakes as nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixtrain.data.files.rows import explain, parse
+from radixtrain.data.rows.tool_calls import read_calls
+from radixtrain.errors import DataError
+
+__all__ = ["check_messages", "with_system"]
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SPEAKERS = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "bot", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
+}
+CALLS = ("function_call", "tool_call")  # speakers whose text is the JSON of a call
+TEXT_PARTS = ("text", "input_text", "output_text")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def check_messages(messages: Any, where: str, field: str = "messages") -> list[Message]:
+    """The messages as `{"role", "content", ...}`, ready for a chat template.
+
+    messages: a list of `{role, content}`, or of ShareGPT's `{from, value}`, or the JSON of such a list. Further keys
+        (`reasoning_content`, `name` ...) pass through; null keys go. The parts of a content are joined. A function's
+        result has the role tool, and the arguments of tool calls are objects. An assistant's `weight: 0` stays.
+    where: file and line, for the error.
+    field: the column they came from, for the error.
+
+    Raises DataError for no list, an empty list, an unknown role, content that is no text, an empty answer, tool calls
+    of the wrong kind, a weight other than 0 and 1.
+    """
+    expected = "expected a non-empty list of {role, content}"
+    if isinstance(messages, str):
+        messages = _parse(messages, field, expected, where)
+    if not isinstance(messages, list) or not messages:
+        raise DataError(where, f"{field}: {expected}, found {_describe(messages)}")
+    return [_check_message(message, f"{field}: turn {n}", where) for n, message in enumerate(messages, start=1)]
+
+
+def with_system(messages: list[Message], system: str, where: str) -> list[Message]:
+    """The messages after a system turn with this text, unless it is empty or they begin with it already.
+
+    Raises DataError if they begin with another system turn.
+    """
+    if not system.strip():
+        return messages
+    if messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"].strip() != system.strip():
+        raise DataError(where, "system: differs from the system turn that the conversation begins with; remove one")
+    return messages
+
+
+def _parse(text: str, name: str, expected: str, where: str) -> Any:
+    if text.lstrip()[:1] not in ("[", "{"):
+        raise DataError(where, f"{name}: {expected}, found {text[:60]!r}")
+    try:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
+        is_repr = any(key in text for key in ("'role'", "'from'", "'name'"))
+        hint = "; this is how Python prints a list: write it with json.dumps" if is_repr else ""
+        raise DataError(where, f"{name}: {explain(error)}{hint}") from None
+
+
+def _check_message(message: Any, name: str, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise DataError(where, f"{name}: expected {{role, content}}, found {_describe(message)}")
+    # Columnar files fill the keys that a turn does not have with nulls, and templates print some of them as "None".
+    given = {key: value for key, value in message.items() if value is not None}
+    speaker = given.pop("from", None) if "role" not in given else given.pop("role")
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        known = f"expected one of {', '.join(ROLES)}, or ShareGPT's human, gpt ..."
+        raise DataError(where, f"{name}: unknown role {speaker!r}; {known}")
+    content = given.pop("value", None) if "content" not in given else given.pop("content")
+    role = SPEAKERS[speaker]
+    name = f"{name} (role {speaker!r})"
+    if speaker in CALLS:
+        given["tool_calls"], content = _called(content, name, where), None
+    return _checked({"role": role, "content": content, **given}, name, where)
+
+
+def _checked(message: Message, name: str, where: str) -> Message:
+    is_assistant = message["role"] == "assistant"
+    if "function_call" in message:  # what OpenAI had before tool_calls
+        message["tool_calls"] = [message.pop("function_call")]
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    elif not is_assistant:
+        raise DataError(where, f"{name}: has tool_calls; only an assistant turn calls tools")
+    else:
+        message["tool_calls"] = read_calls(message["tool_calls"], name, where)
+    _check_weight(message, name, where)
+    if "tool_calls" in message and message["content"] is None:
+        del message["content"]
+        return message
+    message["content"] = _text(message["content"], name, where)
+    if is_assistant and _is_empty(message):
+        fix = "leave the row out, or give the turn weight: 0"
+        raise DataError(where, f"{name}: the answer is empty: nothing is learned from it but to stop; {fix}")
+    return message
+
+
+def _called(content: Any, name: str, where: str) -> list[Any]:
+    """The calls of a turn of ShareGPT's function_call: its text is their JSON."""
+    calls = _parse(content, name, "expected the JSON of a call", where) if isinstance(content, str) else content
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _check_weight(message: Message, name: str, where: str) -> None:
+    """Leaves the key only on a turn without loss."""
+    weight = message.pop("weight", 1 if message["role"] == "assistant" else 0)
+    if weight not in (0, 1):
+        raise DataError(where, f"{name}: weight: expected 0 (no loss on the turn) or 1, found {repr(weight)[:40]}")
+    if message["role"] == "assistant" and weight == 0:
+        message["weight"] = 0
+    elif message["role"] != "assistant" and weight == 1:
+        raise DataError(where, f"{name}: weight: 1 asks for loss on the turn; only assistant turns bear loss")
+
+
+def _is_empty(message: Message) -> bool:
+    texts = [message["content"], *(message.get(name) for name in THOUGHTS)]
+    has_text = any(isinstance(text, str) and text.strip() for text in texts)
+    return not has_text and "tool_calls" not in message and message.get("weight") != 0
+
+
+def _text(content: Any, name: str, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        hint = "" if content is not None else "; only an assistant turn with tool_calls may go without"
+        raise DataError(where, f"{name}: content: expected text, found {_describe(content)}{hint}")
+    return "".join(_part_text(part, name, where) for part in content)
+
+
+def _part_text(part: Any, name: str, where: str) -> str:
+    kind = part.get("type") or "text" if isinstance(part, dict) else None
+    if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        found = kind if kind and kind not in TEXT_PARTS else part
+        raise DataError(where, f"{name}: content: only parts {{type: text, text}} are read, found {repr(found)[:60]}")
+    text: str = part["text"]
+    return text
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"an object with the keys {', '.join(map(str, value)) or '(none)'}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return "null" if value is None else repr(value)[:60]

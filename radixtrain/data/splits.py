@@ -1,0 +1,92 @@
+"""The files of a split -> its conversations, tokenised; and a validation split taken out of the training rows."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig
+
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.files.sources import KEY, as_sources
+from radixtrain.data.formats import open_rows
+from radixtrain.data.rendering.history import warn_of_rewritten_history
+from radixtrain.data.report import EncodeReport
+from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
+from radixtrain.data.tokenized.corpus import Corpus, Part
+from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.data.unlabelled import UnlabelledEncoder
+from radixtrain.errors import UserError, first_line
+
+__all__ = ["encoder_of", "load_split", "take_validation"]
+
+ROWS_LOOKED_AT = 32  # for a template that rewrites history
+
+
+def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
+    """What renders and tokenises the rows. settings: of an `SFTData`."""
+    if settings.model_name_or_path is None:
+        raise UserError("data.model_name_or_path is missing: whose tokenizer reads the rows?")
+    return (UnlabelledEncoder if unlabelled else ChatEncoder)(
+        load_tokenizer(settings.model_name_or_path, settings.chat_template_path),
+        vocab_size=_vocab_size(settings.model_name_or_path),
+        max_length=settings.max_length,
+        assistant_only_loss=settings.assistant_only_loss,
+        completion_only_loss=settings.completion_only_loss,
+        split_turns=settings.split_turns,
+        excess_length_strategy=settings.excess_length_strategy,
+        chat_template_kwargs=settings.chat_template_kwargs or {},
+    )
+
+
+def load_split(files: Any, settings: Any, key: str, unlabelled: bool = False) -> tuple[Corpus, EncodeReport]:
+    """The conversations of a split, and what became of its rows.
+
+    files: what the configuration names: a path, or a list of paths and of sources with a weight.
+    settings: of an `SFTData`.
+    key: the key that names the files, for errors.
+
+    Raises UserError or DataError as `tokenized` does.
+    """
+    encoder = encoder_of(settings, unlabelled)
+    options = TokenizingOptions(
+        skip_bad_rows=settings.on_bad_row == "skip",
+        dataset_num_proc=settings.dataset_num_proc,
+        cache_dir=settings.cache_dir,
+        overwrite_cache=settings.overwrite_cache,
+    )
+    report = EncodeReport()
+    parts: list[Part] = []
+    sources = as_sources(files, settings.columns, key)
+    if key == KEY and not unlabelled:
+        rows = chain.from_iterable(open_rows(source) for source in sources)
+        warn_of_rewritten_history(encoder, islice(rows, ROWS_LOOKED_AT))
+    for source in sources:
+        found = tokenized(source, encoder, options)
+        report.add(found.report)
+        parts.append(Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest))
+    return Corpus(parts), report
+
+
+def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Corpus]:
+    """The conversations that stay, and those that are taken for validation, drawn by the seed; both in file order.
+
+    size: a share below 1, or a number of conversations. UserError if one side would be empty.
+    """
+    number = round(size * len(corpus)) if size < 1 else int(size)
+    if not 0 < number < len(corpus):
+        raise UserError(
+            f"data.val_size {size} takes {number} of {len(corpus)} conversations, which leaves one side empty"
+        )
+    order = np.random.default_rng([seed, 0x5F]).permutation(len(corpus))
+    return corpus.select(np.sort(order[number:])), corpus.select(np.sort(order[:number]))
+
+
+def _vocab_size(model_name_or_path: str) -> int:
+    """Rows of the model's embedding. A token id outside of it raises IndexError, and on CUDA the device is lost."""
+    try:
+        config = AutoConfig.from_pretrained(model_name_or_path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {first_line(error)}") from None
+    return int(config.get_text_config().vocab_size)

@@ -1,0 +1,192 @@
+"""A source of rows -> its token store: found in the cache, or encoded into it.
+
+An entry is a folder of `<cache>/tokens`, named after everything that its samples depend on. It is written beside its
+place and renamed, so an entry is whole or absent. Entries can be deleted at any time; those that no run has used for
+`DAYS_KEPT` days are deleted when another one is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.files.sources import Source, files_of
+from radixtrain.data.formats import open_rows
+from radixtrain.data.report import EncodeReport
+from radixtrain.data.sample import TooLongError
+from radixtrain.data.tokenized.encode import encode_blocks, num_processes
+from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fingerprint
+from radixtrain.data.tokenized.progress import progress
+from radixtrain.data.tokenized.store import TokenStore, TokenWriter
+from radixtrain.errors import DataError, UserError
+from radixtrain.hf.rates_file import cache_folder
+
+__all__ = ["Tokenized", "TokenizingOptions", "tokenized"]
+
+logger = logging.getLogger(__name__)
+
+DAYS_KEPT = 30
+FREE_SPACE = 256 << 20  # bytes to leave on the disk of the cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizingOptions:
+    """How rows are tokenised, beside what their encoder says.
+
+    skip_bad_rows: count rows that cannot be used; otherwise the first one is an error.
+    dataset_num_proc: processes; None chooses by the size of the files.
+    cache_dir: where entries are kept; None for the folder of radixtrain's cache.
+    overwrite_cache: tokenise again.
+    """
+
+    skip_bad_rows: bool = False
+    dataset_num_proc: int | None = None
+    cache_dir: str | None = None
+    overwrite_cache: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.cache_dir) if self.cache_dir else cache_folder() / "tokens"
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The samples of a source, and what became of its rows. digest: of the samples."""
+
+    store: TokenStore
+    report: EncodeReport
+    digest: str
+
+
+def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
+    """The samples of a source, in the order of its rows.
+
+    Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, if samples are longer than
+    `max_length` and that is an error, or if the cache cannot be written.
+    """
+    files = [contents_of(path) for path in files_of(source)]
+    if not files:  # of a data set whose files are not known, such as one that is made by a script
+        return _without_cache(source, encoder, options)
+    about = {name: getattr(source, name) for name in ("path", "subset", "split", "columns")}
+    about["skip_bad_rows"] = options.skip_bad_rows
+    entry = options.folder / fingerprint(encoder, about, files)
+    if options.overwrite_cache or not (entry / "about.json").is_file():
+        _delete_unused(options.folder)
+        _check_space(options.folder, files)
+        with _written_to(options.folder):
+            staging = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=options.folder))
+        try:
+            _encode(source, encoder, options, staging, files)
+            _place(staging, entry)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        return _opened(source, entry, "")
+    os.utime(entry / "about.json")  # when it was last used
+    return _opened(source, entry, " (tokenised by an earlier run)")
+
+
+def _without_cache(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
+    """For this process only."""
+    folder = tempfile.TemporaryDirectory(prefix="radixtrain-tokens-")
+    _encode(source, encoder, options, Path(folder.name), [])
+    found = _opened(source, Path(folder.name), "")
+    found.store.__dict__["kept"] = folder  # removed together with the store
+    return found
+
+
+def _encode(
+    source: Source, encoder: ChatEncoder, options: TokenizingOptions, folder: Path, files: Sequence[FileContents]
+) -> None:
+    """Write an entry into a folder."""
+    report, long = EncodeReport(), None
+    start = time.perf_counter()
+    num_proc = num_processes(options.dataset_num_proc, sum(file.num_bytes for file in files))
+    writer = TokenWriter(folder)
+    with progress(source.label, sum(file.num_lines for file in files) or None) as update:
+        for block in encode_blocks(encoder, open_rows(source), num_proc, options.skip_bad_rows):
+            with _written_to(options.folder):
+                writer.add(block.batch)
+            report.add(block.report)
+            long = long or block.first_long
+            update(report.num_rows, report.num_tokens)
+    with _written_to(options.folder):
+        digest = writer.close()
+    if long is not None:
+        raise _all_long(long, report)
+    if not report.num_samples:
+        shown = f"; the first: {report.bad_rows[0]}" if report.bad_rows else ""
+        raise UserError(f"{source.label}: none of its {report.num_rows} rows can be used; {report}{shown}")
+    about = {"digest": digest, "report": report.as_dict(), "seconds": time.perf_counter() - start}
+    (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _opened(source: Source, folder: Path, hint: str) -> Tokenized:
+    store = TokenStore(folder)
+    report = EncodeReport.of_dict(store.about["report"])
+    logger.info("%s: %s, %s tokens%s", source.label, report, f"{report.num_tokens:,}", hint)
+    for line in report.lines():
+        logger.warning("%s", line)
+    return Tokenized(store, report, store.about["digest"])
+
+
+def _all_long(first: TooLongError, report: EncodeReport) -> DataError:
+    """The error of the first sample that is too long; it names how many there are, and the longest."""
+    others = report.num_long_samples - 1
+    if not others:
+        return first
+    excess, _, hint = first.reason.partition("; ")
+    more = f"so do {others:,} more, the longest of {report.longest:,} tokens at {report.longest_where}"
+    return DataError(first.where, f"{excess}, and {more}; {hint}")
+
+
+def _place(staging: Path, entry: Path) -> None:
+    """Rename an entry to its name. Another process may have written the same one meanwhile."""
+    try:
+        staging.rename(entry)
+    except OSError:
+        if not entry.is_dir():
+            raise
+        old = Path(tempfile.mkdtemp(prefix=".old.", dir=entry.parent))
+        entry.rename(old / entry.name)
+        staging.rename(entry)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _delete_unused(folder: Path) -> None:
+    """Entries, and what killed runs left of them, that were not used for a long time."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        about = entry / "about.json"
+        used = (about if about.is_file() else entry).stat().st_mtime
+        if time.time() - used > DAYS_KEPT * 86400 and (entry.name.startswith(".") or about.is_file()):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _check_space(folder: Path, files: Sequence[FileContents]) -> None:
+    """Token ids take about as much space as their text, rarely more than twice as much."""
+    with _written_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(file.num_bytes for file in files) + FREE_SPACE, shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"data.cache_dir {folder}: {free >> 20:,} MiB are free and about {needed >> 20:,} MiB are needed for the "
+            f"tokens; make space or name another folder"
+        )
+
+
+@contextmanager
+def _written_to(folder: Path) -> Iterator[None]:
+    """Names the cache folder in an error of the file system."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"data.cache_dir {folder}: cannot be written: {reason}; name a folder that can") from None

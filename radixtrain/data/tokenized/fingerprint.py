@@ -1,0 +1,85 @@
+"""A key for tokenised rows, made of everything that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from radixtrain.data.chat import ChatEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["FileContents", "contents_of", "fingerprint"]
+
+CHUNK = 1 << 20
+HERE = Path(__file__).resolve().parents[1]
+
+
+class FileContents(NamedTuple):
+    """A file's digest, its bytes and its line ends: what a pass over it gives."""
+
+    digest: str
+    num_bytes: int
+    num_lines: int
+
+
+def contents_of(path: str) -> FileContents:
+    digest = hashlib.blake2b(digest_size=16)
+    num_bytes = num_lines = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+            num_lines += chunk.count(b"\n")
+    return FileContents(digest.hexdigest(), num_bytes, num_lines)
+
+
+def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Iterable[FileContents]) -> str:
+    """A name for the samples that `encoder` makes of these files.
+
+    source: what else they depend on, as JSON can hold it: paths (they are part of `where`), columns, split, policies.
+    """
+    options = {field.name: getattr(encoder, field.name) for field in fields(encoder) if field.name != "tokenizer"}
+    key = {
+        "encoder": type(encoder).__name__,
+        "options": options,
+        "tokenizer": _digest_of_tokenizer(encoder.tokenizer),
+        "versions": _versions(),
+        "source": source,
+        "files": [file.digest for file in files],
+    }
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of all files that it saves, its chat template among them."""
+    digest = hashlib.sha256(type(tokenizer).__name__.encode())
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Of the libraries that render and tokenise, and of this folder's own sources."""
+    import tokenizers
+    import transformers
+
+    digest = hashlib.sha256()
+    for path in sorted(HERE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return {
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "sources": digest.hexdigest(),
+    }

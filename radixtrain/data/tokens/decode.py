@@ -1,0 +1,83 @@
+"""Token ids to text, run by run: the texts of the runs, one after the other, are the text of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixtrain.tree.arrays import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["decode_runs", "shortened", "text_of_run", "token_texts"]
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not one yet
+CONTEXT = 8  # tokens before a run that are decoded with it: a character has at most 4 bytes
+
+
+def decode_runs(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | IntArray, bounds: Iterable[int]) -> list[str]:
+    """The text of each run of a sequence, special tokens included.
+
+    ids: (L,). the whole sequence; a run deep in a prefix tree is given with the tokens above it.
+    bounds: (n + 1,). rising, from 0 to L: run i is `ids[bounds[i] : bounds[i + 1]]`.
+
+    A character whose bytes lie on both sides of a bound is in the run in which it is complete, so that a shared run
+    has the same text whatever follows it. Each token is decoded a constant number of times.
+
+    Raises ValueError if the bounds do not rise from 0 to L.
+    """
+    tokens, ends = _integers(ids), _integers(bounds)
+    if ends[:1] != [0] or ends[-1] != len(tokens) or ends != sorted(ends):
+        raise ValueError(f"bounds must rise from 0 to the number of tokens, {len(tokens)}, got {ends[:8]}")
+    texts: list[str] = []
+    context = start = 0  # ends of the last two runs that ended with a whole character
+    written = ""  # text of the runs since `context`
+    for end in ends[1:]:
+        text = _decode(tokenizer, tokens[context:end])
+        whole = text if end == len(tokens) else text.rstrip(BROKEN)
+        texts.append(whole[len(written) :])
+        written = max(written, whole, key=len)
+        if whole == text and end > start:
+            written = _decode(tokenizer, tokens[start:end])
+            context, start = start, end
+    return texts
+
+
+def text_of_run(tokenizer: PreTrainedTokenizerBase, ids: IntArray, start: int, end: int) -> str:
+    """The text of the tokens [start, end) of a sequence, its special tokens included.
+
+    ids: (L,), int64. the whole sequence, since the text of a run depends on what precedes it.
+
+    A character that a border cuts belongs to the run that completes it, so the runs of a sequence join to its text.
+    """
+    first = max(0, start - CONTEXT)
+    head = _decode(tokenizer, ids[first:start].tolist()).rstrip(BROKEN)
+    return _decode(tokenizer, ids[first:end].tolist())[len(head) :].rstrip(BROKEN)
+
+
+def shortened(text: str, max_characters: int) -> str:
+    """The text, with its middle replaced by an ellipsis if it has more characters."""
+    if len(text) <= max_characters:
+        return text
+    end = max_characters // 3
+    return f"{text[: max_characters - end - 3]} … {text[len(text) - end :]}"
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[str]:
+    """The text that each token adds after a letter: there no decoder drops a leading blank."""
+    anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    letter = _decode(tokenizer, anchor)
+    return [_decode(tokenizer, [*anchor, token])[len(letter) :] for token in ids]
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _integers(values: Iterable[int] | IntArray) -> list[int]:
+    return values.tolist() if isinstance(values, np.ndarray) else [int(value) for value in values]

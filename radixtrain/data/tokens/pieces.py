@@ -1,0 +1,129 @@
+"""Texts to token ids, where every distinct piece between added tokens is tokenised once.
+
+    "<|im_start|>system\\nLong prompt<|im_end|>\\n<|im_start|>user\\nHi"
+     a token       a piece        a token  piece  token      a piece
+
+A tokenizer of the `tokenizers` library cuts a text at its added tokens (`<|im_start|>`, `</s>`, `<think>` ...) before
+it does anything else, and then treats each piece on its own. So the ids of a text are those of its pieces, and a prompt
+that a million rows share is tokenised once. A tokenizer for which that is not sure to hold gets whole texts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PieceTokenizer"]
+
+logger = logging.getLogger(__name__)
+
+TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the call returns
+MAX_KEPT_CHARACTERS = 16 << 20  # of pieces whose ids are remembered; those that were used last stay
+# What treats a piece by its own characters only. Metaspace is not among them: it may look for the start of the text.
+PIECEWISE = {
+    *("BertPreTokenizer", "ByteLevel", "Digits", "FixedLength", "Punctuation", "Sequence", "Split", "UnicodeScripts"),
+    *("Whitespace", "WhitespaceSplit", "CharDelimiterSplit"),
+}
+
+
+class PieceTokenizer:
+    """Turns texts into token ids, without the tokenizer's own BOS and EOS.
+
+    Called with texts, returns an int64 array (L,) for each: what `tokenizer(text, add_special_tokens=False)` gives.
+    The first call compares; if they differ, a line in the log says so and whole texts are tokenised from then on.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.borders = _borders(tokenizer)
+        self.is_checked = False
+        self.kept: OrderedDict[str, np.ndarray] = OrderedDict()
+        self.num_kept_characters = 0
+
+    def __call__(self, texts: list[str]) -> list[np.ndarray]:
+        if self.borders is None or not texts:
+            return list(self._whole(texts))
+        found = self._joined(texts, self.borders)
+        if not self.is_checked:
+            self.is_checked = True
+            whole = list(self._whole(texts))
+            if not all(map(np.array_equal, found, whole)):
+                logger.warning(
+                    "this tokenizer does not treat the text between special tokens on its own: rows are slow"
+                )
+                self.borders = None
+                return whole
+        return found
+
+    def _joined(self, texts: list[str], borders: re.Pattern[str]) -> list[np.ndarray]:
+        """Every odd part of a split is an added token, every even one a piece, which may be empty."""
+        parts = [[part for part in borders.split(text) if part] for text in texts]
+        known = self._ids_of(part for text_parts in parts for part in text_parts)
+        nothing = np.zeros(0, dtype=np.int64)
+        return [np.concatenate([nothing, *(known[part] for part in text_parts)]) for text_parts in parts]
+
+    def _ids_of(self, pieces: Iterable[str]) -> dict[str, np.ndarray]:
+        """The ids of each distinct piece. Those that are not remembered are tokenised together."""
+        known: dict[str, np.ndarray] = {}
+        new: dict[str, None] = {}
+        for piece in pieces:
+            if piece in self.kept:
+                self.kept.move_to_end(piece)
+                known[piece] = self.kept[piece]
+            else:
+                new[piece] = None
+        for piece, ids in zip(new, self._whole(list(new)), strict=True):
+            known[piece] = self.kept[piece] = ids
+            self.num_kept_characters += len(piece)
+        while self.num_kept_characters > MAX_KEPT_CHARACTERS:
+            self.num_kept_characters -= len(self.kept.popitem(last=False)[0])
+        return known
+
+    def _whole(self, texts: list[str]) -> Iterator[np.ndarray]:
+        options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        for start in range(0, len(texts), TEXTS_PER_CALL):
+            for ids in self.tokenizer(texts[start : start + TEXTS_PER_CALL], **options)["input_ids"]:
+                yield np.array(ids, dtype=np.int64)
+
+
+def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """What texts are split at: the added tokens that are found before anything else. None if pieces are not safe."""
+    if not tokenizer.is_fast or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    state: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    if (state["model"] or {}).get("dropout") or not _kinds(state["pre_tokenizer"]) <= PIECEWISE:
+        return None
+    tokens = state["added_tokens"]
+    if any(token["single_word"] for token in tokens):  # it looks at its neighbours
+        return None
+    is_border = [not (token["normalized"] or token["lstrip"] or token["rstrip"]) for token in tokens]
+    borders = [token["content"] for token, is_one in zip(tokens, is_border, strict=True) if is_one]
+    others = [token["content"] for token, is_one in zip(tokens, is_border, strict=True) if not is_one]
+    if not borders or any(_may_overlap(border, other) for border in borders for other in others):
+        return None
+    longest_first = sorted(borders, key=len, reverse=True)  # as the library matches them
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+
+def _kinds(pre_tokenizer: dict[str, Any] | None) -> set[str]:
+    """The kinds of a pre-tokenizer and of those inside it."""
+    if pre_tokenizer is None:
+        return set()
+    return {pre_tokenizer["type"]}.union(*map(_kinds, pre_tokenizer.get("pretokenizers", ())))
+
+
+def _may_overlap(border: str, other: str) -> bool:
+    """Whether the two can cover the same characters of a text, or white space at a border could be taken from it."""
+    if border in other or other in border or border != border.strip():
+        return True
+    lengths = range(1, min(len(border), len(other)))
+    return any(border[:n] == other[-n:] or other[:n] == border[-n:] for n in lengths)

@@ -1,0 +1,117 @@
+"""Prompt and target texts to token ids, and which special tokens begin and end them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.data.sample import Sample
+from radixtrain.data.tokens.pieces import PieceTokenizer
+from radixtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Draft", "DraftTokenizer", "load_tokenizer"]
+
+
+class Draft(NamedTuple):
+    """A sample before tokenisation.
+
+    form: plain text begins and ends with the tokenizer's BOS and EOS; a chat has what its template wrote; a turn ends
+        with the token at which the model stops generating.
+    """
+
+    prompt: str
+    target: str
+    where: str
+    form: Literal["plain", "chat", "turn"]
+    prompt_bears_loss: bool = False
+
+
+class DraftTokenizer:
+    """Turns drafts into samples. Prompt and target are tokenised apart: at inference the prompt's tokens are given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.token_ids = PieceTokenizer(tokenizer)
+        self.eos = tokenizer.eos_token or ""
+        self.bos_ids = np.array(
+            [i for i in tokenizer("")["input_ids"][:1] if i == tokenizer.bos_token_id], dtype=np.int64
+        )
+        self.special_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        # SentencePiece puts a space before the first word of a text, but a target follows its prompt.
+        newline, letter, both = self.token_ids(["\n", "a", "\na"])
+        self.marks_text_start = both.tolist() != [*newline, *letter]
+
+    def __call__(self, drafts: list[Draft]) -> Iterator[Sample]:
+        """The drafts' samples, in their order."""
+        prompts = self.token_ids([draft.prompt for draft in drafts])
+        targets = self._target_ids(drafts, prompts)
+        for draft, prompt_ids, target_ids in zip(drafts, prompts, targets, strict=True):
+            bos_ids = self.bos_ids if draft.form == "plain" else self.bos_ids[:0]
+            input_ids = np.concatenate([bos_ids, prompt_ids, target_ids])
+            labels = input_ids.copy()
+            labels[: 0 if draft.prompt_bears_loss else len(bos_ids) + len(prompt_ids)] = IGNORE_INDEX
+            yield Sample(input_ids, labels, draft.where)
+
+    def _ended(self, draft: Draft) -> str:
+        if draft.form == "turn":
+            return self.until_end_of_turn(draft.target)
+        is_open = draft.form == "plain" and not draft.target.endswith(self.eos)
+        return draft.target + self.eos if is_open else draft.target
+
+    def until_end_of_turn(self, target: str) -> str:
+        """Cuts what a template writes after the last end-of-turn token (ChatML: a newline): it is never generated."""
+        stripped = target.rstrip()
+        if stripped.endswith(self.special_tokens):  # a base model's EOS is not always what ends its turns
+            return stripped
+        head, eos, _ = target.rpartition(self.eos) if self.eos else ("", "", target)
+        return head + eos or target
+
+    def _target_ids(self, drafts: list[Draft], prompts: list[np.ndarray]) -> list[np.ndarray]:
+        targets = [self._ended(draft) for draft in drafts]
+        separate = self.token_ids(targets)
+        if not self.marks_text_start:
+            return separate
+        joint = self.token_ids([draft.prompt + target for draft, target in zip(drafts, targets, strict=True)])
+        trios = zip(prompts, joint, separate, strict=True)
+        return [
+            both[len(ids) :] if len(ids) and np.array_equal(both[: len(ids)], ids) else target
+            for ids, both, target in trios
+        ]
+
+
+def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name.
+
+    path: `model_name_or_path`.
+    chat_template_path: a Jinja file whose template replaces the tokenizer's own.
+
+    Raises UserError if either cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # from a missing file to a parse error inside the Rust library
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        expected = "expected a model folder with tokenizer.json or a hub name"
+        raise UserError(f"no tokenizer in {path}: {expected}; {reason}") from error
+    if chat_template_path is not None:
+        tokenizer.chat_template = _read_template(chat_template_path)
+    return tokenizer
+
+
+def _read_template(path: str | os.PathLike[str]) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        path = os.fspath(path)
+        raise UserError(f"chat_template_path: cannot read {path}: {reason}; expected a Jinja file") from error

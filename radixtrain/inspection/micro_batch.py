@@ -1,0 +1,102 @@
+"""One micro-batch of a training run, with the sequences that are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixtrain.collators.steps import Step
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.sample import Sample
+from radixtrain.data.steps import features_of
+from radixtrain.errors import UserError
+from radixtrain.tree.layout import INVERSE_INDICES, LABEL_INDICES, LOSS_WEIGHTS
+
+__all__ = ["MicroBatch", "conversations_of_steps", "micro_batch_of", "micro_batches"]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What the model receives at once, and where it comes from.
+
+    step, num_steps: which optimizer step of the first epoch, from 0, and how many there are.
+    index, num_micro_batches: which part of the step, from 0, and how many there are.
+    samples: its sequences, in the order of `radix_cu_seqlens`.
+    batch: as `RadixCollator` makes it for radixtrain's own loss.
+    num_step_labels: labelled tokens of the whole step, by which its loss is divided.
+    """
+
+    step: int
+    num_steps: int
+    index: int
+    num_micro_batches: int
+    samples: Sequence[Sample]
+    batch: dict[str, Any]
+    num_step_labels: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.batch[INVERSE_INDICES].numel())
+
+    @property
+    def num_padding(self) -> int:
+        return int(self.batch["input_ids"].numel()) - self.num_unique_tokens
+
+    @property
+    def num_unique_tokens(self) -> int:
+        """U, without padding."""
+        return int(torch.unique(self.batch[INVERSE_INDICES]).numel())
+
+    @property
+    def num_labels(self) -> int:
+        """Labelled tokens, each counted once for every sequence that learns it."""
+        weights: Tensor = self.batch[LOSS_WEIGHTS]
+        return len(weights) if LABEL_INDICES in self.batch else int(weights.sum())
+
+
+def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:
+    """All micro-batches of an optimizer step of the first epoch, as training collates them.
+
+    data: after its `setup("inspect")`.
+    step: from 0.
+
+    Raises UserError if there is no such step, and with `dedup: false`, whose batches share nothing.
+    """
+    if not data.hparams.dedup:
+        raise UserError("inspect shows what a batch shares, and with dedup: false nothing is; leave it out")
+    steps = conversations_of_steps(data)
+    if not 0 <= step < len(steps):
+        raise UserError(f"step: an epoch has the steps 0 to {len(steps) - 1}, got {step}")
+    samples = [sample for index in steps[step] for sample in data.conversations["train"][index]]
+    collated: Step = data.step_collator()(features_of(samples))
+    parts = zip(collated.members, collated.micro_batches, strict=True)
+    return [
+        MicroBatch(
+            step=step,
+            num_steps=len(steps),
+            index=index,
+            num_micro_batches=len(collated.micro_batches),
+            samples=[samples[member] for member in members],
+            batch=batch,
+            num_step_labels=collated.num_labels,
+        )
+        for index, (members, batch) in enumerate(parts)
+    ]
+
+
+def micro_batch_of(data: SFTData, step: int, index: int) -> MicroBatch:
+    """One micro-batch of a step, from 0. Raises UserError as `micro_batches`, and if the step has no such part."""
+    parts = micro_batches(data, step)
+    if not 0 <= index < len(parts):
+        raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
+    return parts[index]
+
+
+def conversations_of_steps(data: SFTData) -> list[list[int]]:
+    """The conversations of each step of the first epoch, by their index in `data.conversations["train"]`."""
+    return list(data.train_dataloader().sampler)

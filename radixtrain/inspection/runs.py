@@ -1,0 +1,146 @@
+"""The prefix tree of a micro-batch, read from the arrays that the model receives: runs of rows without a branch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixtrain.inspection.micro_batch import MicroBatch
+from radixtrain.inspection.tokens import Token, token_texts
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Prediction", "Run", "RunTree", "run_tree"]
+
+CONTEXT = 16  # tokens before a run that are decoded with it: characters may begin there, and blanks depend on it
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the loss asks a row for: the text of a token, and the weight of its cross-entropy."""
+
+    row: int
+    text: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows that the same sequences pass through, up to where one ends or they part.
+
+    rows: of the batch, from the first to one past the last.
+    tokens: one for each row. Its weight is that of all sequences that learn it.
+    sequences: all that pass through, by their index in the micro-batch. ends: those whose last token is the last row.
+    predictions: of the last row.
+    children: what follows, in the order of the rows, by index.
+    """
+
+    rows: tuple[int, int]
+    tokens: list[Token]
+    sequences: list[int]
+    ends: list[int]
+    predictions: list[Prediction]
+    children: list[int]
+
+
+@dataclass(frozen=True)
+class RunTree:
+    """runs: all of them, in the order of the rows. roots: those that nothing precedes, by index.
+    strays: predictions of a token that no sequence has next, because a row's own labels say so.
+    """
+
+    runs: list[Run]
+    roots: list[int]
+    strays: list[Prediction]
+
+
+def run_tree(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> RunTree:
+    """The tree of a micro-batch, with text and weights."""
+    paths, ids = paths_of(part), part.batch["input_ids"][0].numpy()
+    num_rows = max(int(path[-1]) for path in paths) + 1 if paths else 0
+    parents = np.full(num_rows, -1)
+    for path in paths:
+        parents[path[1:]] = path[:-1]
+    predicted = _predictions(part, tokenizer)
+    learned = {(one.row, token): one.weight for (_, token), one in predicted.items()}
+    tokens = _row_tokens(paths, ids, parents, learned, tokenizer)
+    starts = _run_starts(parents, [int(path[-1]) for path in paths])
+    by_row = starts.searchsorted(np.arange(num_rows), side="right") - 1
+    sequences, ends, children = (defaultdict[int, list[int]](list) for _ in range(3))
+    for number, path in enumerate(paths):
+        ends[int(by_row[path[-1]])].append(number)
+        for run in np.unique(by_row[path]).tolist():
+            sequences[run].append(number)
+    for run, start in enumerate(starts.tolist()):
+        children[int(by_row[parents[start]]) if parents[start] >= 0 else -1].append(run)
+    by_predictor = defaultdict(list)
+    for one in predicted.values():
+        by_predictor[one.row].append(one)
+    runs = [
+        Run((first, last), tokens[first:last], sequences[run], ends[run], by_predictor[last - 1], children[run])
+        for run, (first, last) in enumerate(pairwise([*starts.tolist(), num_rows]))
+    ]
+    found = set(zip(parents.tolist(), ids[:num_rows].tolist(), strict=True))
+    return RunTree(runs, children[-1], [one for key, one in predicted.items() if key not in found])
+
+
+def paths_of(part: MicroBatch) -> list[IntArray]:
+    """The rows of each sequence, in the order of its tokens."""
+    rows, bounds = part.batch[INVERSE_INDICES].numpy(), part.batch[CU_SEQLENS].tolist()
+    return [rows[start:end] for start, end in pairwise(bounds)]
+
+
+def _run_starts(parents: IntArray, last_rows: list[int]) -> IntArray:
+    """A run begins at a root, where its row does not follow the row before, or that one branches or ends a sequence."""
+    num_rows = len(parents)
+    num_children = np.bincount(parents[parents >= 0], minlength=num_rows)
+    stops = num_children > 1
+    stops[last_rows] = True
+    is_start = parents != np.arange(num_rows) - 1
+    is_start[1:] |= stops[:-1]
+    is_start[:1] = True
+    return np.flatnonzero(is_start)
+
+
+def _predictions(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> dict[tuple[int, int], Prediction]:
+    """By predicting row and label; weights that were given one by one are added up."""
+    batch = part.batch
+    rows = batch[PREDICTOR_INDICES][batch[PREDICTION_ROWS]].tolist()
+    labels = batch["shift_labels"][0].tolist()
+    weights: dict[tuple[int, int], float] = defaultdict(float)
+    for row, label, weight in zip(rows, labels, batch[LOSS_WEIGHTS].tolist(), strict=True):
+        weights[row, label] += weight
+    return {(row, label): Prediction(row, _text_of(label, tokenizer), each) for (row, label), each in weights.items()}
+
+
+def _text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    return token_texts([token], tokenizer)[0]
+
+
+def _row_tokens(
+    paths: list[IntArray],
+    ids: IntArray,
+    parents: IntArray,
+    learned: dict[tuple[int, int], float],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Token]:
+    """A token for each row; a row is decoded on the first path that reaches it."""
+    texts: list[str | None] = [None] * len(parents)
+    for path in paths:
+        known = sum(texts[row] is not None for row in path.tolist())
+        start = max(0, known - CONTEXT)
+        decoded = token_texts(ids[path[start:]], tokenizer)
+        for row, text in zip(path[known:].tolist(), decoded[known - start :], strict=True):
+            texts[row] = text
+    special = set(tokenizer.all_special_ids)
+    return [
+        Token(text or "", (parent, token) in learned, token in special, learned.get((parent, token), 1.0))
+        for text, parent, token in zip(texts, parents.tolist(), ids[: len(parents)].tolist(), strict=True)
+    ]

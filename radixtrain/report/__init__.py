@@ -1,0 +1,1 @@
+"""What radixtrain brings on a data set, before anything is trained."""

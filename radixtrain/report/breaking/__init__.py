@@ -1,0 +1,1 @@
+"""What breaks sharing: prompts that are nearly the same and part early, and why."""

@@ -1,0 +1,152 @@
+"""What a report says: plain numbers and texts, which the terminal and the page show alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Break", "DataReport", "Example", "GpuEstimate", "Setting", "SplitCost", "TreeNode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeNode:
+    """A run of tokens that the same sequences share, up to the place where they part.
+
+    text: the run decoded, shortened in its middle if it is long.
+    num_tokens: of the run.
+    num_sequences: that pass through it.
+    children: what follows it, the most sequences first.
+    num_hidden_children: children that are left out of the picture, and the sequences and tokens in them.
+    """
+
+    text: str
+    num_tokens: int
+    num_sequences: int
+    children: tuple[TreeNode, ...] = ()
+    num_hidden_children: int = 0
+    num_hidden_sequences: int = 0
+    num_hidden_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run would be with these settings.
+
+    r: tokens per computed token.
+    best_r: the same if every step were one micro-batch.
+    speedup: predicted, of a training step, against the ordinary padded baseline on this machine. None: not predicted.
+    seconds_per_epoch: predicted. memory_bytes: predicted peak of a step, weights and optimizer included.
+    """
+
+    batch_size: int
+    max_tokens: int
+    group_by_prefix: bool
+    r: float
+    best_r: float
+    speedup: float | None = None
+    seconds_per_epoch: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuEstimate:
+    """What the arithmetic allows on a device that is not here: operations divided by its peak, not a measurement.
+
+    teraflops: its peak for dense products in bfloat16, from the data sheet. memory_bytes: of the device.
+    ideal_speedup: operations of the ordinary step over those of the deduplicated one, the same on every device.
+    seconds_per_epoch, ordinary_seconds_per_epoch: at the peak, which no run reaches: a lower bound.
+    """
+
+    name: str
+    teraflops: float
+    ideal_speedup: float
+    seconds_per_epoch: float
+    ordinary_seconds_per_epoch: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCost:
+    """The same conversations as whole chats and as one sample per assistant turn.
+
+    whole_tokens, split_tokens: of all sequences. whole_unique, split_unique: that are computed.
+    """
+
+    num_conversations: int
+    num_samples: int
+    whole_tokens: int
+    whole_unique: int
+    split_tokens: int
+    split_unique: int
+    rewrites_history: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One row at the place where it parts from the others.
+
+    where: `file:line`. before: the text just before. value: what differs. after: the text that follows it.
+    """
+
+    where: str
+    before: str
+    value: str
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break:
+    """A cause for which prompts that are nearly the same part early.
+
+    cause: a date, a UUID, a name, the order of tools, white space, another version of the template, the order of the
+        examples ...
+    num_sequences: that it touches. num_values: different values among them. at_token: where they part, the median.
+    tokens_saved: computed tokens of an epoch that would be saved if it stood at the end of the prompt; for an order,
+        white space or a version: if all rows had the same. The other breaks count as fixed: these do not add up.
+    advice: what to do about it, a sentence.
+    """
+
+    cause: str
+    num_sequences: int
+    num_values: int
+    at_token: int
+    tokens_saved: int
+    advice: str
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """Everything that `radixtrain report` found.
+
+    length_quantiles: of the samples in tokens: `{"min": 12, "10 %": 40, "50 %": ..., "90 %", "99 %", "max"}`.
+    num_prompts: distinct shared prompts. tree: its root has an empty text.
+    settings: a grid of batch sizes and max_tokens; best: one of them; command: it as a command to paste.
+    environment: machine and versions, for the foot of the page.
+    notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
+    hints: sentences: what a larger batch or group_by_prefix would bring.
+    """
+
+    title: str
+    model: str
+    num_rows: int
+    num_samples: int
+    num_tokens: int
+    num_unique_tokens: int
+    num_labels: int
+    num_prompts: int
+    length_quantiles: dict[str, int]
+    max_length: int | None
+    num_over_length: int
+    longest: int
+    sources: dict[str, int]
+    split: SplitCost | None
+    tree: TreeNode
+    current: Setting
+    settings: tuple[Setting, ...]
+    best: Setting
+    command: str
+    gpus: tuple[GpuEstimate, ...]
+    breaks: tuple[Break, ...]
+    environment: dict[str, str]
+    notes: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()

@@ -1,0 +1,182 @@
+"""How much the steps of an epoch share, by the settings that decide it: r, from a sample of steps.
+
+r depends on which conversations make a step (`batch_size`, `group_by_prefix`) and on how a step is cut (`max_tokens`).
+The first epoch is drawn as `fit` draws it, and some of its steps, at equal distances, are collated as `fit` does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from radixtrain.collators.grouping import GroupedOrder, batches_of
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.grouping import conversation_groups, grouped_order
+from radixtrain.data.sample import Sample
+from radixtrain.data.steps import StepSampler, features_of
+from radixtrain.data.weights import epoch_size
+from radixtrain.report.counts import CountedStep, Features, counted_step
+from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.cost_model import StepCost
+from radixtrain.tree.groups import PrefixGroups
+from radixtrain.tree.sorting import sort_sequences
+
+__all__ = ["Draw", "Epoch", "SampledSteps", "length_quantiles", "num_distinct_tokens", "num_shared_prompts"]
+
+BATCH_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_TOKENS_FACTORS = (0.25, 0.5, 1, 2, 4)
+MAX_STEPS = 16
+QUANTILES = {"min": 0.0, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
+SHORTEST_PROMPT = 16  # tokens, the resolution of `find_prefix_groups`
+MAX_SORTED_TOKENS = 32_000_000  # 8 bytes each
+
+
+@dataclass(frozen=True, order=True)
+class Draw:
+    """What decides how much steps share: the keys of `data` with these names. A plain shuffle is False, not 1."""
+
+    batch_size: int
+    max_tokens: int
+    group_by_prefix: bool | int = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledSteps:
+    """Some steps of an epoch. scale: conversations of the whole epoch for each one of the sample."""
+
+    draw: Draw
+    steps: tuple[CountedStep, ...]
+    scale: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(step.num_tokens for step in self.steps)
+
+    @property
+    def r(self) -> float:
+        """Tokens per computed token."""
+        return self.num_tokens / sum(step.num_rows for step in self.steps)
+
+    @property
+    def best_r(self) -> float:
+        """The same if every step were one micro-batch, and every branch taken."""
+        return self.num_tokens / sum(step.num_unique_tokens for step in self.steps)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Epoch:
+    """The conversations of an epoch, and how they are drawn.
+
+    lengths: (num_samples,), int64. tokens of each sample.
+    weights: how often each conversation comes, as for `StepSampler`.
+    collator: with `dedup`; its `max_tokens` is replaced. step_cost: that it chooses by, or None.
+    """
+
+    conversations: Sequence[Sequence[Sample]]
+    lengths: IntArray
+    seed: int
+    shuffle: bool
+    collator: StepCollator
+    step_cost: StepCost | None = None
+    weights: np.ndarray | None = None
+    _groupings: dict[tuple[int, bool | int], GroupedOrder | None] = field(default_factory=dict, init=False)
+
+    @property
+    def size(self) -> int:
+        """Conversations, each as often as it comes."""
+        return len(self.conversations) if self.weights is None else epoch_size(self.weights)
+
+    @cached_property
+    def groups(self) -> PrefixGroups:
+        """Of conversations whose first samples begin alike. Reads each of these once."""
+        return conversation_groups(self.conversations)
+
+    def sampled(self, draw: Draw, max_seconds: float) -> SampledSteps:
+        """Steps of the first epoch, as many as can be counted in this time, and at least one.
+
+        A last step that holds fewer conversations than the others is left out, unless it is the only one.
+        """
+        began = time.perf_counter()
+        collator = replace(self.collator, max_tokens=draw.max_tokens)
+        counted, num_conversations = [], 0
+        for batch in self._batches(draw):
+            counted.append(counted_step(self.features(batch), collator, self.step_cost))
+            num_conversations += len(batch)
+            if time.perf_counter() - began > max_seconds:
+                break
+        return SampledSteps(draw=draw, steps=tuple(counted), scale=self.size / num_conversations)
+
+    def features(self, batch: Sequence[int]) -> Features:
+        """The sequences of these conversations."""
+        return features_of(sample for index in batch for sample in self.conversations[index])
+
+    def first_batches(self, draw: Draw, number: int) -> list[list[int]]:
+        """The conversations of some full steps."""
+        return self._batches(draw)[:number]
+
+    def settings_grid(self, own: Draw, least_max_tokens: int) -> list[Draw]:
+        """Draws to compare: other batch sizes with the user's `max_tokens`, and the other way round, plain and grouped.
+
+        own: the user's, which is one of them. least_max_tokens: the longest sequence has to fit.
+
+        Grouped ones are left out if they would be plain: conversations are not shuffled, or a shuffle is good enough.
+        """
+        sizes = {size for size in BATCH_SIZES if size <= self.size} | {own.batch_size}
+        budgets = {int(own.max_tokens * factor) for factor in MAX_TOKENS_FACTORS}
+        cross = {(size, own.max_tokens) for size in sizes}
+        cross |= {(own.batch_size, budget) for budget in budgets if budget >= least_max_tokens}
+        together = own.group_by_prefix or True
+        grouped = {size for size in sizes if self.shuffle and self._grouping(size, together)}
+        draws = [Draw(*each, together) for each in cross if each[0] in grouped]
+        return sorted({own, *draws, *(Draw(*each) for each in cross)})
+
+    def _batches(self, draw: Draw) -> list[list[int]]:
+        size, total = draw.batch_size, self.size
+        grouping = self._grouping(size, draw.group_by_prefix)
+        sampler = StepSampler(len(self.conversations), size, self.shuffle, self.seed, grouping, self.weights)
+        return batches_of(sampler.order()[: max(total // size, 1) * size], size, MAX_STEPS)
+
+    def _grouping(self, batch_size: int, group_by_prefix: bool | int) -> GroupedOrder | None:
+        """What draws such steps, made once; None for a plain shuffle."""
+        key = batch_size, group_by_prefix
+        if key not in self._groupings:
+            wanted = group_by_prefix if isinstance(group_by_prefix, bool) else min(group_by_prefix, batch_size)
+            groups = self.groups if wanted else None
+            self._groupings[key] = grouped_order(self.conversations, batch_size, wanted, self.seed, groups)
+        return self._groupings[key]
+
+
+def length_quantiles(lengths: IntArray) -> dict[str, int]:
+    """Tokens of the shortest sample, of the median, ..., of the longest."""
+    found = np.quantile(lengths, list(QUANTILES.values()), method="nearest")
+    return dict(zip(QUANTILES, map(int, found), strict=True))
+
+
+def num_shared_prompts(groups: PrefixGroups) -> int:
+    """Distinct prompts: beginnings of at least 16 tokens that several conversations share, counted where they part.
+
+    A beginning that goes on with a longer shared one is not counted besides it. One that saves less than a tenth of its
+    conversations' tokens is not a prompt, see `find_prefix_groups`: questions start with the same words by accident.
+    Conversations that share nothing have no shared prompt.
+    """
+    inner = set(groups.parent[1:].tolist())
+    leaves = [group for group in range(1, len(groups) + 1) if group not in inner]
+    return len(leaves) or int(groups.depth[0] >= SHORTEST_PROMPT)
+
+
+def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:
+    """Tokens, and those left if all that begins alike were computed once: of all sequences as a single tree.
+
+    Of a sample of the conversations if the epoch is longer than `MAX_SORTED_TOKENS`.
+    """
+    total = int(epoch.lengths.sum())
+    step = max(1, -(-total // MAX_SORTED_TOKENS))
+    chosen = range(0, len(epoch.conversations), step)
+    sequences = [sample.input_ids for index in chosen for sample in epoch.conversations[index]]
+    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+    by_order = sort_sequences(np.concatenate(sequences), cumulative(lengths))
+    return int(lengths.sum()), int((by_order.lengths - by_order.lcp).sum())

@@ -1,0 +1,167 @@
+"""A report in the terminal: the numbers of the page, the top of the tree, and the command to paste."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from radixtrain.report.contents import Break, DataReport, GpuEstimate, Setting, TreeNode
+from radixtrain.report.wording import bytes_text, duration, headline, prediction, ratio, split_sentence
+
+__all__ = ["print_report"]
+
+MAX_RUNS = 14  # of the tree
+WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves
+MAX_TEXT = 60  # characters of a run
+NOTHING = "-"
+
+
+def print_report(report: DataReport, console: Console | None = None) -> None:
+    """Print it. Texts of the data are shown as they are, never as markup or control codes."""
+    console = console or Console(highlight=False)
+    console.print(Text(f"{report.title}, for {report.model}", style="bold"))
+    _paragraph(console, f"{headline(report)}.")
+    _paragraph(console, prediction(report.current))
+    console.print()
+    console.print(_data_table(report))
+    if report.split is not None:
+        _paragraph(console, split_sentence(report.split))
+    console.print(_settings_table(report))
+    if report.gpus:
+        console.print(_gpu_table(report.gpus))
+    console.print(_tree(report.tree))
+    _breaks(console, report.breaks)
+    _list(console, "What else would help", report.hints)
+    _list(console, "Notes", report.notes)
+    console.print(Text("The best setting, as a command:" if report.best != report.current else "To train:"))
+    console.print(Text(f"  {report.command}", style="bold"), soft_wrap=True)
+
+
+def _data_table(report: DataReport) -> Table:
+    quantiles = ", ".join(f"{name} {tokens:,}" for name, tokens in report.length_quantiles.items())
+    long = f"{report.num_over_length:,} over max_length {report.max_length:,}" if report.max_length else "no max_length"
+    lines = {
+        "rows": f"{report.num_rows:,}, {report.num_samples:,} samples",
+        "tokens": f"{report.num_tokens:,}, of which {report.num_labels:,} bear loss",
+        "shared prompts": f"{report.num_prompts:,}" if report.num_prompts else "none",
+        "distinct tokens": f"{report.num_unique_tokens:,}, if all rows were one batch",
+        "lengths": f"{quantiles}; {long}, the longest {report.longest:,}",
+    }
+    if len(report.sources) > 1:
+        lines["sources"] = ", ".join(f"{name}: {count:,}" for name, count in report.sources.items())
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in lines.items():
+        table.add_row(Text(name, style="dim"), Text(text))
+    return table
+
+
+def _settings_table(report: DataReport) -> Table:
+    """All settings; the user's own and the best one are named."""
+    table = _table("Settings of data, and what a step and an epoch would be")
+    for name in ("batch_size", "max_tokens", "grouped", "r", "best r", "speed-up", "epoch", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for setting in report.settings:
+        table.add_row(*map(Text, _cells(setting)), Text(_names(setting, report)), style=_style(setting, report))
+    return table
+
+
+def _cells(setting: Setting) -> list[str]:
+    return [
+        f"{setting.batch_size:,}",
+        f"{setting.max_tokens:,}",
+        "yes" if setting.group_by_prefix else "no",
+        ratio(setting.r),
+        ratio(setting.best_r),
+        NOTHING if setting.speedup is None else f"{ratio(setting.speedup)}x",
+        NOTHING if setting.seconds_per_epoch is None else duration(setting.seconds_per_epoch),
+        NOTHING if setting.memory_bytes is None else bytes_text(setting.memory_bytes),
+    ]
+
+
+def _names(setting: Setting, report: DataReport) -> str:
+    names = {"yours": report.current, "best": report.best}
+    return ", ".join(name for name, each in names.items() if each == setting)
+
+
+def _style(setting: Setting, report: DataReport) -> str:
+    return "bold" if setting in (report.current, report.best) else ""
+
+
+def _gpu_table(gpus: Iterable[GpuEstimate]) -> Table:
+    table = _table("By operations at the peak of the device: a lower bound, not a measurement")
+    for name in ("device", "ideal speed-up", "epoch", "ordinary epoch"):
+        table.add_column(name, justify="left" if name == "device" else "right")
+    for gpu in gpus:
+        times = (duration(seconds) for seconds in (gpu.seconds_per_epoch, gpu.ordinary_seconds_per_epoch))
+        table.add_row(gpu.name, f"{ratio(gpu.ideal_speedup)}x", *times)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=f"\n{title}", title_justify="left", title_style="", box=None, padding=(0, 1, 0, 0))
+
+
+def _tree(root: TreeNode) -> Tree:
+    """The runs that save most, level by level: at most `MAX_RUNS`, and none that saves less than `WORTH_A_LINE`."""
+    top = Tree(Text("\nThe prefix tree"))
+    waiting, num_shown = deque([(root, top)]), 0
+    least = WORTH_A_LINE * max((_saved(child) for child in root.children), default=0)
+    while waiting:
+        node, branch = waiting.popleft()
+        shown = [child for child in node.children if _saved(child) > least][: MAX_RUNS - num_shown]
+        num_shown += len(shown)
+        for child in shown:
+            waiting.append((child, branch.add(_run(child))))
+        hidden = node.num_hidden_children + len(node.children) - len(shown)
+        if hidden:
+            branch.add(Text(_count_of_branches(hidden, bool(shown)), style="dim"))
+    return top
+
+
+def _count_of_branches(number: int, are_others_shown: bool) -> str:
+    return f"{number:,}{' more' if are_others_shown else ''} branch{'es' if number > 1 else ''}"
+
+
+def _saved(node: TreeNode) -> int:
+    """Tokens that its sequences share."""
+    return node.num_tokens * (node.num_sequences - 1)
+
+
+def _run(node: TreeNode) -> Text:
+    text = " ".join(node.text.split())
+    shown = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} ... {text[-MAX_TEXT // 2 :]}"
+    return Text.assemble((f"{node.num_sequences:,} x {node.num_tokens:,} tokens  ", "cyan"), _visible(shown))
+
+
+def _breaks(console: Console, breaks: Iterable[Break]) -> None:
+    found = list(breaks)
+    console.print(Text("\nWhat breaks sharing" if found else "\nNothing was found that breaks sharing."))
+    for each in found:
+        _paragraph(console, f"  {each.cause}: {each.tokens_saved:,} computed tokens of an epoch. {each.advice}")
+        for example in each.examples[:1]:
+            text = f"    {example.where}: ...{example.before}[{example.value}]{example.after}..."
+            console.print(Text(_visible(" ".join(text.split())), style="dim"), soft_wrap=False)
+
+
+def _list(console: Console, title: str, sentences: Iterable[str]) -> None:
+    lines = list(sentences)
+    if lines:
+        console.print(Text(f"\n{title}"))
+        for line in lines:
+            _paragraph(console, f"- {line}")
+    console.print()
+
+
+def _paragraph(console: Console, text: str) -> None:
+    console.print(Text(_visible(text)))
+
+
+def _visible(text: str) -> str:
+    """Without control codes, which a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)

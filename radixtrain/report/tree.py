@@ -1,0 +1,113 @@
+"""The prefix tree of a data set as text, pruned to the runs through which most tokens go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixtrain.data.tokens.decode import shortened, text_of_run
+from radixtrain.report.contents import TreeNode
+from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["prefix_tree"]
+
+MAX_CHARACTERS = 600  # of the text of a node
+
+
+def prefix_tree(sequences: Sequence[IntArray], tokenizer: PreTrainedTokenizerBase, max_nodes: int = 200) -> TreeNode:
+    """The tree of runs that these sequences share. Its root has an empty text and no tokens.
+
+    sequences: (L,) each, int64. token ids. They are in memory at once with five times their size: give a sample.
+    max_nodes: most nodes below the root. The nodes are kept through which most tokens go, those below them counted;
+        `num_hidden_tokens` counts the unique tokens of what is left out.
+
+    Raises ValueError if `max_nodes` is below 1.
+    """
+    if max_nodes < 1:
+        raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
+    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+    packed = np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
+    plan = build_prefix_plan(packed, cumulative(lengths))
+    return _Drawing(plan, packed, tokenizer, max_nodes).root()
+
+
+class _Drawing:
+    """Nodes of the plan's segments, cut further where a sequence ends: after it fewer go on.
+
+    starts: (S+1,). first unique row of each run, and U. ends: (S,). one past the last row of all that follows it.
+    passing: (S,). sequences that go through it.
+    """
+
+    def __init__(self, plan: PrefixPlan, packed: IntArray, tokenizer: PreTrainedTokenizerBase, max_nodes: int):
+        self.plan, self.packed, self.tokenizer = plan, packed, tokenizer
+        fewer = (np.diff(plan.counts) != 0).nonzero()[0] + 1
+        self.starts = np.union1d(plan.segment_starts, fewer)
+        segments = plan.segment_starts.searchsorted(self.starts[:-1], side="right") - 1
+        self.ends, self.passing = plan.subtree_ends[segments], plan.counts[self.starts[:-1]]
+        self.kept = self._heaviest(max_nodes)
+        self.children: dict[int, list[int]] = {}
+        for run, parent in enumerate(self._parents(segments)):
+            self.children.setdefault(parent, []).append(run)
+
+    def _parents(self, segments: IntArray) -> list[int]:
+        """(S,). the run before each in its segment, or the last one of the segment above; -1 at a root."""
+        parents = np.arange(len(segments)) - 1
+        above = self.plan.segment_parents[segments]
+        last_rows = self.plan.segment_starts[above + 1] - 1
+        last_runs = np.where(above < 0, -1, self.starts.searchsorted(last_rows, side="right") - 1)
+        is_first = self.starts[:-1] == self.plan.segment_starts[segments]
+        found: list[int] = np.where(is_first, last_runs, parents).tolist()
+        return found
+
+    def _heaviest(self, max_nodes: int) -> set[int]:
+        """A parent has at least the tokens of its child and a smaller index, so a stable sort keeps it first."""
+        tokens_before = cumulative(self.plan.counts)
+        below = tokens_before[self.ends] - tokens_before[self.starts[:-1]]
+        return set(np.argsort(-below, kind="stable")[:max_nodes].tolist())
+
+    def root(self) -> TreeNode:
+        """Built from the leaves up: a conversation of 1,000 turns is 1,000 deep."""
+        nodes: dict[int, TreeNode] = {}
+        for run in sorted(self.kept, reverse=True):
+            nodes[run] = self._node(run, nodes)
+        return self._above(-1, nodes, text="", num_tokens=0, num_sequences=self.plan.num_sequences)
+
+    def _node(self, run: int, nodes: dict[int, TreeNode]) -> TreeNode:
+        start, end = int(self.starts[run]), int(self.starts[run + 1])
+        return self._above(
+            run,
+            nodes,
+            text=shortened(self._text(start, end), MAX_CHARACTERS),
+            num_tokens=end - start,
+            num_sequences=int(self.passing[run]),
+        )
+
+    def _above(
+        self, run: int, nodes: dict[int, TreeNode], *, text: str, num_tokens: int, num_sequences: int
+    ) -> TreeNode:
+        """The node of a run, given those of its children that are kept."""
+        below = sorted(self.children.get(run, []), key=lambda child: -self.passing[child])
+        hidden = np.array([child for child in below if child not in nodes], dtype=np.int64)
+        return TreeNode(
+            text=text,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            children=tuple(nodes[child] for child in below if child in nodes),
+            num_hidden_children=len(hidden),
+            num_hidden_sequences=int(self.passing[hidden].sum()),
+            num_hidden_tokens=int((self.ends[hidden] - self.starts[hidden]).sum()),
+        )
+
+    def _text(self, start: int, end: int) -> str:
+        """Of unique tokens, from the first sequence that has them."""
+        bounds = self.plan.cu_seqlens
+        last = int(self.plan.gather_indices[end - 1])
+        begin = int(bounds[bounds.searchsorted(last, side="right") - 1])
+        depth = int(self.plan.position_ids[start])
+        return text_of_run(self.tokenizer, self.packed[begin : last + 1], depth, last + 1 - begin)

@@ -1,0 +1,157 @@
+"""What can be known to go wrong before a row is read: the weights, the room for what a run writes, misspelt metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from radixtrain.errors import UserError
+
+__all__ = ["METRICS", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]
+
+# What a run logs. A callback of Lightning may watch one of these.
+METRICS = (
+    *("loss", "grad_norm", "learning_rate", "r", "best_r"),
+    *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
+)
+WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+COPIES = 2  # of the state, in the default checkpoints: `step=N.ckpt` and `last.ckpt`
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
+
+
+def num_stored_parameters(model_name_or_path: str) -> int | None:
+    """Numbers in the weights of a folder, or of a hub name that was downloaded. Reads only the files' headers.
+
+    None if that is not known: the weights are not downloaded yet, or the folder holds only an adapter.
+
+    Raises UserError if there are no weights, or a file of them is incomplete.
+    """
+    files = _weight_files(model_name_or_path)
+    return None if files is None else sum(_num_parameters(path) for path in files)
+
+
+def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, settings: Any, checkpoints: bool) -> int:
+    """Bytes that the run writes into `output_dir`, at least.
+
+    settings: of a `RadixModule`. checkpoints: whether the default ones are written.
+
+    Raises UserError if the folder cannot be made or written to, or if the disk has less room.
+    """
+    above = Path(output_dir).absolute()
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise UserError(f"output_dir {output_dir}: {above} is a file; name a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir {output_dir}: {above} cannot be written to; name another folder")
+    weights = BYTES[settings.dtype] * (num_parameters or 0)
+    state = weights if settings.use_peft else 3 * weights  # AdamW keeps two numbers for each trained one
+    needed = weights + (COPIES * state if checkpoints else 0)
+    free = shutil.disk_usage(above).free
+    if needed > free:
+        raise UserError(
+            f"output_dir {output_dir}: the run writes at least {_gigabytes(needed)} (the model, and checkpoints of "
+            f"about {_gigabytes(state)}), and {_gigabytes(free)} are free; name a folder on a larger disk, or set "
+            f"trainer.enable_checkpointing: false for the model alone"
+        )
+    return needed
+
+
+def check_monitors(callbacks: Iterable[Any], has_validation: bool) -> None:
+    """UserError if a callback watches a metric that the run does not log."""
+    for callback in callbacks:
+        watched = getattr(callback, "monitor", None)
+        if not isinstance(watched, str):
+            continue
+        place = f"trainer.callbacks: {type(callback).__name__}: monitor"
+        if watched not in METRICS:
+            close = get_close_matches(watched, METRICS, n=1)
+            meant = f", did you mean {close[0]}?" if close else f"; a run logs {', '.join(METRICS)}"
+            raise UserError(f"{place}: no metric {watched!r}{meant}")
+        if watched == "eval_loss" and not has_validation:
+            raise UserError(f"{place}: eval_loss needs rows for it: set data.validation_file or data.val_size")
+
+
+def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ckpt_path: str | None) -> str:
+    """A notice, or nothing: `fit` is about to replace an earlier run, or another command takes weights from elsewhere.
+
+    model_folder: where `fit` leaves the model.
+    """
+    if ckpt_path is not None or not (model_folder / "config.json").is_file():
+        return ""
+    if subcommand == "fit":
+        return f"{model_folder.parent} holds an earlier run: its checkpoints and {model_folder.name}/ will be replaced"
+    if (
+        subcommand not in ("validate", "test", "predict")
+        or Path(model_name_or_path).resolve() == model_folder.resolve()
+    ):
+        return ""
+    return (
+        f"{subcommand} takes the weights of {model_name_or_path}; for those of the run in {model_folder.parent} set "
+        f"model.model_name_or_path: {model_folder}"
+    )
+
+
+def _weight_files(model_name_or_path: str) -> list[Path] | None:
+    folder = Path(model_name_or_path)
+    if folder.is_dir():
+        return None if (folder / "adapter_config.json").is_file() else _of_folder(folder, model_name_or_path)
+    try:
+        found = [try_to_load_from_cache(model_name_or_path, name) for name in (WHOLE, SHARDED)]
+    except HFValidationError:  # not a name that the hub could have
+        raise UserError(f"model.model_name_or_path: no such folder: {model_name_or_path}") from None
+    cached = [Path(path) for path in found if isinstance(path, str)]
+    if cached:
+        return _of_folder(cached[0].parent, model_name_or_path)
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"model.model_name_or_path {model_name_or_path!r}: no such folder, no downloaded weights of that name, and "
+            f"HF_HUB_OFFLINE forbids to download them"
+        )
+    return None
+
+
+def _of_folder(folder: Path, name: str) -> list[Path]:
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    if not (folder / SHARDED).is_file():
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(pattern))
+        hint = f"; {others[0]} is of another format: convert it to safetensors" if others else ""
+        raise UserError(f"model.model_name_or_path {name!r}: no weights ({WHOLE} or {SHARDED}) in the folder{hint}")
+    shards = set(json.loads((folder / SHARDED).read_text(encoding="utf-8"))["weight_map"].values())
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise UserError(
+            f"model.model_name_or_path {name!r}: {len(missing)} of {len(shards)} files of the weights are missing, "
+            f"{missing[0]} is the first; copy or download the model again"
+        )
+    return [folder / shard for shard in sorted(shards)]
+
+
+def _num_parameters(path: Path) -> int:
+    """From the header of a safetensors file: its length (8 bytes), then JSON; the tensors follow, to the file's end."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(header_size, size)))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + header_size + max(entry["data_offsets"][1] for entry in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: the weights cannot be read, the file is damaged; copy or download it again") from None
+    if size != end:
+        raise UserError(f"{path}: the weights are incomplete, {size:,} of {end:,} bytes; copy or download it again")
+    return sum(math.prod(entry["shape"]) for entry in tensors)
+
+
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:,.1f} GB"

@@ -1,0 +1,132 @@
+"""What stands beside the trained weights: README.md, the model card of Hugging Face, and the settings of the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCardData
+
+__all__ = ["CARD", "MARK", "SETTINGS", "documents", "masked"]
+
+CARD, SETTINGS = "README.md", "radixtrain.yaml"
+MARK = "<!-- written by radixtrain -->"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
+SECRET_KEYS = re.compile(r"(^|_)(api_?key|key|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
+SECRET_TEXT = re.compile(
+    r"hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abp]-[\w-]{10,}|"
+    r"A[KS]IA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+SHOWN = (  # settings of the card, if they are in the configuration
+    *("batch_size", "max_tokens", "max_length", "split_turns", "assistant_only_loss", "completion_only_loss"),
+    *("group_by_prefix", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_peft", "dedup"),
+)
+LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+{inputs}
+output = model.generate(**inputs, max_new_tokens=200)
+print(tokenizer.decode(output[0][inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+```"""
+CHAT = """messages = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
+PLAIN = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
+
+
+def documents(
+    config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], has_chat_template: bool
+) -> dict[str, str]:
+    """Names and texts of the files: the card, and the configuration without secrets.
+
+    config: with the sections `model` and `data`, and whatever else made the model.
+    results: what the run reached, by name: loss, r, ...
+    data: what it was trained on, by name: rows, tokens, ...
+    """
+    clean = masked(dict(config))
+    settings = yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
+    return {CARD: _card(clean, results, data, has_chat_template), SETTINGS: settings}
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """The same configuration with `***` for what looks like a password or an access token, by its key or its text."""
+    if isinstance(value, Mapping):
+        return {key: masked(entry, str(key)) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(entry, name) for entry in value]
+    if not isinstance(value, str):
+        return value if isinstance(value, bool | int | float | None) else str(value)
+    return "***" if value and SECRET_KEYS.search(name) else SECRET_TEXT.sub("***", value)
+
+
+def _card(
+    config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], has_chat_template: bool
+) -> str:
+    settings = {**config.get("data", {}), **config.get("model", {})}
+    base, sources = str(settings["model_name_or_path"]), _sources(settings.get("train_file"))
+    shown = base if _is_of_hub(base) else Path(base).name  # no folder of this machine
+    names = (*SHOWN, *(LORA if settings.get("use_peft") else ()))
+    shown_settings = {key: _as_yaml(settings[key]) for key in names if key in settings}
+    sections = {
+        "Use": USE.format(inputs=CHAT if has_chat_template else PLAIN),
+        "Data": _table({"files": ", ".join(Path(source).name for source in sources), **data}),
+        "Results": _table(results),
+        "Settings": f"{_table(shown_settings)}\n\nAll of them: `{SETTINGS}`.",
+        "Versions": _table(_versions()),
+    }
+    body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items() if text)
+    made = "`radixtrain` computes once what the rows of a batch have in common; the gradient is the ordinary one."
+    head = f"---\n{_front_matter(base, sources, bool(settings.get('use_peft')))}\n---\n{MARK}\n\n# {shown}, fine-tuned"
+    return f"{head}\n\nSupervised fine-tuning of `{shown}` with `radixtrain`. {made}\n\n{body}\n"
+
+
+def _front_matter(base: str, sources: Iterable[str], is_lora: bool) -> str:
+    """Only names of the hub are links there, so a folder of this machine is not named."""
+    card = ModelCardData(
+        base_model=base if _is_of_hub(base) else None,
+        datasets=[source for source in sources if _is_of_hub(source)] or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["radixtrain", "sft", *(["lora"] if is_lora else [])],
+    )
+    return str(card.to_yaml())
+
+
+def _is_of_hub(name: str) -> bool:
+    return HUB_NAME.fullmatch(name) is not None and not Path(name).exists() and not DATA_FILE.search(name)
+
+
+def _sources(files: Any) -> list[str]:
+    """What `data.train_file` names: a path, or a list of paths and of mappings with a `path`."""
+    listed = files if isinstance(files, list | tuple) else [files] if files else []
+    return [str(each["path"]) if isinstance(each, Mapping) else str(each) for each in listed]
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in ("radixtrain", "torch", "transformers", "lightning", "peft"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _as_yaml(value: Any) -> str:
+    return str(yaml.safe_dump(value, default_flow_style=True)).removesuffix("...\n").strip()
+
+
+def _table(entries: Mapping[str, str]) -> str:
+    rows = [
+        f"| {name} | {' '.join(text.split()).replace('|', chr(92) + '|')} |" for name, text in entries.items() if text
+    ]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""

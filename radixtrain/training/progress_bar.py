@@ -1,0 +1,164 @@
+"""How far a run is: a bar on a terminal, single lines anywhere else. Both go to stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from tqdm import tqdm
+
+from radixtrain.training.optimizer import num_steps_of_run
+
+__all__ = ["NoticeHandler", "ProgressLine", "ProgressLines", "progress_bar"]
+
+# Logged metric -> its name and form on the screen, the most watched first: a narrow terminal cuts the end.
+SHOWN = {
+    "loss": ("loss", "{:.4f}"),
+    "eval_loss": ("eval_loss", "{:.4f}"),
+    "r": ("r", "{:.1f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "learning_rate": ("lr", "{:.1e}"),
+    "grad_norm": ("grad_norm", "{:.2f}"),
+}
+SECONDS_BETWEEN_LINES = 1.0
+
+
+def progress_bar() -> ProgressBar:
+    """A bar if a person looks at stderr, lines if it is a file or a pipe."""
+    return ProgressLine() if sys.stderr.isatty() else ProgressLines()
+
+
+class NoticeHandler(logging.StreamHandler):
+    """Log lines on stderr that stand above a progress bar, and not behind it in its line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
+
+
+class ProgressLine(TQDMProgressBar):
+    """Lightning's bar with short names and readable numbers. Loggers receive the full names and all digits."""
+
+    BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+        return _readable(super().get_metrics(trainer, pl_module))
+
+    def init_sanity_tqdm(self) -> Tqdm:
+        return self._bar(self.sanity_check_description, leave=False)
+
+    def init_train_tqdm(self) -> Tqdm:
+        return self._bar(self.train_description, leave=True)
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """Under the bar of the training, if there is one."""
+        is_second = self.trainer.state.fn != "validate"
+        return self._bar(self.validation_description, leave=not is_second, position=int(is_second))
+
+    def init_test_tqdm(self) -> Tqdm:
+        return self._bar(self.test_description, leave=True)
+
+    def init_predict_tqdm(self) -> Tqdm:
+        return self._bar(self.predict_description, leave=True)
+
+    def _bar(self, description: str, leave: bool, position: int = 0) -> Tqdm:
+        form = {"dynamic_ncols": True, "bar_format": self.BAR_FORMAT, "smoothing": 0}
+        return Tqdm(desc=description, leave=leave, position=position, disable=self.is_disabled, file=sys.stderr, **form)
+
+
+class ProgressLines(ProgressBar):
+    """A line each `trainer.log_every_n_steps` steps, for the first and the last step, and after a validation.
+
+    step 120/1500  loss 1.2340  r 7.9  tokens/s 12,345  lr 2.0e-05  grad_norm 1.32  eta 4:12
+
+    At most one a second, so that a fast run does not fill the log. Other stages than `fit` have only the count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on = True
+        self.last_line = self.started = 0.0
+        self.first_step = 0
+
+    def disable(self) -> None:
+        self.is_on = False
+
+    def enable(self) -> None:
+        self.is_on = True
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        self._say(sep.join(map(str, args)))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.started, self.first_step = time.perf_counter(), trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
+        step, total = trainer.global_step, _num_steps(trainer, pl_module)
+        is_end = step in (self.first_step + 1, total)
+        if is_end or (step % trainer.log_every_n_steps == 0 and self._is_time()):
+            self._say(f"step {step}{_of(total)}", _shown(trainer, leave_out=("eval_loss",)), self._eta(step, total))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        metrics = trainer.callback_metrics
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and "eval_loss" in metrics:
+            self._say(f"step {trainer.global_step}", f"eval_loss {float(metrics['eval_loss']):.4f}")
+
+    def on_validation_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        self._count(trainer, "validate", args, trainer.num_val_batches)
+
+    def on_test_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        self._count(trainer, "test", args, trainer.num_test_batches)
+
+    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        self._count(trainer, "predict", args, trainer.num_predict_batches)
+
+    def _count(self, trainer: L.Trainer, stage: str, args: tuple[Any, ...], num_batches: list[int | float]) -> None:
+        """A line of a run that only evaluates. args: of the hook: outputs, batch, index of the batch, of the loader."""
+        done, total = args[2] + 1, int(sum(num_batches))
+        if trainer.state.fn == stage and (done == total or self._is_time()):
+            self._say(f"{stage} {done}{_of(total)}")
+
+    def _is_time(self) -> bool:
+        return time.perf_counter() - self.last_line >= SECONDS_BETWEEN_LINES
+
+    def _eta(self, step: int, total: int) -> str:
+        """Of the steps that are left, at the pace of this run so far, its validations included."""
+        pace = (time.perf_counter() - self.started) / (step - self.first_step)
+        return f"eta {_clock(pace * (total - step))}" if total > step else ""
+
+    def _say(self, *parts: str) -> None:
+        if self.is_on:
+            self.last_line = time.perf_counter()
+            sys.stderr.write("  ".join(part for part in parts if part) + "\n")
+            sys.stderr.flush()
+
+
+def _num_steps(trainer: L.Trainer, module: L.LightningModule) -> int:
+    """Optimizer steps of the whole run; -1 if it has no end."""
+    return num_steps_of_run(trainer, getattr(module, "steps_per_epoch", None))
+
+
+def _readable(metrics: Any) -> dict[str, str]:
+    """Those of `SHOWN`, in its order."""
+    return {short: form.format(float(metrics[name])) for name, (short, form) in SHOWN.items() if name in metrics}
+
+
+def _shown(trainer: L.Trainer, leave_out: tuple[str, ...]) -> str:
+    metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in leave_out}
+    return "  ".join(f"{name} {value}" for name, value in _readable(metrics).items())
+
+
+def _of(total: int) -> str:
+    return f"/{total}" if total > 0 else ""
+
+
+def _clock(seconds: float) -> str:
+    """`4:12`, or `1:04:12` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,202 @@
+"""Sequences that begin alike, found in a whole data set: which of them should meet in a batch.
+
+One pass reads every sequence once and keeps hashes of its beginnings, 8 bytes for each 16 tokens. Sorted by these
+hashes, sequences that share most are neighbours, as in `radixtrain/tree/sorting.py`, which sorts a batch by its tokens.
+A group is a branch of the tree that the sorted hashes spell.
+
+    you are a tutor ... [+ question]    40 sequences        group 1: 40 sequences, depth 240
+                        [+ example]     12 of them          group 2: 12 sequences, depth 400, inside group 1
+    you are a judge ...                 30 sequences        group 3
+
+Depths are multiples of 16, so that a group may share up to 15 tokens more than it says. NumPy only, as for the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.sorting import SortedSequences, sort_sequences
+
+__all__ = ["PrefixGroups", "find_prefix_groups"]
+
+# Beginnings that are hashed, in tokens: every 16th up to 512, then 16 to each doubling. What sequences share beyond the
+# last one is not looked for.
+DEPTHS = np.concatenate([16 * np.arange(1, 17), *(16 * np.arange(17, 33) << k for k in range(8))])
+MIN_SHARE = 0.1
+"""A group shares at least this part of its sequences' tokens, beyond what the group around it shares.
+
+Shorter beginnings are common to texts of one kind ("Write a function that"). Keeping them together saves little, and
+fills batches with texts of that kind.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixGroups:
+    """A tree of groups of sequences. Group 0 holds all of them, and a group's number is above that of its parent.
+
+    group_of: (n,), int64. the deepest group that holds each sequence.
+    parent: (G,), int64. the group around each group; 0 for group 0.
+    depth: (G,), int64. tokens that all sequences of a group share.
+    lengths: (n,), int64. tokens of each sequence.
+    """
+
+    group_of: IntArray
+    parent: IntArray
+    depth: IntArray
+    lengths: IntArray
+
+    def __len__(self) -> int:
+        """Groups besides group 0."""
+        return len(self.parent) - 1
+
+    def num_unique_tokens(self, order: IntArray, batch_size: int) -> int:
+        """Unique tokens of all batches of an epoch together, as far as the groups tell: an upper bound.
+
+        order: (m,), int64. sequences by index; each `batch_size` in a row are a batch.
+        """
+        batch_of = np.arange(len(order)) // batch_size
+        gain = self.depth - np.where(np.arange(len(self.parent)) > 0, self.depth[self.parent], 0)
+        group = self.group_of[order]
+        entered, saved = [], int(gain[0]) * len(order)
+        while len(group):
+            entered.append(batch_of * len(self.parent) + group)
+            is_inside = group > 0
+            saved += int(gain[group[is_inside]].sum())
+            batch_of, group = batch_of[is_inside], self.parent[group[is_inside]]
+        computed = np.unique(np.concatenate([*entered, np.zeros(0, dtype=np.int64)])) % len(self.parent)
+        return int(self.lengths[order].sum()) - saved + int(gain[computed].sum())
+
+
+def find_prefix_groups(sequences: Iterable[IntArray]) -> PrefixGroups:
+    """Groups of sequences with a common beginning. Each sequence is read once and not kept.
+
+    sequences: token ids of each, (L,), int64.
+
+    What all sequences have in common makes no group: they meet in any order. Nor do copies of one sequence, which had
+    better not be in one batch: they would count there as one of a larger weight.
+    """
+    multipliers = _multipliers(int(DEPTHS[-1]))
+    hashes: list[IntArray] = []
+    lengths: list[int] = []
+    whole: list[int] = []
+    for ids in sequences:
+        beginnings, all_of_it = _hashes(ids, multipliers)
+        hashes.append(beginnings)
+        whole.append(all_of_it)
+        lengths.append(len(ids))
+    counts = np.array([len(each) for each in hashes], dtype=np.int64)
+    packed = np.concatenate([*hashes, np.zeros(0, dtype=np.int64)])
+    del hashes
+    by_hash = sort_sequences(packed, cumulative(counts))
+    return _groups(by_hash, np.array(lengths, dtype=np.int64), np.array(whole, dtype=np.uint64))
+
+
+def _multipliers(count: int) -> npt.NDArray[np.uint64]:
+    """(count,). fixed random numbers, one for each place of a sequence."""
+    return np.random.default_rng(0).integers(2**64, size=count, dtype=np.uint64)
+
+
+def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> tuple[IntArray, int]:
+    """A number below 2**63 for the beginning of each of `DEPTHS` that the sequence has, and one for all of it.
+
+    Two that differ get the same number with a probability of about 2**-63. Then batches share less than they could;
+    nothing else depends on it.
+    """
+    depths = DEPTHS[: np.searchsorted(DEPTHS, len(ids), side="right")]
+    ids = ids[: len(multipliers)]
+    sums = np.cumsum(ids.view(np.uint64) * multipliers[: len(ids)])
+    return (sums[depths - 1] >> np.uint64(1)).astype(np.int64), int(sums[-1]) if len(sums) else 0
+
+
+def _groups(by_hash: SortedSequences, lengths: IntArray, whole: npt.NDArray[np.uint64]) -> PrefixGroups:
+    """The tree of the sorted hashes, without groups that share too little and those of copies.
+
+    lengths: tokens of each sequence. whole: a number that only copies have in common.
+    """
+    shared = np.concatenate([[0], DEPTHS])[by_hash.lcp]
+    all_share = int(shared[1:].min(initial=DEPTHS[-1])) if len(shared) == len(lengths) > 1 else 0
+    tree = _Branches(shared.tolist(), all_share)
+    group_of = np.zeros(len(lengths), dtype=np.int64)
+    group_of[by_hash.order] = tree.branch_of
+    kept, parent, depth = _worthwhile(tree, group_of, lengths, whole)
+    return PrefixGroups(kept[group_of], parent, depth, lengths)
+
+
+class _Branches:
+    """Every branch of sorted sequences, from what each shares with the one before it.
+
+    branch_of: the deepest branch of each. depth, parent: of each branch; parents have lower numbers than children.
+    """
+
+    def __init__(self, shared: list[int], all_share: int):
+        depth, parent, opened = [all_share], [0], [0]
+        entered = []  # the branch that each sequence and the one before it are in
+        for value in shared[:1] and [all_share, *shared[1:]]:
+            closed = None
+            while depth[opened[-1]] > value:
+                closed = opened.pop()
+            if depth[opened[-1]] < value:
+                depth.append(value)
+                parent.append(opened[-1])
+                opened.append(len(depth) - 1)
+            if closed is not None:
+                parent[closed] = opened[-1]
+            entered.append(opened[-1])
+        order = np.argsort(depth, kind="stable")
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        self.depth = np.array(depth, dtype=np.int64)[order]
+        self.parent = number[np.array(parent, dtype=np.int64)[order]]
+        before = number[np.array(entered, dtype=np.int64)]
+        after = np.append(before[1:], 0)
+        self.branch_of = np.maximum(before, after)  # one is inside the other, and the inner one has the larger number
+
+
+def _worthwhile(
+    tree: _Branches, branch_of: IntArray, lengths: IntArray, whole: npt.NDArray[np.uint64]
+) -> tuple[IntArray, IntArray, IntArray]:
+    """The group of each branch, itself or one around it, and the groups' parents and depths. See `MIN_SHARE`."""
+    depths, above = tree.depth.tolist(), tree.parent.tolist()
+    enough = _enough_shared(above, branch_of, lengths, whole)
+    kept, parent, depth = [0], [0], depths[:1]
+    for branch in range(1, len(above)):
+        around = kept[above[branch]]
+        if depths[branch] - depth[around] < enough[branch]:
+            kept.append(around)
+            continue
+        kept.append(len(depth))
+        parent.append(around)
+        depth.append(depths[branch])
+    return np.array(kept, dtype=np.int64), np.array(parent, dtype=np.int64), np.array(depth, dtype=np.int64)
+
+
+def _enough_shared(
+    above: list[int], branch_of: IntArray, lengths: IntArray, whole: npt.NDArray[np.uint64]
+) -> list[float]:
+    """Tokens that make a branch a group: `MIN_SHARE` of the mean of its sequences; without end for copies.
+
+    above: the branch around each.
+    """
+    num_branches = len(above)
+    sizes = np.bincount(branch_of, minlength=num_branches).tolist()
+    tokens = np.bincount(branch_of, weights=lengths, minlength=num_branches).tolist()
+    lowest = np.full(num_branches, np.iinfo(np.uint64).max, dtype=np.uint64)
+    highest = np.zeros(num_branches, dtype=np.uint64)
+    np.minimum.at(lowest, branch_of, whole)
+    np.maximum.at(highest, branch_of, whole)
+    least, most = lowest.tolist(), highest.tolist()
+    for branch in range(num_branches - 1, 0, -1):
+        around = above[branch]
+        sizes[around] += sizes[branch]
+        tokens[around] += tokens[branch]
+        least[around] = min(least[around], least[branch])
+        most[around] = max(most[around], most[branch])
+    return [
+        MIN_SHARE * tokens[branch] / sizes[branch] if least[branch] < most[branch] else np.inf
+        for branch in range(num_branches)
+    ]

@@ -1,0 +1,203 @@
+"""The sampler with a plain DataLoader, Hugging Face's Trainer and TRL's, and what it refuses."""
+
+import re
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+from radixtrain import PrefixGroupedSampler, RadixCollator, prepare_model
+from radixtrain.collators.grouping import ratio_of_batches
+
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[int]]:
+    """40 rows of each of 5 prompts, shuffled. The first token names the prompt."""
+    generator = np.random.default_rng(0)
+    prompts = [[number, *generator.integers(5, 50, 63)] for number in range(5)]
+    rows = [[*map(int, prompts[index % 5]), *generator.integers(5, 50, 6).tolist()] for index in range(200)]
+    return [rows[index] for index in generator.permutation(200)]
+
+
+def in_batches(order, size=BATCH):
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def prompts_of(batches, rows):
+    return [len({rows[index][0] for index in batch}) for batch in batches]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda rows: rows, id="lists"),
+        pytest.param(lambda rows: [torch.tensor(row) for row in rows], id="tensors"),
+        pytest.param(lambda rows: [{"input_ids": row, "labels": row} for row in rows], id="dictionaries"),
+        pytest.param(lambda rows: datasets.Dataset.from_dict({"input_ids": rows}), id="datasets"),
+        pytest.param(lambda rows: datasets.Dataset.from_dict({"input_ids": rows}).with_format("torch"), id="torch"),
+        pytest.param(lambda rows: torch.utils.data.Subset([{"input_ids": row} for row in rows], range(200)), id="map"),
+    ],
+)
+def test_every_kind_of_data_has_the_same_order(rows, form):
+    sampler = PrefixGroupedSampler(form(rows), BATCH, seed=3)
+    assert (len(sampler), sampler.together) == (200, 4)
+    order = list(sampler)
+    assert sorted(order) == list(range(200))
+    assert order == list(PrefixGroupedSampler(rows, BATCH, together=4, seed=3))
+    assert max(prompts_of(in_batches(order), rows)) == 2
+
+
+def test_another_column(rows):
+    data = datasets.Dataset.from_dict({"prompt_ids": rows, "chosen_ids": rows})
+    order = list(PrefixGroupedSampler(data, BATCH, seed=3, column="prompt_ids"))
+    assert order == list(PrefixGroupedSampler(rows, BATCH, seed=3))
+
+
+def test_each_pass_is_an_epoch(rows):
+    sampler, again = (PrefixGroupedSampler(rows, BATCH, seed=3) for _ in range(2))
+    epochs = [list(sampler) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    again.set_epoch(2)
+    assert list(again) == epochs[2]
+    assert all(sorted(epoch) == list(range(200)) for epoch in epochs)
+    assert list(PrefixGroupedSampler(rows, BATCH, seed=4)) != epochs[0]
+
+
+def test_how_many_stay_together(rows):
+    assert (
+        list(PrefixGroupedSampler(rows, BATCH, together=1)) == np.random.default_rng([0, 0]).permutation(200).tolist()
+    )
+    for together, most in ((2, 4), (4, 2), (8, 1)):
+        batches = in_batches(list(PrefixGroupedSampler(rows, BATCH, together=together)))
+        assert max(prompts_of(batches, rows)) == most
+
+
+def test_the_table_of_the_page():
+    """docs/any-trainer.md: r and the prompts in a batch, for each number of rows that stay together."""
+    page = (Path(__file__).parents[2] / "docs" / "any-trainer.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| \**(\d+)\**[^|]* \| (\d+\.\d) \| (\d+\.\d\d) \|$", page, re.M)
+    assert [int(together) for together, _, _ in table] == [1, 2, 4, 8, 16, 32]
+    generator = np.random.default_rng(0)
+    starts, which = generator.integers(0, 50_000, (20, 600)), np.repeat(np.arange(20), 128)
+    rows = [np.concatenate([starts[prompt], generator.integers(0, 50_000, 64)]) for prompt in which]
+    for together, prompts, r in table:
+        batches = np.array(list(PrefixGroupedSampler(rows, 32, int(together)))).reshape(-1, 32)
+        assert np.mean([len(set(which[batch])) for batch in batches]) == pytest.approx(float(prompts), abs=0.051)
+        assert ratio_of_batches(lambda index: [rows[index]], batches.tolist(), None) == pytest.approx(
+            float(r), abs=0.006
+        )
+    assert PrefixGroupedSampler(rows, 32).together == 16
+
+
+def test_a_plain_loader(rows):
+    loader = DataLoader(rows, BATCH, sampler=PrefixGroupedSampler(rows, BATCH), collate_fn=list)
+    batches = list(loader)
+    assert sorted(tuple(row) for batch in batches for row in batch) == sorted(map(tuple, rows))
+    assert max(len({row[0] for row in batch}) for batch in batches) == 2
+
+
+def test_two_processes(rows):
+    """Accelerate gives each of them every other batch, whole."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    shards = [
+        list(BatchSamplerShard(BatchSampler(PrefixGroupedSampler(rows, BATCH), BATCH, drop_last=False), 2, process))
+        for process in range(2)
+    ]
+    batches = in_batches(list(PrefixGroupedSampler(rows, BATCH)))
+    assert shards[0] == batches[::2] and shards[1][:-1] == batches[1::2]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PrefixGroupedSampler([[1]], 0), "batch_size must be at least 1, got 0"),
+        (lambda: PrefixGroupedSampler([[1]], 4, together=5), r"together must be from 1 to batch_size \(4\), got 5"),
+        (lambda: PrefixGroupedSampler(iter([[1]]), 4), "a data set with a length and indices, got list_iterator"),
+        (lambda: PrefixGroupedSampler([{"ids": [1]}], 4), "row 0 of the data set has no 'input_ids'; .*one of: ids"),
+        (
+            lambda: PrefixGroupedSampler(datasets.Dataset.from_dict({"text": ["a"]}), 4, column="text"),
+            "row 0 of the data set: expected token ids in 'text', got 'a'",
+        ),
+    ],
+)
+def test_what_it_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tiny_data(rows, count):
+    assert sorted(PrefixGroupedSampler(rows[:count], BATCH)) == list(range(count))
+
+
+class Recorder(RadixCollator):
+    """Keeps the rows of every batch."""
+
+    def __call__(self, features):
+        self.__dict__.setdefault("seen", []).append([tuple(map(int, each["input_ids"])) for each in features])
+        return super().__call__(features)
+
+
+def arguments(folder, **changes):
+    given = {"per_device_train_batch_size": BATCH, "num_train_epochs": 2, "logging_steps": 1, "report_to": "none"}
+    return {**given, "output_dir": str(folder), "save_strategy": "no", "use_cpu": True, "seed": 7, **changes}
+
+
+class GroupedTrainer(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return PrefixGroupedSampler(self.train_dataset, self.args.train_batch_size, seed=self.args.seed)
+
+
+def test_hugging_face_trainer(rows, tiny_qwen3, tmp_path):
+    """Two epochs in the sampler's orders; a run that resumes inside the second goes on with its next batch."""
+    collator = Recorder()
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    settings = arguments(tmp_path, save_strategy="steps", save_steps=30)
+    GroupedTrainer(
+        model=prepare_model(tiny_qwen3()),
+        args=TrainingArguments(**settings),
+        train_dataset=data,
+        data_collator=collator,
+    ).train()
+    sampler = PrefixGroupedSampler(rows, BATCH, seed=7)
+    expected = [[tuple(rows[index]) for index in batch] for _ in range(2) for batch in in_batches(list(sampler))]
+    assert collator.seen == expected
+    resumed = Recorder()
+    trainer = GroupedTrainer(
+        model=prepare_model(tiny_qwen3()), args=TrainingArguments(**settings), train_dataset=data, data_collator=resumed
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
+    assert resumed.seen[-20:] == expected[30:]
+
+
+def test_trl(rows, tiny_qwen3, tmp_path):
+    trl = pytest.importorskip("trl", reason="pip install trl")
+
+    class GroupedSFTTrainer(trl.SFTTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return PrefixGroupedSampler(self.train_dataset, self.args.train_batch_size, seed=self.args.seed)
+
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{number}": number for number in range(49)} | {"<end>": 49}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "w0")), eos_token="<end>", pad_token="<end>"
+    )
+    collator = Recorder()
+    GroupedSFTTrainer(
+        model=prepare_model(tiny_qwen3()),
+        args=trl.SFTConfig(**arguments(tmp_path, num_train_epochs=1), max_length=128, bf16=False),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        data_collator=collator,
+        processing_class=tokenizer,
+    ).train()
+    assert sorted(row for batch in collator.seen for row in batch) == sorted(map(tuple, rows))
+    assert max(len({row[0] for row in batch}) for batch in collator.seen) == 2

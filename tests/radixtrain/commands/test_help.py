@@ -1,0 +1,77 @@
+"""`--help`: a page of our own keys in less time than an import of torch."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from radixtrain.__main__ import main
+from radixtrain.commands.help import TRAINER, help_text, topic_of
+from radixtrain.commands.keys import keys_of, trainer_keys
+
+HEAVY = ("torch", "transformers", "lightning", "numpy", "jsonargparse")
+
+
+def test_it_fits_on_a_page_and_has_every_key():
+    page = help_text("fit")
+    lines = page.splitlines()
+    assert len(lines) <= 90 and max(map(len, lines)) <= 120
+    for key in keys_of("fit"):
+        assert sum(line.split()[:1] == [f"--{key.name}"] for line in lines) == 1
+    assert page.index("--output_dir") < page.index("--model.") < page.index("--data.") < page.index("--trainer.")
+
+
+def test_the_trainers_keys_exist():
+    assert {f"trainer.{name}" for name in TRAINER} <= {key.name for key in trainer_keys()}
+
+
+def test_it_takes_less_than_two_seconds_and_imports_nothing_heavy():
+    code = (
+        "import sys; from radixtrain.__main__ import main; main(['fit', '--help']);"
+        f"sys.exit(any(name in sys.modules for name in {HEAVY}))"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "--model.learning_rate" in done.stdout
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "topic"),
+    [
+        ([], None),
+        (["--model.scores=x"], None),
+        (["--help"], ""),
+        (["--config", "x.yaml", "-h"], ""),
+        (["--help", "--config"], ""),
+        (["--help", "batch_size"], "batch_size"),
+        (["--help_all"], "all"),
+    ],
+)
+def test_what_is_asked_for(arguments, topic):
+    assert topic_of(arguments) == topic
+
+
+def test_a_key_in_full(capsys):
+    assert main(["fit", "--help", "batch_size"]) == 0
+    assert capsys.readouterr().out == (
+        "--data.batch_size\n    values: integer; default: 32\n"
+        "    conversations in one optimizer step. Its gradient does not depend on how the step is cut.\n"
+    )
+    assert help_text("fit", "--data.batch_size") == help_text("fit", "batch_size")
+
+
+def test_a_section_in_full():
+    number = sum(key.name.startswith("data.") for key in keys_of("fit"))
+    assert f"\n{help_text('fit', 'data')}".count("\n--data.") == number
+    assert "--trainer.gradient_clip_val" in help_text("fit", "trainer")
+
+
+def test_a_misspelt_topic():
+    assert help_text("fit", "bath_size") == "no key 'bath_size', did you mean 'batch_size'?\n"
+
+
+def test_everything_on_request(printed_by):
+    printed = printed_by("validate", "--help_all")
+    assert "--trainer.gradient_clip_val" in printed and "usage: radixtrain" in printed

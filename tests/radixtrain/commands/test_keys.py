@@ -1,0 +1,56 @@
+"""Keys that are read from the sources are those of the parser."""
+
+import pytest
+import yaml
+
+from radixtrain.commands import COMMANDS
+from radixtrain.commands.keys import keys_of, trainer_keys
+
+
+def flat(config, section=""):
+    return {f"{section}{name}": value for name, value in config.items()}
+
+
+def value_of(default):
+    """As the parser reads it; YAML itself takes 2e-05 for text."""
+    try:
+        return float(default)
+    except ValueError:
+        return yaml.safe_load(default)
+
+
+def test_the_keys_of_fit_are_those_of_the_parser_with_its_defaults(printed_by):
+    config = yaml.safe_load(printed_by("fit", "--model.model_name_or_path=x", "--print_config"))
+    parsed = {**flat(config["model"], "model."), **flat(config["data"], "data."), **flat(config["trainer"], "trainer.")}
+    parsed |= {name: value for name, value in config.items() if name not in ("model", "data", "trainer")}
+    options = {"config", "print_config"}
+    keys = {key.name: key for key in (*keys_of("fit"), *trainer_keys()) if key.name not in options}
+    assert keys.keys() | {"weights_only"} == parsed.keys() | {"weights_only"}
+    read = {name: value_of(key.default) for name, key in keys.items() if key.default}
+    ours = {name: value for name, value in read.items() if not name.startswith("trainer.")}
+    assert ours == {name: parsed[name] for name in ours}
+    assert [key.name for key in keys.values() if key.default is None] == ["model.model_name_or_path"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_has_a_meaning_and_values(command):
+    for key in keys_of(command):
+        assert key.help and key.help[-1] in ".`)", key
+        assert key.kind or key.name == "print_config"
+
+
+def test_a_key_in_every_part():
+    [key] = [key for key in keys_of("fit") if key.name == "data.excess_length_strategy"]
+    assert key.kind == "raise, drop, truncate" and key.default == "raise"
+    assert key.choices == ("raise", "drop", "truncate")
+    assert key.help == "what is done with a longer one: raise, drop, or truncate (keeps the start)."
+
+
+def test_keys_of_one_command():
+    assert "num_sequences" in {key.name for key in keys_of("verify")} - {key.name for key in keys_of("fit")}
+    assert [key.name for key in keys_of("export")] == ["ckpt_path", "output_dir", "chat_template_path"]
+    assert keys_of("bench")[0].name == "config"
+
+
+def test_keys_that_others_fill_in_are_left_out():
+    assert not {"data.seed", "data.model_name_or_path", "model.dedup"} & {key.name for key in keys_of("fit")}

@@ -1,0 +1,71 @@
+"""jsonargparse's messages, as it writes them, and ours."""
+
+import pytest
+
+from radixtrain.commands.messages import usage_message
+
+LITERAL = "Expected a typing.Literal['raise', 'drop', 'truncate']. Got value: "
+UNION = (
+    "Does not validate against any of the Union subtypes\nSubtypes: [typing.Literal[64, 32, 16], "
+    "typing.Literal['bf16-true', 'bf16-mixed'], <class 'NoneType'>]\nErrors:\n- Expected a typing.Literal['x']\n"
+    "Given value type: <class 'str'>\nGiven value: "
+)
+NO_CLASS = "Errors:\n- Expected a dot import path string: {0}\nGiven value type: <class 'str'>\nGiven value: {0}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "unrecognized arguments: --model.learning_rte=1",
+            "no key model.learning_rte, did you mean model.learning_rate?",
+        ),
+        ("unrecognized arguments: --output-dir runs/x", "no key output-dir, did you mean output_dir?"),
+        ("unrecognized arguments: --learning_rate 1e-4", "no key learning_rate, did you mean model.learning_rate?"),
+        ("unrecognized arguments: --max_epoch 2", "no key max_epoch, did you mean trainer.max_epochs?"),
+        ("unrecognized arguments: --zzz=1", "no key zzz (`radixtrain fit --help` lists the keys)"),
+        (
+            "unrecognized arguments: --dta.batch_size=1 --model.dtyp=2",
+            "no key dta.batch_size, did you mean data.batch_size?; no key model.dtyp, did you mean model.dtype?",
+        ),
+        ("unrecognized arguments: stray", "stray is no key: write --key value, and --config FILE for a YAML file"),
+        (
+            "Subcommand 'fit' does not accept option 'data.max_token'",
+            "no key data.max_token, did you mean data.max_tokens?",
+        ),
+        (
+            f'Parser key "data.excess_length_strategy": {LITERAL}dropp',
+            "data.excess_length_strategy must be one of raise, drop, truncate; got dropp, did you mean drop?",
+        ),
+        (
+            f'Parser key "trainer.precision": {UNION}bf16mixed',
+            "trainer.precision must be one of bf16-true, bf16-mixed; got bf16mixed, did you mean bf16-mixed?",
+        ),
+        (
+            f'Parser key "trainer.logger": {NO_CLASS.format("wandb")}',
+            "trainer.logger: no class 'wandb', did you mean WandbLogger?",
+        ),
+        (
+            f'Parser key "trainer.callbacks": {NO_CLASS.format("EarlyStoping")}',
+            "trainer.callbacks: no class 'EarlyStoping', did you mean EarlyStopping?",
+        ),
+        (
+            "Parser key \"model.learning_rate\": Expected a <class 'float'>. Got value: abc",
+            "Parser key \"model.learning_rate\": Expected a <class 'float'>. Got value: abc",
+        ),
+        ("something\nelse", "something else"),
+    ],
+)
+def test_a_message(text, expected):
+    assert usage_message(text, "fit") == expected
+
+
+def test_a_class_that_is_not_imported():
+    message = usage_message("Importing 'evil.Callback' is not allowed", "fit")
+    assert message.startswith("class_path 'evil.Callback' is not imported: a configuration may name only classes of")
+
+
+def test_a_command_without_a_trainer():
+    assert (
+        usage_message("unrecognized arguments: --outputdir=1", "export") == "no key outputdir, did you mean output_dir?"
+    )

@@ -1,0 +1,154 @@
+"""What a config key may name, and which files that is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixtrain.data.files.sources import Source, as_sources, files_of
+from radixtrain.data.formats import read_rows
+from radixtrain.errors import UserError
+
+datasets = pytest.importorskip("datasets", reason="saved data sets: pip install datasets")
+
+
+def write(folder: Path, **texts: str) -> None:
+    """A file of one row for each name, in which __ is a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name.replace("__", ".")).write_text(json.dumps({"text": text}), encoding="utf-8")
+
+
+def texts(source: Any) -> list[str]:
+    return [row.fields["text"] for row in read_rows(source)]
+
+
+def test_as_sources() -> None:
+    assert as_sources("a.jsonl") == [Source("a.jsonl")]
+    assert as_sources(Path("a.jsonl"), {"user": "q"}) == [Source("a.jsonl", columns={"user": "q"})]
+    found = as_sources(
+        ["a.jsonl", {"path": "b", "name": "B", "weight": 2, "columns": {"text": "t"}}, {"path": "c", "split": "train"}],
+        {"user": "q"},
+    )
+    assert found == [
+        Source("a.jsonl", columns={"user": "q"}),
+        Source("b", name="B", weight=2, columns={"text": "t"}),
+        Source("c", split="train", columns={"user": "q"}),
+    ]
+    assert [source.label for source in found] == ["a.jsonl", "B", "c/train"]
+
+
+@pytest.mark.parametrize(
+    ("value", "columns", "message"),
+    [
+        ([], None, "data.train_file: expected at least one source, found an empty list"),
+        (7, None, "data.train_file: expected a path or a mapping with the key path, found 7"),
+        ({"name": "x"}, None, "data.train_file: expected a source with the key path, found {'name': 'x'}"),
+        ({"path": "x", "wieght": 1}, None, "data.train_file: a source has no key 'wieght'; did you mean weight?"),
+        ({"path": "x", "weight": 0}, None, "data.train_file: weight: expected a number above 0, found 0"),
+        ({"path": "x", "weight": True}, None, "data.train_file: weight: expected a number above 0, found True"),
+        ({"path": "x", "split": 1}, None, "data.train_file: split: expected text, found 1"),
+        (["x", "x"], None, "data.train_file: x is there more than once; give each a name, or a weight to one"),
+        ("x", {"promt": "q"}, "data.columns: 'promt' is none of our columns; did you mean prompt?"),
+        ("x", {"question": "prompt"}, "data.columns: write prompt: question (our name first, then the file's)"),
+        ("x", {"prompt": "q", "completion": "q"}, "data.columns: q is named more than once"),
+        ("x", {"prompt": 1}, "data.columns: expected a mapping of our columns"),
+        ("x", ["prompt"], "data.columns: expected a mapping of our columns"),
+    ],
+)
+def test_what_is_refused(value: Any, columns: Any, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        as_sources(value, columns)
+    assert str(raised.value).startswith(message)
+
+
+def test_folders_and_globs_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "data", b__jsonl="b", a__jsonl="a", README__md="x", _SUCCESS__jsonl="x")
+    write(tmp_path / "data" / "more", c__jsonl="c")
+    (tmp_path / "data" / "LICENSE").write_text("x", encoding="utf-8")
+    assert texts(tmp_path / "data") == ["a", "b", "c"]
+    monkeypatch.chdir(tmp_path)
+    assert texts("data/*.jsonl") == ["x", "a", "b"]
+    assert texts("data/**/?.jsonl") == ["a", "b", "c"]
+    assert files_of(Source("data")) == ["data/a.jsonl", "data/b.jsonl", "data/more/c.jsonl"]
+    assert files_of(Source("data/a.jsonl")) == ["data/a.jsonl"]
+
+
+def test_what_exists_is_no_glob(tmp_path: Path) -> None:
+    write(tmp_path, **{"a[1]__jsonl": "this", "a1__jsonl": "other"})
+    assert texts(tmp_path / "a[1].jsonl") == ["this"]
+
+
+def test_a_split_of_a_folder(tmp_path: Path) -> None:
+    names = {"train-00001__jsonl": "b", "train-00000__jsonl": "a", "dev__jsonl": "c", "latest_test__jsonl": "d"}
+    write(tmp_path, **names)
+    for split, expected in {"train": ["a", "b"], "validation": ["c"], "test": ["d"]}.items():
+        assert texts(Source(str(tmp_path), split=split)) == expected
+    with pytest.raises(
+        UserError, match=r"holds the splits test, train, validation; name one, as in \{.*split: train\}"
+    ):
+        read_rows(tmp_path)
+    with pytest.raises(UserError, match="no file is named after the split 'full'; found test, train, validation"):
+        read_rows(Source(str(tmp_path), split="full"))
+    with pytest.raises(UserError, match="a file has no split; remove the key split"):
+        read_rows(Source(str(tmp_path / "dev.jsonl"), split="train"))
+
+
+def test_saved_data_sets(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_list([{"text": "a"}])
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=one).save_to_disk(tmp_path / "only")
+    datasets.DatasetDict(train=one, test=one).save_to_disk(tmp_path / "both")
+    assert texts(tmp_path / "one") == texts(tmp_path / "only") == ["a"]
+    [row] = read_rows(Source(str(tmp_path / "both"), split="test"))
+    assert row.where == f"{tmp_path / 'both' / 'test'}:row 1"
+    assert [Path(file).name for file in files_of(Source(str(tmp_path / "both"), split="test"))] == [
+        "data-00000-of-00001.arrow",
+        "dataset_info.json",
+        "state.json",
+    ]
+    with pytest.raises(UserError, match="has no split 'dev'; it has train, test"):
+        read_rows(Source(str(tmp_path / "both"), split="dev"))
+    with pytest.raises(UserError, match="holds one data set without splits; remove split: train"):
+        read_rows(Source(str(tmp_path / "one"), split="train"))
+
+
+def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = datasets.Dataset.from_list([{"text": "a"}])
+    asked = []
+
+    def load(name: str, subset: str | None, split: str | None) -> Any:
+        asked.append((name, subset, split))
+        return one if split else datasets.DatasetDict(train=one, test=one)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    [row] = read_rows(Source("acme/chats", subset="en", split="train"))
+    assert (row.fields, row.where) == ({"text": "a"}, "acme/chats/en/train:row 1")
+    assert asked == [("acme/chats", "en", "train")]
+    assert files_of(Source("acme/chats", split="train")) == []  # it is in memory
+    with pytest.raises(
+        UserError, match=r"acme/chats: has the splits train, test; name one, as in \{path: acme/chats, "
+    ):
+        read_rows("acme/chats")
+
+
+def test_a_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'acme/chats' on the Hub\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    for ask in (read_rows, files_of):
+        with pytest.raises(UserError) as raised:
+            ask(Source("acme/chats"))
+        assert str(raised.value) == (
+            "acme/chats: no such file or folder, and not loaded from the Hugging Face hub: "
+            "Couldn't reach 'acme/chats' on the Hub"
+        )
+
+
+@pytest.mark.parametrize("path", ["chats", "a/b/c", "./chats", "acme/chats.jsonl", "/acme", "acme/", "my chats/x"])
+def test_what_is_no_hub_name(path: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_rows(path)
+    assert str(raised.value) == f"no such file: {path}"

@@ -1,0 +1,183 @@
+"""Runs of agents, as their projects save them, to the sequences that the model saw."""
+
+import json
+from typing import Any
+
+import pytest
+
+from radixtrain.collators.radix import RadixCollator
+from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.rows.columns import standard_row
+from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.sample import sample_from_tokens
+from radixtrain.errors import DataError
+
+WHERE = "runs.jsonl:3"
+BRANCH = {"token_ids": [5, 6, 7], "mask": [False, True, True], "logprobs": [0.0, -0.5, -1.5]}
+NODES = [
+    {"parent": None, "token_ids": [5, 6], "mask": [False, False], "logprobs": []},
+    {"parent": 0, "token_ids": [7, 8], "mask": [False, True], "logprobs": [-0.5], "sampled": True},
+    {"parent": 1, "token_ids": [9], "mask": [False]},
+    {"parent": 2, "token_ids": [10], "mask": [True], "logprobs": [-1.5]},
+    {"parent": 0, "token_ids": [11], "mask": [True], "logprobs": [-2.5], "message": {"content": [{"type": "text"}]}},
+    {"parent": 1, "token_ids": [12, 13], "mask": [False, False]},
+    {"parent": None, "token_ids": [14], "mask": [False], "message": {"role": "user", "content": "a"}},
+]
+SEQUENCES = [
+    {"input_ids": [5, 6, 7, 8, 9, 10], "mask": [0, 0, 0, 1, 0, 1], "old_logprobs": [0.0, 0.0, 0.0, -0.5, 0.0, -1.5]},
+    {"input_ids": [5, 6, 11], "mask": [0, 0, 1], "old_logprobs": [0.0, 0.0, -2.5]},
+    {"input_ids": [5, 6, 7, 8, 12, 13], "mask": [0, 0, 0, 1, 0, 0], "old_logprobs": [0.0, 0.0, 0.0, -0.5, 0.0, 0.0]},
+]
+USER, PLAIN = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CHOICE = {"finish_reason": "stop", "index": 0, "logprobs": None, "message": PLAIN}
+
+
+def plain(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = plain_rows(Row(fields, WHERE))
+    assert {row.where for row in rows} == {WHERE}
+    return [row.fields for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"text": "a", "nodes": NODES}, [{"text": "a", "nodes": NODES}]),
+        ({"unknown": 1}, [{"unknown": 1}]),
+        (BRANCH, [{"input_ids": [5, 6, 7], "mask": [0, 1, 1], "old_logprobs": [0.0, -0.5, -1.5]}]),
+        ({**BRANCH, "logprobs": [-0.5, -1.5]}, plain(BRANCH)),
+        ({"token_ids": [5, 6], "sampled_mask": [0, 1]}, [{"input_ids": [5, 6], "mask": [0, 1]}]),
+        ({"branches": [BRANCH, {"token_ids": [5], "mask": [0]}], "text": None}, plain(BRANCH)),
+        ({"branches": [{"token_ids": [5], "mask": [0]}]}, [{"input_ids": [5], "mask": [0]}]),
+        ({"nodes": NODES, "stop_condition": "done", "tools": []}, SEQUENCES),
+        ({"traces": [{"nodes": NODES[:2]}, {"nodes": NODES, "trainable": False}]}, [
+            {"input_ids": [5, 6, 7, 8], "mask": [0, 0, 0, 1], "old_logprobs": [0.0, 0.0, 0.0, -0.5]}]),
+        ({"messages_and_choices": [USER, PLAIN], "reward": 1.0}, [{"messages": [USER, PLAIN]}]),
+        ({"messages_and_choices": [USER, PLAIN, USER, CHOICE, USER, CHOICE], "tools": [{"name": "f"}]}, [
+            {"prompt": [USER, PLAIN, USER], "completion": [PLAIN, USER, PLAIN], "tools": [{"name": "f"}]}]),
+        ({"trajectories": [{"messages_and_choices": [USER, CHOICE], "tools": None, "additional_histories": [
+            {"messages_and_choices": [USER, USER, CHOICE], "tools": None}]}]}, [
+            {"prompt": [USER], "completion": [PLAIN]}, {"prompt": [USER, USER], "completion": [PLAIN]}]),
+        ({"trajectories": []}, []),
+        ({"token_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}, [
+            {"input_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}]),
+    ],
+)  # fmt: skip
+def test_the_sequences_of_a_run(fields: dict[str, Any], expected: list[dict[str, Any]]) -> None:
+    before = json.dumps(fields)
+    assert plain(fields) == expected if expected else not plain_rows(Row(fields, WHERE))
+    assert json.dumps(fields) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": [5, 6]}, "mask: expected a list, found nothing"),
+        ({"token_ids": 5, "mask": [1]}, "token_ids: expected a list, found 5"),
+        ({**BRANCH, "mask": [0, 1]}, "mask: expected 3 values, as many as token_ids, found 2"),
+        ({**BRANCH, "mask": [0, 1, 2]}, "mask: expected true or false, found 2 at position 2"),
+        (
+            {**BRANCH, "logprobs": [-1.0]},
+            "logprobs: expected 2 values, as many as sampled tokens, or 3, as many as token_ids; found 1",
+        ),
+        ({"branches": [[5]]}, "branches: expected a list of objects, found [[5]]"),
+        ({"nodes": [{"parent": 0}]}, "nodes: node 0: parent: expected an earlier node or null, found 0"),
+        (
+            {"nodes": [{"parent": None}, {"parent": "0"}]},
+            "nodes: node 1: parent: expected an earlier node or null, found '0'",
+        ),
+        (
+            {"nodes": [{"parent": None}]},
+            "nodes: none has token_ids: the run was not recorded for training; use its messages",
+        ),
+        (
+            {"nodes": [{**NODES[0], "message": {"content": [{"type": "text"}, {"type": "image_url"}]}}]},
+            "nodes: node 0: only text is read, found text, image_url",
+        ),
+        (
+            {"nodes": NODES, "stop_condition": "error"},
+            "nodes: this run stopped with an error; leave it out, or set on_bad_row: skip",
+        ),
+        ({"traces": [{"nodes": NODES, "trainable": False}]}, "traces: none of them is trainable"),
+        (
+            {"messages_and_choices": [USER, CHOICE, USER, PLAIN]},
+            "messages_and_choices: turn 4 is an assistant message that was not sampled, after one that was; leave the "
+            "trajectory out, or make it a choice",
+        ),
+        ({"exchanges": {}}, "exchanges: recorded requests are not read; save messages_and_choices"),
+    ],
+)  # fmt: skip
+def test_runs_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as raised:
+        plain_rows(Row(fields, WHERE))
+    assert str(raised.value) == f"{WHERE}: {message}"
+
+
+def test_from_a_file_to_a_batch(tmp_path: Any) -> None:
+    """The rows of a loop of your own: what the branches share is computed once, and each token keeps its number."""
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps({"traces": [{"nodes": NODES}]}), encoding="utf-8")
+    features = [{**row.fields, "advantages": 1.0} for each in read_rows(path) for row in plain_rows(each)]
+    batch = RadixCollator(merge_labels=True, shared_targets="once")(features)
+    assert sorted(batch["input_ids"][0].tolist()) == [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    found = zip(batch["shift_labels"][0].tolist(), batch["radix_old_logprobs"].tolist(), strict=True)
+    assert sorted(found) == [(8, -0.5), (10, -1.5), (11, -2.5)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"mask": [0, 1, 1], "completion_mask": [0, 0, 1]}, [-100, -100, 7]),
+        ({"mask": [0, 1, 1], "labels": [5, 6, 7]}, [5, 6, 7]),
+    ],
+)
+def test_a_mask_is_a_loss_mask(extra: dict[str, Any], expected: list[int]) -> None:
+    assert sample_from_tokens({"input_ids": [5, 6, 7], **extra}, WHERE).labels.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["loss_weights", "weights"])
+def test_loss_weights(name: str) -> None:
+    sample = sample_from_tokens({"input_ids": [5, 6], name: [0, -0.5]}, WHERE)
+    assert sample.loss_weights is not None and sample.loss_weights.tolist() == [0.0, -0.5]
+    assert sample_from_tokens({"input_ids": [5, 6]}, WHERE).loss_weights is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"weights": [1, 1], "loss_weights": [1, 1]},
+            "loss_weights and weights are two names of one column; remove one",
+        ),
+        ({"weights": 1}, "weights: expected 2 values, one for each token, found int"),
+        ({"weights": [1, "a"]}, "weights: expected numbers of float32, found 'a' at position 1"),
+        ({"weights": [True, 1]}, "weights: expected numbers of float32, found 'True' at position 0"),
+        ({"weights": [1, float("nan")]}, "weights: expected numbers of float32, found 'nan' at position 1"),
+        ({"weights": [1, -1e39]}, "weights: expected numbers of float32, found '-1e+39' at position 1"),
+    ],
+)
+def test_loss_weights_that_are_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as raised:
+        sample_from_tokens({"input_ids": [5, 6], **extra}, WHERE)
+    assert str(raised.value) == f"{WHERE}: {message}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": "a", "loss_weights": [1]},
+        {"messages": [{"role": "user", "content": "a"}], "weights": [1, 2]},
+        {"text": "a", "advantages": [1]},
+        {"text": "a", "loss_weights": 2.0},
+        {"messages_and_choices": [], "loss_weights": [1]},
+        {"trajectories": [], "advantages": [1]},
+        {"branches": [], "weights": [1]},
+        {"nodes": [], "loss_weights": [1]},
+        {"nodes": [{"token_ids": [1], "weights": [1]}]},
+        {"traces": [{"nodes": [], "loss_weights": [1]}]},
+        {"traces": [], "loss_weights": [1]},
+    ],
+)
+def test_weights_of_a_row_without_tokens_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="only rows with input_ids or token_ids have them, one for each token"):
+        for row in plain_rows(Row(fields, WHERE)):
+            standard_row(row)

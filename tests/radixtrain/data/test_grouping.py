@@ -1,0 +1,162 @@
+"""`group_by_prefix` on conversations: what it chooses, what it is expected to bring, and what `fit` draws by it."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixtrain.collators.grouping import GroupedOrder, batches_of
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.grouping import Arrangement, expected_r, grouped_order
+from radixtrain.data.sample import Sample
+from radixtrain.data.steps import features_of
+from radixtrain.errors import UserError
+
+DATA = Path(os.environ.get("RADIXTRAIN_DATA", Path(__file__).parents[3].parent / "shared" / "data" / "sft"))
+MANY_PROMPTS = DATA / "gsm8k_many_prompts_train.jsonl"
+
+
+def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[Sample]]:
+    """Conversations of `turns` samples, in turns of the prompts."""
+    generator = np.random.default_rng(0)
+    starts = generator.integers(0, 30_000, (prompts, 280))
+    found = []
+    for index in range(prompts * each):
+        ids, samples = starts[index % prompts], []
+        for _ in range(turns):
+            ids = np.concatenate([ids, generator.integers(0, 30_000, own)])
+            samples.append(Sample(ids, ids, f"chats.jsonl:{index + 1}"))
+        found.append(samples)
+    return found
+
+
+@pytest.fixture(scope="module")
+def twenty() -> list[list[Sample]]:
+    return conversations_of(20, 160)
+
+
+def test_the_case_of_the_issue(twenty):
+    """20 prompts, batches of 32: r is 1.8 shuffled, 8.0 sorted, and 6.5 with two prompts in a batch."""
+    grouped = grouped_order(twenty, 32, True, 42).draw(np.arange(3200), np.random.default_rng(0))
+    by_prompt = np.argsort(np.arange(3200) % 20, kind="stable")
+    orders = (np.random.default_rng(0).permutation(3200), by_prompt, grouped)
+    plain, most, chosen = (expected_r(twenty, batches_of(order, 32), 16384) for order in orders)
+    assert (plain, chosen) == (pytest.approx(1.81, rel=0.04), pytest.approx(6.53, rel=0.04))
+    assert most == pytest.approx(8.0, abs=0.03)
+    assert Arrangement(plain, chosen).hint == f"r is 1.8; data.group_by_prefix: true would give about {chosen:.1f}"
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 3200])
+def test_a_plain_shuffle_if_there_is_nothing_to_win(prompts):
+    assert grouped_order(conversations_of(prompts, 3200 // prompts), 32, True, 42) is None
+
+
+def test_a_hint_needs_a_distance():
+    assert Arrangement(1.0, 1.2).hint is None
+    assert Arrangement(1.0, 1.3).hint == "r is 1.0; data.group_by_prefix: true would give about 1.3"
+    assert Arrangement(8.0, 6.5).hint is None
+
+
+@pytest.mark.parametrize("max_tokens", [None, 2000, 700])
+def test_expected_r_is_that_of_the_steps(max_tokens):
+    conversations = conversations_of(4, 20, turns=3)
+    batches = [list(range(12)), list(range(40, 52))]
+    steps = [
+        StepCollator(max_tokens=max_tokens)(features_of(sample for index in batch for sample in conversations[index]))
+        for batch in batches
+    ]
+    expected = sum(step.num_tokens for step in steps) / sum(step.num_computed_tokens for step in steps)
+    assert expected_r(conversations, batches, max_tokens) == pytest.approx(expected)
+
+
+def test_what_is_a_plain_shuffle(twenty):
+    assert grouped_order(twenty, 32, False, 42) is None
+    assert grouped_order(twenty, 32, 1, 42) is None
+    assert grouped_order(conversations_of(1, 100), 32, True, 42) is None
+    assert grouped_order(conversations_of(100, 1), 32, 8, 42) is None
+    true, eight = (grouped_order(twenty, 32, given, 42) for given in (True, 8))
+    assert (true.together, eight.together) == (16, 8)
+
+
+def test_later_turns_count(twenty):
+    """The same prompt and first turn, then another way: the last sample tells."""
+    first = twenty[0][0].input_ids
+    ways = [[first, np.concatenate([first, each[0].input_ids])] for each in twenty[:40]]
+    conversations = [[Sample(ids, ids, "a:1") for ids in ids_of_one] for ids_of_one in ways]
+    assert len(grouped_order(conversations, 8, 4, 42).groups) == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_by_prefix": True, "shuffle_dataset": False}, "shuffle_dataset: false keeps the order of the file"),
+        ({"group_by_prefix": 33}, r"a number of conversations from 1 to data.batch_size \(32\), got 33"),
+        ({"group_by_prefix": 0}, "from 1 to data.batch_size"),
+        ({"group_by_prefix": -2}, "from 1 to data.batch_size"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings, message):
+    with pytest.raises(UserError, match=message):
+        SFTData("chats.jsonl", **settings)
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """60 rows of tokens, three prompts in turns."""
+    rows = [{"input_ids": [*range(50 * (index % 3), 50 * (index % 3) + 48), 150 + index]} for index in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return tmp_path / "rows.jsonl"
+
+
+def data_of(file: Path, shop: Path, **settings) -> SFTData:
+    data = SFTData(str(file), model_name_or_path=str(shop / "model"), batch_size=6, **settings)
+    data.setup("fit")
+    return data
+
+
+def test_fit_draws_by_it(file, shop):
+    plain, data = (data_of(file, shop, group_by_prefix=given) for given in (False, 6))
+    steps = [step.where for step in data.train_dataloader()]
+    prompts = [{(int(where.rpartition(":")[2]) - 1) % 3 for where in step} for step in steps]
+    assert sum(len(each) == 1 for each in prompts) >= 9
+    assert sorted(where for step in steps for where in step) == sorted(
+        where for step in plain.train_dataloader() for where in step.where
+    )
+    assert data.features_of_step(0)[0]["input_ids"][0] == data.features_of_step(0)[5]["input_ids"][0]
+
+
+def test_a_checkpoint_knows_the_order(file, shop):
+    plain, data, other = (data_of(file, shop, group_by_prefix=given) for given in (False, True, 2))
+    old = {name: value for name, value in plain.state_dict().items() if name != "group_by_prefix"}
+    plain.load_state_dict(old)
+    data.load_state_dict(data.state_dict())
+    with pytest.raises(UserError, match="group_by_prefix was true and is 2"):
+        other.load_state_dict(data.state_dict())
+    with pytest.raises(UserError, match="group_by_prefix was false and is true"):
+        data.load_state_dict(old)
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not MANY_PROMPTS.exists(), reason="real chat data not found: set RADIXTRAIN_DATA to their folder")
+def test_real_prompts(shop):
+    """12 prompts: the choice reaches 80 % of the r of whole steps of a prompt, up to the error of an estimate."""
+    data = SFTData(
+        str(MANY_PROMPTS),
+        model_name_or_path=str(shop / "model"),
+        group_by_prefix=True,
+        max_length=None,
+        max_tokens=65536,
+    )
+    data.setup("fit")
+    conversations = data.conversations["train"]
+    grouping = grouped_order(conversations, 32, True, 42)
+    assert grouping is not None and len(grouping.groups) == 12
+    orders = {
+        together: GroupedOrder(grouping.groups, 32, together).draw(np.arange(3000), np.random.default_rng(1))
+        for together in (1, grouping.together, 32)
+    }
+    r = {together: expected_r(conversations, batches_of(order, 32), None) for together, order in orders.items()}
+    assert r[32] > r[grouping.together] > 0.78 * r[32] > 1.2 * r[1]

@@ -1,0 +1,132 @@
+"""Files of a split: several sources with weights, validation rows, resumed runs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from radixtrain.data.datamodule import SFTData, _checksum
+from radixtrain.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    backend = Tokenizer(models.BPE({name: byte for byte, name in bytes_to_unicode().items()}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_end|>")])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>").save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 300}), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def data(model_folder: Path, tmp_path: Path) -> Callable[..., SFTData]:
+    def build(train_file: Any, **settings: Any) -> SFTData:
+        sizes = {"batch_size": 4, "dataloader_num_workers": 0, "cache_dir": str(tmp_path / "cache")}
+        module = SFTData(train_file, model_name_or_path=str(model_folder), **{**sizes, **settings})
+        module.setup("fit")
+        return module
+
+    return build
+
+
+def write(path: Path, letters: str, answer: str = "yes") -> str:
+    rows = [{"prompt": letter * 3, "completion": answer} for letter in letters]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def letters_of(data: SFTData, split: str = "train") -> str:
+    return "".join(chr(samples[0].input_ids[0]) for samples in data.conversations[split])
+
+
+def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.jsonl", "abcdef"), write(tmp_path / "b.jsonl", "xy")
+    module = data([a, {"path": b, "weight": 2, "name": "extra"}])
+    assert letters_of(module) == "abcdefxy"
+    assert [part.name for part in module.conversations["train"].parts] == [a, "extra"]
+    assert module.reports["train"].num_rows == 8
+    assert module.steps_per_epoch == 3  # 6 + 2 x 2 conversations in steps of 4
+    counts = dict.fromkeys([f"{a}:{n}" for n in range(1, 7)], 1) | dict.fromkeys([f"{b}:{n}" for n in (1, 2)], 2)
+    seen = [where for step in module.train_dataloader() for where in step.where]
+    assert {where: seen.count(where) for where in seen} == counts
+
+
+def test_weights_are_of_training_only(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    source = {"path": write(tmp_path / "a.jsonl", "ab"), "weight": 3}
+    module = data([source], validation_file=[source])
+    assert sum(len(step.where) for step in module.val_dataloader()) == 2
+
+
+def test_columns_for_all_sources_and_for_one(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text('{"q": "a", "a": "yes"}', encoding="utf-8")
+    second.write_text('{"frage": "b", "antwort": "ja"}', encoding="utf-8")
+    own = {"path": str(second), "columns": {"prompt": "frage", "completion": "antwort"}}
+    assert letters_of(data([str(first), own], columns={"prompt": "q", "completion": "a"})) == "ab"
+
+
+def test_a_wrong_source_is_named_by_its_key(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "ab")
+    with pytest.raises(UserError, match=r"data\.validation_file: a source has no key 'wieght'; did you mean weight\?"):
+        data(path, validation_file=[{"path": path, "wieght": 2}])
+
+
+def test_validation_rows_are_taken_out_by_the_seed(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "abcdefghij")
+    module = data(path, val_size=0.3)
+    train, validation = letters_of(module), letters_of(module, "validation")
+    assert sorted(train + validation) == list("abcdefghij") and len(validation) == 3
+    assert train == "".join(sorted(train)) and validation == "".join(sorted(validation))
+    again, other = data(path, val_size=3), data(path, val_size=3, seed=5)
+    assert letters_of(again, "validation") == validation != letters_of(other, "validation")
+    with pytest.raises(UserError, match=r"data\.val_size 10 takes 10 of 10 conversations, which leaves one side empty"):
+        data(path, val_size=10)
+
+
+def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "abcdef")
+    state = data(path).state_dict()
+    data(path).load_state_dict(state)
+    with pytest.raises(UserError, match=r"belongs to other steps: batch_size was 4 and is 3; resume"):
+        data(path, batch_size=3).load_state_dict(state)
+    write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens
+    with pytest.raises(UserError, match=r"other steps: digest was \w+ and is \w+"):
+        data(path).load_state_dict(state)
+
+
+def test_labels_are_part_of_what_a_resumed_run_needs(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "abcdef")
+    state = data(path).state_dict()
+    with pytest.raises(UserError, match="digest was"):
+        data(path, completion_only_loss=False).load_state_dict(state)
+
+
+def test_checkpoints_that_hold_a_checksum_of_the_tokens_still_resume(
+    data: Callable[..., SFTData], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", "abcdef")
+    module = data(path)
+    rows = {"conversations": 6, "batch_size": 4, "seed": 42, "shuffle_dataset": 1}
+    module.load_state_dict({**rows, "rows": _checksum(module.conversations["train"])})
+    with pytest.raises(UserError, match="rows was 7 and is"):
+        module.load_state_dict({**rows, "rows": 7})
+
+
+def test_every_epoch_is_a_permutation(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    module = data(write(tmp_path / "a.jsonl", "abcdefghij"))
+    loader = module.train_dataloader()
+    epochs = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        epochs.append([where for step in loader for where in step.where])
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert len(np.unique(epochs[0])) == 10

@@ -1,0 +1,258 @@
+"""Rows are tokenised once: which changes tokenise again, what an interrupted run leaves, and what is said."""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.files.sources import Source
+from radixtrain.data.tokenized import cache, fingerprint
+from radixtrain.data.tokenized.cache import Tokenized, TokenizingOptions, tokenized
+from radixtrain.errors import DataError, UserError
+
+CHATML = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+)
+Tokenize = Callable[..., Tokenized]
+LOUD = {"chat_template_kwargs": {"loud": False}}
+
+
+def chat(question: str, answer: str, **columns: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **columns}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    return write(tmp_path / "chats.jsonl", [chat(f"question {n}", f"answer {n}") for n in range(20)])
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def ids_of(found: Tokenized) -> list[list[list[int]]]:
+    return [[sample.input_ids.tolist() for sample in samples] for samples in found.store]
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each time that rows are encoded."""
+    calls: list[str] = []
+    encode = cache._encode
+    monkeypatch.setattr(cache, "_encode", lambda source, *rest: calls.append(source.path) or encode(source, *rest))
+    return calls
+
+
+def test_the_second_time_nothing_is_encoded(
+    chats: Path, tokenize: Tokenize, encoded: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        first, second = tokenize(chats), tokenize(chats)
+    assert encoded == [str(chats)]
+    assert ids_of(first) == ids_of(second) and len(first.store) == 20
+    assert first.report == second.report and first.digest == second.digest
+    assert [line.endswith("tokens (tokenised by an earlier run)") for line in caplog.messages] == [False, True]
+
+
+def test_overwrite_cache(chats: Path, tokenize: Tokenize, encoded: list[str], tmp_path: Path) -> None:
+    first = tokenize(chats)
+    assert ids_of(tokenize(chats, overwrite_cache=True)) == ids_of(first)
+    assert len(encoded) == 2
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+def another_version(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    patch.setattr(sys.modules["transformers"], "__version__", "99")  # not an import: other tests load it again
+    return {}
+
+
+CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]] = {
+    "a row": lambda path, _: write(path, [chat("another", "one")]) and {},
+    "the template": lambda path, _: {"template": "{{- messages[0].content + '|' }}{%- for m in messages[1:] %}"
+                                                  "{{- m.content + '<|im_end|>' }}{%- endfor %}"},
+    "max_length": lambda path, _: {"max_length": 500},
+    "split_turns": lambda path, _: {"split_turns": False},
+    "assistant_only_loss": lambda path, _: {"assistant_only_loss": False},
+    "the vocabulary": lambda path, _: {"vocab_size": 300},
+    "chat_template_kwargs": lambda path, _: {"template": f"{CHATML}{{%- if loud %}}{{% endif %}}", **LOUD},
+    "on_bad_row": lambda path, _: {"skip_bad_rows": True},
+    "the library that renders": lambda path, patch: another_version(patch),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_tokenises_again(
+    change: str, chats: Path, tokenize: Tokenize, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize(chats)
+    changed = CHANGES[change](chats, monkeypatch)
+    fingerprint._versions.cache_clear()
+    try:
+        tokenize(chats, **changed)
+    finally:
+        fingerprint._versions.cache_clear()
+    assert len(encoded) == 2
+
+
+def test_what_does_not_tokenise_again(chats: Path, tokenize: Tokenize, encoded: list[str]) -> None:
+    tokenize(chats)
+    os.utime(chats, (1, 1))
+    tokenize(chats, dataset_num_proc=2)
+    assert len(encoded) == 1
+
+
+def test_another_name_is_another_entry(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
+    """The name is part of what errors say."""
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(chats, copy)
+    assert tokenize(chats).store[0][0].where == f"{chats}:1"
+    assert tokenize(copy).store[0][0].where == f"{copy}:1"
+
+
+def test_columns_are_part_of_the_key(tmp_path: Path, tokenize: Tokenize) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "ab", "answer": "cd", "other": "ef"}])
+    first = tokenize(path, columns={"prompt": "question", "completion": "answer"})
+    second = tokenize(path, columns={"prompt": "question", "completion": "other"})
+    assert ids_of(first) != ids_of(second)
+
+
+@pytest.mark.parametrize("num_proc", [1, 3])
+def test_processes_give_what_one_gives(num_proc: int, tmp_path: Path, tokenize: Tokenize) -> None:
+    rows = [chat(f"question {n}" * (n % 7 + 1), f"answer {n}") for n in range(900)]
+    path = write(tmp_path / "many.jsonl", rows)
+    found = tokenize(path, dataset_num_proc=num_proc)
+    assert [samples[0].where for samples in found.store] == [f"{path}:{n}" for n in range(1, 901)]
+    assert len(found.store[899]) == 1 and bytes(found.store[899][0].input_ids[-11:-1].tolist()) == b"answer 899"
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_the_first_bad_row_of_the_file_is_the_error(num_proc: int, tmp_path: Path, tokenize: Tokenize) -> None:
+    rows: list[Any] = [chat(f"question {n}", "yes") for n in range(700)]
+    rows[650] = "not JSON"
+    rows[401] = {"nothing": 1}
+    path = write(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(DataError, match=rf"^{path}:402: no format has the columns nothing"):
+        tokenize(path, dataset_num_proc=num_proc)
+    assert entries(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_skipped_rows_are_counted_and_the_first_few_named(
+    num_proc: int, tmp_path: Path, tokenize: Tokenize, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[Any] = [chat("a", "b"), "not JSON", {"nothing": 1}] * 300
+    path = write(tmp_path / "bad.jsonl", rows)
+    for _ in range(2):  # from the cache too
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found = tokenize(path, skip_bad_rows=True, dataset_num_proc=num_proc)
+        assert (found.report.num_rows, found.report.num_bad_rows, len(found.store)) == (900, 600, 300)
+        lines = caplog.messages[1:]
+        assert lines[0] == "skipped 600 bad rows:" and lines[-1] == "  and 595 more"
+        assert [line.split(": ")[0] for line in lines[1:-1]] == [f"  skipped {path}:{n}" for n in (2, 3, 5, 6, 8)]
+
+
+def test_a_file_without_a_usable_row(tmp_path: Path, tokenize: Tokenize) -> None:
+    path = write(tmp_path / "bad.jsonl", [{"nothing": 1}] * 3)
+    expected = f"{path}: none of its 3 rows can be used; 3 rows, 0 samples, 3 bad rows skipped; the first: {path}:1: "
+    with pytest.raises(UserError) as raised:
+        tokenize(path, skip_bad_rows=True)
+    assert str(raised.value).startswith(expected)
+
+
+def test_long_rows_are_counted_before_the_run_ends(tmp_path: Path, tokenize: Tokenize) -> None:
+    path = write(tmp_path / "long.jsonl", [chat("a" * size, "b") for size in (1, 200, 3, 900, 300)])
+    with pytest.raises(DataError) as raised:
+        tokenize(path, max_length=100)
+    text = str(raised.value)
+    assert text.startswith(f"{path}:2: ") and " tokens exceed max_length 100, and so do 2 more, the longest of " in text
+    assert text.endswith(f"tokens at {path}:4; raise max_length or set excess_length_strategy: drop | truncate")
+    report = tokenize(path, max_length=100, excess_length_strategy="drop").report
+    assert (report.num_dropped_samples, report.num_long_samples, report.longest_where) == (3, 3, f"{path}:4")
+    cut = tokenize(path, max_length=100, excess_length_strategy="truncate").report
+    assert (cut.num_truncated_samples, cut.num_without_loss, cut.num_samples) == (0, 3, 2)
+    assert "3 samples dropped because truncation left them no loss" in str(cut)
+
+
+def test_an_interrupted_run_leaves_no_entry(
+    chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.TokenWriter, "close", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(chats)
+    assert entries(tmp_path / "cache") == []
+    assert len(tokenize(chats).store) == 20
+
+
+def test_two_runs_at_once(chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run writes the same entry while this one encodes."""
+    place = cache._place
+
+    def other_first(staging: Path, entry: Path) -> None:
+        shutil.copytree(staging, entry)
+        place(staging, entry)
+
+    monkeypatch.setattr(cache, "_place", other_first)
+    assert len(tokenize(chats).store) == 20
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+def test_entries_that_were_not_used_for_long_are_deleted(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    tokenize(chats)
+    tokenize(chats, max_length=500)
+    (folder / "not ours").mkdir()
+    old = time.time() - (cache.DAYS_KEPT + 1) * 86400
+    first, _, _ = sorted(folder.iterdir(), key=lambda path: path.name == "not ours")
+    for path in (first / "about.json", folder / "not ours"):
+        os.utime(path, (old, old))
+    tokenize(chats, max_length=501)
+    left = entries(folder)
+    assert first.name not in left and "not ours" in left and len(left) == 3
+
+
+def test_a_folder_that_cannot_be_written(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"^data\.cache_dir .*file/inside: cannot be written: Not a directory"):
+        tokenize(chats, cache_dir=str(tmp_path / "file" / "inside"))
+
+
+def test_a_full_disk_is_named_before_any_work(
+    chats: Path, tokenize: Tokenize, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(chats.parent)._replace(free=1 << 20)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"data\.cache_dir .*: 1 MiB are free and about 256 MiB are needed"):
+        tokenize(chats)
+    assert encoded == []
+
+
+def test_a_source_without_files_is_not_kept(
+    chats: Path, encoder: Callable[..., ChatEncoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "files_of", lambda _: [])
+    found = tokenized(Source(str(chats)), encoder(), TokenizingOptions(cache_dir=str(tmp_path / "cache")))
+    folder = found.store.folder
+    assert len(found.store) == 20 and folder.is_dir()
+    assert entries(tmp_path / "cache") == []
+    del found
+    assert not folder.exists()

@@ -1,0 +1,110 @@
+"""Samples that are written and read again are the same, in any order and in another process."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixtrain.data.sample import Sample
+from radixtrain.data.tokenized.store import TokenStore, TokenWriter, packed
+
+
+def write(folder: Path, blocks: list[list[list[Sample]]]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = TokenWriter(folder)
+    for block in blocks:
+        writer.add(packed(block))
+    return writer.close()
+
+
+def lists(sample: Sample) -> tuple[list[int], list[int], str, list[float] | None]:
+    weights = None if sample.loss_weights is None else sample.loss_weights.tolist()
+    return sample.input_ids.tolist(), sample.labels.tolist(), sample.where, weights
+
+
+def sample_of(ids: list[int], labels: list[int], weights: list[float] | None = None, where: str = "a:1") -> Sample:
+    kept = None if weights is None else np.array(weights, dtype=np.float64)
+    return Sample(np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64), where, kept)
+
+
+ANSWER = sample_of([5, 6, 7, 8], [-100, -100, 7, 8])
+TWO_SPANS = sample_of([5, 6, 7, 8], [5, -100, -100, 8], where="a:2")
+OTHER_LABELS = sample_of([5, 6, 7], [-100, 9, -100], where="a:3")
+WEIGHTED = sample_of([1, 2], [-100, 2], [0.0, -1.5], where="ä:4")
+NO_LOSS = sample_of([1, 2], [-100, -100], where="a:5")
+
+
+def test_samples_come_back(tmp_path: Path) -> None:
+    write(tmp_path, [[[ANSWER, TWO_SPANS], [], [OTHER_LABELS]], [[WEIGHTED]], [], [[]], [[NO_LOSS, ANSWER]]])
+    store = TokenStore(tmp_path)
+    expected = [[ANSWER, TWO_SPANS], [OTHER_LABELS], [WEIGHTED], [NO_LOSS, ANSWER]]
+    assert len(store) == 4
+    assert [[lists(s) for s in samples] for samples in store] == [[lists(s) for s in samples] for samples in expected]
+    assert store.lengths.tolist() == [4, 4, 3, 2, 2, 4]
+    assert store.starts.tolist() == [0, 2, 3, 4, 6]
+    assert {(s.input_ids.dtype, s.labels.dtype) for samples in store for s in samples} == {(np.dtype(np.int64),) * 2}
+    assert [lists(s) for s in store[-1]] == [lists(s) for s in store[3]]
+    with pytest.raises(IndexError, match="conversation 4 of 4"):
+        store[4]
+
+
+def test_a_sample_can_be_changed_without_changing_the_file(tmp_path: Path) -> None:
+    write(tmp_path, [[[WEIGHTED]]])
+    store = TokenStore(tmp_path)
+    for name in ("input_ids", "labels", "loss_weights"):
+        getattr(store[0][0], name)[:] = 9
+    assert lists(store[0][0]) == lists(WEIGHTED)
+
+
+def test_it_travels_as_the_name_of_its_folder(tmp_path: Path) -> None:
+    write(tmp_path, [[[ANSWER]] * 1000])
+    store = TokenStore(tmp_path)
+    assert lists(store[999][0]) == lists(ANSWER)  # all of it is open
+    copy = pickle.dumps(store)
+    assert len(copy) < 400
+    assert lists(pickle.loads(copy)[999][0]) == lists(ANSWER)
+
+
+tokens = st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    ids = draw(st.lists(tokens, min_size=1, max_size=6))
+    kind = draw(st.sampled_from(["own", "other"]))
+    labels = [draw(st.sampled_from([-100, token if kind == "own" else 3])) for token in ids]
+    weights = draw(st.none() | st.lists(st.floats(-3, 3), min_size=len(ids), max_size=len(ids)))
+    return sample_of(ids, labels, weights, draw(st.text(max_size=3)).encode("utf-8", "ignore").decode())
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks=st.lists(st.lists(st.lists(samples(), max_size=3), max_size=4), max_size=4), order=st.randoms())
+def test_any_blocks(tmp_path_factory: pytest.TempPathFactory, blocks: list, order) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    write(folder, blocks)
+    store = TokenStore(folder)
+    expected = [[lists(s) for s in conversation] for block in blocks for conversation in block if conversation]
+    assert len(store) == len(expected)
+    places = list(range(len(expected)))
+    order.shuffle(places)
+    for place in places:
+        assert [lists(s) for s in store[place]] == expected[place]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [[[sample_of([5, 6, 7, 9], [-100, -100, 7, 9])]]],
+        [[[sample_of([5, 6, 7, 8], [-100, 6, 7, 8])]]],
+        [[[sample_of([5, 6, 7, 8], [-100, -100, 7, 8], [1.0] * 4)]]],
+        [[[ANSWER, ANSWER]]],
+        [[[ANSWER], [ANSWER]]],
+    ],
+    ids=["a token", "a label", "a weight", "a sample", "a conversation"],
+)
+def test_the_digest_tells_samples_apart(tmp_path: Path, other: list[list[list[Sample]]]) -> None:
+    digests = {write(tmp_path / str(n), blocks) for n, blocks in enumerate([[[[ANSWER]]], other, [[[ANSWER]]]])}
+    assert len(digests) == 2

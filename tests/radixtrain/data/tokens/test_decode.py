@@ -1,0 +1,103 @@
+"""Runs of tokens decoded: joined they are the text of all, and no character is broken at a border."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from radixtrain.data.tokens.decode import decode_runs
+
+
+def _byte_level() -> PreTrainedTokenizerBase:
+    """A token for each byte."""
+    names = bytes_to_unicode()
+    backend = Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_end|>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def _metaspace() -> PreTrainedTokenizerBase:
+    """Words that begin with a blank, and bytes for what they do not spell, as in Llama 2."""
+    words = ["<unk>", "▁", "▁no", "w", "▁now", "here"]
+    vocab = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+BYTES, WORDS = _byte_level(), _metaspace()
+FIRST_BYTE = 6  # of WORDS
+
+
+def byte_ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_a_character_is_in_the_run_in_which_it_is_complete() -> None:
+    ids = byte_ids("a€b")  # a, three bytes, b
+    assert decode_runs(BYTES, ids, [0, 1, 2, 4, 5]) == ["a", "", "€", "b"]
+    assert decode_runs(BYTES, np.array(ids), np.array([0, 3, 5])) == ["a", "€b"]
+
+
+def test_a_shared_run_has_the_same_text_whatever_follows() -> None:
+    shared = [*byte_ids("5 "), 0xE2, 0x82]
+    euro, lira = (decode_runs(BYTES, [*shared, last], [0, 4, 5]) for last in (0xAC, 0xBA))
+    assert (euro, lira) == (["5 ", "€"], ["5 ", "₺"])
+
+
+def test_bytes_that_are_no_character_are_shown_at_the_end_and_before_the_next_one() -> None:
+    assert decode_runs(BYTES, [97, 0xE2], [0, 1, 2]) == ["a", "�"]
+    assert decode_runs(BYTES, [97, 0xE2, 98], [0, 2, 3]) == ["a", "�b"]
+
+
+def test_blanks_between_runs_stay() -> None:
+    assert decode_runs(WORDS, [4, 2, 3, 1, 5], [0, 1, 2, 3, 4, 5]) == ["now", " no", "w", " ", "here"]
+
+
+def test_fallback_bytes_complete_a_character() -> None:
+    euro = [FIRST_BYTE + byte for byte in "€".encode()]
+    assert decode_runs(WORDS, [4, *euro, 5], [0, 2, 4, 5]) == ["now", "€", "here"]
+    # This decoder reads neighbouring bytes as a whole: the first euro is not whole as long as the second one is not.
+    assert decode_runs(WORDS, [4, *euro, *euro, 5], [0, 2, 5, 8]) == ["now", "", "€€here"]
+
+
+def test_special_tokens_are_shown() -> None:
+    assert decode_runs(BYTES, [97, 256, 98], [0, 1, 3]) == ["a", "<|im_end|>b"]
+
+
+def test_nothing() -> None:
+    assert decode_runs(BYTES, [], [0]) == []
+    assert decode_runs(BYTES, [97], [0, 0, 1, 1]) == ["", "a", ""]
+
+
+@pytest.mark.parametrize("bounds", [[], [1, 2], [0, 1], [0, 3], [0, 2, 1, 2]])
+def test_bounds_that_are_not_those_of_the_tokens(bounds: list[int]) -> None:
+    with pytest.raises(ValueError, match="bounds must rise from 0 to the number of tokens, 2"):
+        decode_runs(BYTES, [97, 98], bounds)
+
+
+@given(st.text(max_size=30), st.data())
+def test_joined_they_are_the_text(text: str, data: st.DataObject) -> None:
+    text = text.encode("utf-8", "ignore").decode()
+    ids = byte_ids(text)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=12)))
+    runs = decode_runs(BYTES, ids, [0, *cuts, len(ids)])
+    assert "".join(runs) == text
+    assert all(run in text for run in runs)
+
+
+@given(st.lists(st.integers(0, 256), max_size=24), st.data())
+def test_joined_they_are_the_text_of_broken_bytes_too(ids: list[int], data: st.DataObject) -> None:
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=8))), len(ids)]
+    runs = decode_runs(BYTES, ids, cuts)
+    assert "".join(runs) == BYTES.decode(ids)
+    assert len(runs) == len(list(pairwise(cuts)))

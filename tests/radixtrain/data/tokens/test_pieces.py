@@ -1,0 +1,176 @@
+"""Pieces between added tokens, tokenised once, give what the whole text gives: for any text and any tokenizer."""
+
+import itertools
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from radixtrain.data.tokens import pieces
+from radixtrain.data.tokens.pieces import PieceTokenizer
+
+ROOT = Path(__file__).resolve().parents[4]
+DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
+TEXT = "The quick brown fox, 12 of them.\n\nIt's hé's ça!  Twice   blank\tand tab\n<think>\nno\n</think>"
+START, END = "<|im_start|>", "<|im_end|>"
+WORDS = [
+    START,
+    END,
+    "<think>",
+    "</think>",
+    " ",
+    "\n",
+    "\n\n",
+    "the",
+    " fox",
+    "é",
+    "12",
+    "<",
+    "|>",
+    "<|im",
+    "_",
+    "a b",
+    "xy",
+]
+
+
+def trained(pre_tokenizer: Any, normalizer: Any = None, added: tuple[AddedToken, ...] = ()) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [TEXT] * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokens = [AddedToken(START, special=True), AddedToken(END, special=True), AddedToken("<think>", normalized=False)]
+    backend.add_tokens([*tokens, *added])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
+
+
+def qwen_like(*added: AddedToken) -> PreTrainedTokenizerFast:
+    split = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|\s*[\r\n]+|\s+(?!\S)|\s+|."), "isolated")
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return trained(pre_tokenizers.Sequence([split, last]), normalizers.NFC(), added)
+
+
+KINDS = {
+    "like Qwen": qwen_like(),
+    "byte level with a blank before": trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "a token that takes the blanks around it": qwen_like(AddedToken("</think>", lstrip=True, rstrip=True)),
+    "a token inside another": qwen_like(AddedToken("<|im", normalized=False)),
+    "tokens of which one goes on where another ends": qwen_like(
+        AddedToken("fox<|im", normalized=True), AddedToken("<|im_", normalized=False)
+    ),
+    "a token that looks at its neighbours": qwen_like(AddedToken("xy", single_word=True, normalized=False)),
+    "blanks as marks, always": trained(pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "blanks as marks, at the start of the text": trained(pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "lower case": trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Lowercase()),
+    "a mark before each piece": trained(
+        pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Prepend("_")
+    ),
+}  # fmt: skip
+
+
+def whole(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.lists(st.sampled_from(WORDS), max_size=12).map("".join), max_size=5))
+def test_equals_the_whole_text(kind: str, texts: list[str]) -> None:
+    tokenize = PieceTokenizer(KINDS[kind])
+    tokenize.is_checked = True  # so that the pieces answer, not the comparison
+    assert [ids.tolist() for ids in tokenize(texts)] == whole(KINDS[kind], texts)
+
+
+def test_which_are_split() -> None:
+    """The others are right because their texts stay whole."""
+    split = {kind for kind, tokenizer in KINDS.items() if PieceTokenizer(tokenizer).borders is not None}
+    stay_whole = {
+        "a token that looks at its neighbours",
+        "blanks as marks, always",
+        "blanks as marks, at the start of the text",
+        "tokens of which one goes on where another ends",
+    }
+    assert set(KINDS) - split == stay_whole
+
+
+def test_a_repeated_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenize = PieceTokenizer(KINDS["like Qwen"])
+    given_texts: list[str] = []
+    ask = tokenize._whole
+    monkeypatch.setattr(tokenize, "_whole", lambda texts: given_texts.extend(texts) or ask(texts))
+    tokenize.is_checked = True
+    for question in ("one", "two"):
+        tokenize([f"{START}long prompt{END}{START}{question}{END}"] * 2)
+    assert given_texts == [START, "long prompt", END, "one", "two"]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MAX_KEPT_CHARACTERS", 60)
+    tokenize = PieceTokenizer(KINDS["like Qwen"])
+    for number in range(50):
+        tokenize([f"{START}the prompt{END}number {number}"])
+    assert sum(map(len, tokenize.kept)) == tokenize.num_kept_characters <= 60
+    assert "the prompt" in tokenize.kept  # used last, so it stays
+    assert "number 3" not in tokenize.kept
+
+
+def test_a_tokenizer_that_sees_over_its_borders_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if a pre-tokenizer looked at the start of the text, but was not known to."""
+    monkeypatch.setattr(pieces, "PIECEWISE", {*pieces.PIECEWISE, "Metaspace"})
+    tokenizer = KINDS["blanks as marks, at the start of the text"]
+    tokenize = PieceTokenizer(tokenizer)
+    assert tokenize.borders is not None
+    texts = [f"the fox{START}the fox{END}"]
+    with caplog.at_level(logging.WARNING):
+        first = tokenize(texts)
+    assert tokenize.borders is None and "does not treat the text between special tokens" in caplog.text
+    assert [ids.tolist() for ids in first] == [ids.tolist() for ids in tokenize(texts)] == whole(tokenizer, texts)
+
+
+def test_no_texts_and_empty_texts() -> None:
+    tokenize = PieceTokenizer(KINDS["like Qwen"])
+    assert tokenize([]) == []
+    assert [(ids.dtype, ids.shape) for ids in tokenize(["", ""])] == [(np.dtype(np.int64), (0,))] * 2
+
+
+@pytest.mark.data
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["banking77_train", "gsm8k_fewshot_train", "gsm8k_many_prompts_train", "gsm8k_plain_train"]
+)
+def test_every_row_of_real_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"no {path}; set RADIXTRAIN_DATA to a folder that has it")
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    sys.modules.pop("tiny", None)
+    import tiny
+
+    with path.open(encoding="utf-8") as lines:
+        chats = [json.loads(line)["messages"] for line in lines]
+    tokenizer = tiny.train_tokenizer({turn["content"] for turn in itertools.chain(*chats[:400])}, 2048)
+    tokenize = PieceTokenizer(tokenizer)
+    tokenize.is_checked = True
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in chats]
+    for start in range(0, len(texts), 500):
+        block = texts[start : start + 500]
+        expected = whole(tokenizer, block)
+        different = [n for n, ids in enumerate(tokenize(block)) if ids.tolist() != expected[n]]
+        assert not different, f"row {start + different[0] + 1}"
+    assert tokenize.borders is not None

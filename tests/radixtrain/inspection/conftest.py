@@ -1,0 +1,72 @@
+"""A tokenizer of bytes, micro-batches without a data set, and what a console of some width prints."""
+
+from collections.abc import Callable, Sequence
+from io import StringIO
+
+import numpy as np
+import pytest
+from rich.console import Console, RenderableType
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.sample import Sample
+from radixtrain.data.steps import features_of
+from radixtrain.inspection.micro_batch import MicroBatch
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A token for each byte, and 256 for the end of a turn."""
+    names = bytes_to_unicode()
+    backend = Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|im_end|>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+
+
+@pytest.fixture(scope="session")
+def sample_of() -> Callable[..., Sample]:
+    """`sample_of("prompt", "answer")`, with loss on the answer."""
+
+    def build(prompt: str, answer: str, where: str = "chats.jsonl:1", weights: Sequence[float] | None = None) -> Sample:
+        ids = np.array([*prompt.encode(), *answer.encode()], dtype=np.int64)
+        labels = np.where(np.arange(len(ids)) < len(prompt.encode()), -100, ids)
+        return Sample(ids, labels, where, None if weights is None else np.array(weights, dtype=np.float64))
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def part_of() -> Callable[..., MicroBatch]:
+    """`part_of(samples, **options)`: one step of one micro-batch; the options are those of the collator."""
+
+    def build(samples: Sequence[Sample], **options: object) -> MicroBatch:
+        step = StepCollator(**options)(features_of(samples))  # type: ignore[arg-type]
+        assert step.members == [list(step.members[0])]
+        return MicroBatch(
+            step=0,
+            num_steps=1,
+            index=0,
+            num_micro_batches=1,
+            samples=[samples[member] for member in step.members[0]],
+            batch=step.micro_batches[0],
+            num_step_labels=step.num_labels,
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def printed() -> Callable[..., str]:
+    """`printed(renderable, width=80)`: plain text, without blanks at the ends of lines."""
+
+    def print_it(content: RenderableType, width: int = 80, **options: object) -> str:
+        console = Console(width=width, file=StringIO(), **options)  # type: ignore[arg-type]
+        console.print(content, highlight=False)
+        assert isinstance(console.file, StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    return print_it

@@ -1,0 +1,72 @@
+"""docs/inspect.md: its outputs are what the command prints, its keys those of `Trainer.inspect`.
+
+RADIXTRAIN_WRITE_TABLE=1 writes them.
+"""
+
+import inspect
+import os
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from docstring_parser import parse as parse_docstring
+from rich.console import Console
+
+from radixtrain.data.datamodule import SFTData
+from radixtrain.inspection.show import show
+from radixtrain.training.trainer import Trainer
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "inspect.md"
+WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
+ROWS = re.compile(r"^```json\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def rows_of(page: str) -> list[str]:
+    """The lines of chats.jsonl: on the page a row takes several."""
+    return [" ".join(row.split("\n")) for block in ROWS.findall(page) for row in re.split(r"\n(?=\{)", block.strip())]
+
+
+@pytest.mark.parametrize(("block", "row"), [("inspect", None), ("row", "chats.jsonl:3"), ("refused", 5)])
+def test_an_output(
+    block: str, row: int | str | None, shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = PAGE.read_text(encoding="utf-8")
+    rows = rows_of(page)
+    good = rows if row == 5 else rows[:4]
+    Path("chats.jsonl").write_text("".join(f"{line}\n" for line in good), encoding="utf-8")
+    console = Console(width=80, file=StringIO())
+    settings = {"model_name_or_path": str(shop / "model"), "cache_dir": "cache", "dataset_num_proc": 1}
+    show(SFTData("chats.jsonl", **settings), console, row=row)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    found = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
+    compare(page, rf"(?<=^```text {block}\n)(.*?)(?=^```$)", found)
+
+
+def test_the_keys() -> None:
+    described = {
+        each.arg_name: each.description or "" for each in parse_docstring(Trainer.inspect.__doc__ or "").params
+    }
+    defaults = {name: each.default for name, each in inspect.signature(Trainer.inspect).parameters.items()}
+    lines = [
+        f"| `{name}` | `{yaml.safe_dump(defaults[name]).split()[0]}` | {text} |" for name, text in described.items()
+    ]
+    table = "\n".join(
+        ["| key | default | meaning |", "| --- | --- | --- |", *(" ".join(line.split()) for line in lines)]
+    )
+    compare(
+        PAGE.read_text(encoding="utf-8"),
+        r"(?<=^<!-- inspect: begin -->\n)(.*?)(?=^<!-- inspect: end -->$)",
+        f"{table}\n",
+    )
+
+
+def compare(page: str, pattern: str, found: str) -> None:
+    said = re.compile(pattern, re.MULTILINE | re.DOTALL)
+    if WRITING:
+        PAGE.write_text(said.sub(lambda _: found, page, count=1), encoding="utf-8")
+        return
+    match = said.search(page)
+    assert match is not None and match[1] == found, f"RADIXTRAIN_WRITE_TABLE=1 writes the outputs of {PAGE.name}"

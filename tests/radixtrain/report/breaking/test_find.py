@@ -1,0 +1,340 @@
+"""Planted causes are found, with their rows and what fixing them saves; data without one has none."""
+
+import json
+import os
+import random
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.formats import read_rows
+from radixtrain.data.sample import Sample
+from radixtrain.report.breaking.find import find_breaks
+from radixtrain.report.contents import Break
+from radixtrain.tree.plan import build_prefix_plan
+
+ROOT = Path(__file__).resolve().parents[4]
+DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
+sys.path.insert(0, str(ROOT / "recipes"))
+import tiny  # noqa: E402
+
+sys.path.remove(str(ROOT / "recipes"))
+
+VOCABULARY = """
+shop order parcel refund card price note letter street bridge garden window kettle ticket train river paper pencil
+bottle basket answer question customer agent rule list short clear polite careful always never before after between
+until because although write read send check keep give take open close large small green quiet early late
+"""
+CALENDAR = "January February March April May June July August September October November December"
+PEOPLE = "Maria Ben Chloe Dmitri Esther Farid Greta Hugo Ines Jonas Karim Lena Mateo Nadia Omar Petra Rosa Tara"
+WORDS, MONTHS, NAMES = VOCABULARY.split(), CALENDAR.split(), PEOPLE.split()
+ROWS = 120
+BATCH_SIZE = 32
+
+Conversations = list[list[Sample]]
+
+
+def sentence(rng: random.Random, words: int = 12) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words)).capitalize() + "."
+
+
+def paragraph(seed: int, sentences: int = 20) -> str:
+    rng = random.Random(seed)
+    return "\n".join(sentence(rng, rng.randint(8, 16)) for _ in range(sentences))
+
+
+POLICY = paragraph(0)
+EXAMPLES = [f"Problem: {paragraph(seed, 2)}\nSolution: {paragraph(seed + 50, 2)}" for seed in range(100, 120)]
+TOOLS = [
+    json.dumps({"type": "function", "function": {"name": f"tool_{name}", "description": paragraph(seed, 1)}})
+    for seed, name in enumerate(("send", "refund", "open", "list"), start=200)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    texts = [POLICY, *EXAMPLES, *TOOLS, CALENDAR, PEOPLE, "Today is the Session Number You talk to Customer"]
+    return tiny.train_tokenizer(texts, 1000)
+
+
+@pytest.fixture(scope="module")
+def chats(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Conversations]:
+    """`chats(system prompts)`: a conversation for each, with a question of its own and one or more answers."""
+
+    def build(systems: list[str], turns: int = 1) -> Conversations:
+        rng = random.Random(5)
+        return [conversation(f"train.jsonl:{n}", system, rng, turns) for n, system in enumerate(systems, start=1)]
+
+    def conversation(where: str, system: str, rng: random.Random, turns: int) -> list[Sample]:
+        messages, samples = [{"role": "system", "content": system}], []
+        for _ in range(turns):
+            messages.append({"role": "user", "content": sentence(rng)})
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            messages.append({"role": "assistant", "content": sentence(rng, 4)})
+            prompt_ids = tokenizer(prompt)["input_ids"]
+            ids = np.array(prompt_ids + tokenizer(messages[-1]["content"])["input_ids"], dtype=np.int64)
+            labels = np.where(np.arange(len(ids)) < len(prompt_ids), -100, ids)
+            samples.append(Sample(ids, labels, where))
+        return samples
+
+    return build
+
+
+def num_unique(conversations: Conversations) -> int:
+    """Of steps of the order in which `find_breaks` draws."""
+    order = np.random.default_rng(0).permutation(len(conversations)).tolist()
+    total = 0
+    for start in range(0, len(order), BATCH_SIZE):
+        rows = [sample.input_ids for index in order[start : start + BATCH_SIZE] for sample in conversations[index]]
+        lengths = np.cumsum([0, *map(len, rows)])
+        total += build_prefix_plan(np.concatenate(rows), lengths).num_unique_tokens
+    return total
+
+
+def dates(rng: random.Random) -> str:
+    return f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(2019, 2026)}"
+
+
+def uuids(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128)))
+
+
+def shuffled(items: list[str], rng: random.Random, count: int | None = None) -> list[str]:
+    return rng.sample(items, len(items) if count is None else count)
+
+
+def planted(make: Callable[[random.Random, int], tuple[str, str]]) -> tuple[list[str], list[str]]:
+    """The system prompts with the cause, and as they would be once it is fixed."""
+    rng = random.Random(3)
+    now, fixed = zip(*(make(rng, row) for row in range(ROWS)), strict=True)
+    return list(now), list(fixed)
+
+
+def moved(before: str, draw: Callable[[random.Random], str], after: str) -> Callable[..., tuple[str, str]]:
+    """A value between two texts, and at their end."""
+
+    def make(rng: random.Random, row: int) -> tuple[str, str]:
+        value = draw(rng)
+        return f"{before} {value}{after}", f"{before}{after}\n{value}"
+
+    return make
+
+
+def clock(rng: random.Random) -> str:
+    return f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02} {rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
+
+
+def in_order(items: list[str], join: str, after: str, count: int | None = None) -> Callable[..., tuple[str, str]]:
+    def make(rng: random.Random, row: int) -> tuple[str, str]:
+        fixed = join.join(items[:count])
+        return f"Read this.\n\n{join.join(shuffled(items, rng, count))}{after}", f"Read this.\n\n{fixed}{after}"
+
+    return make
+
+
+def every(step: int, now: str, fixed: str) -> Callable[..., tuple[str, str]]:
+    """In one row of so many."""
+    return lambda rng, row: (fixed if row % step else now, fixed)
+
+
+SECOND = POLICY.replace("shop", "house", 1).replace("card", "paper card", 1)
+CAUSES = {
+    "a date": ("a date or time", moved("Today is", dates, f".\n{POLICY}"), ROWS),
+    "a date and a time inside the prompt": ("a date or time", moved(POLICY[:300], clock, POLICY[300:]), ROWS),
+    "a UUID": ("a UUID", moved("Session", uuids, f"\n{POLICY}"), ROWS),
+    "a hash": (
+        "an id or hash",
+        moved("Session", lambda rng: f"{rng.getrandbits(60) + 2**60:x}a1", f"\n{POLICY}"),
+        ROWS,
+    ),
+    "a number": ("a number", moved("Number", lambda rng: f"{rng.randint(1000, 99999)}", f".\n{POLICY}"), ROWS),
+    "a name": ("a name", moved("You talk to", lambda rng: rng.choice(NAMES), f", a customer.\n{POLICY}"), ROWS),
+    "a question before the rules": ("a text of the row's own", moved("Read:", sentence, f"\n{POLICY}"), ROWS),
+    "tools, a line each": ("the order of the tools", in_order(TOOLS, "\n", f"\n{POLICY}"), ROWS),
+    "tools in one line": ("the order of the tools", in_order(TOOLS, ", ", ""), ROWS),
+    "example order": ("the order of the examples", in_order(EXAMPLES[:4], "\n\n", ""), ROWS),
+    "example choice": ("the choice of the examples", in_order(EXAMPLES, "\n\n", "", 4), ROWS),
+    "few examples": ("the choice of the examples", in_order(EXAMPLES[:6], "\n\n", POLICY, 3), ROWS),
+    "line ends": ("white space", every(4, POLICY.replace("\n", "\r\n"), POLICY), ROWS // 4),
+    "blanks": ("white space", every(4, POLICY.replace(" ", "  ", 3), POLICY), ROWS // 4),
+    "versions": (
+        "another version of the template",
+        every(3, f"You are the agent of a shop, short and quick.\n{SECOND}", f"You read letters.\n{POLICY}"),
+        ROWS // 3,
+    ),
+    "in a tenth of the rows": (
+        "a date or time",
+        lambda rng, row: (f"Today is {dates(rng)}.\n{POLICY}" if row % 10 == 0 else POLICY, POLICY),
+        ROWS // 10,
+    ),
+}
+
+
+@pytest.mark.parametrize("planting", CAUSES)
+def test_a_planted_cause(
+    planting: str, chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    cause, make, num_rows = CAUSES[planting]
+    now, fixed = map(chats, planted(make))
+    (found,) = find_breaks(now, tokenizer, BATCH_SIZE)
+    assert (found.cause, found.num_sequences) == (cause, num_rows)
+    assert found.tokens_saved == pytest.approx(num_unique(now) - num_unique(fixed), rel=0.2)
+    assert found.num_values > 1 and found.advice.endswith(".")
+    texts = {sample.where: tokenizer.decode(sample.input_ids) for (sample,) in now}
+    for example in found.examples:
+        if cause != "white space":
+            shown = f"{example.before}{example.value.partition(' … ')[0]}"
+            assert shown in texts[example.where] and ("…" in example.value or example.after in texts[example.where])
+
+
+def test_an_example_says_where_and_what(
+    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    now, _ = planted(moved("Today is", dates, f".\n{POLICY}"))
+    (found,) = find_breaks(chats(now), tokenizer, BATCH_SIZE)
+    assert len(found.examples) == 3 and found.at_token == len(tokenizer("<|im_start|>system\nToday is")["input_ids"])
+    for example in found.examples:
+        system = now[int(example.where.removeprefix("train.jsonl:")) - 1]
+        assert system.startswith(f"Today is {example.value}.\n") and example.before.endswith("system\nToday is ")
+        assert example.after.startswith(f".\n{POLICY[:20]}")
+
+
+def test_blanks_are_shown_as_signs(chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase) -> None:
+    now, _ = planted(every(4, POLICY.replace("\n", "\r\n"), POLICY))
+    (found,) = find_breaks(chats(now), tokenizer, BATCH_SIZE)
+    assert found.examples[0].value == "␍↵" and found.num_values == 2
+
+
+def both(rng: random.Random, row: int) -> tuple[str, str]:
+    date, session = dates(rng), uuids(rng)
+    return f"Date: {date}\nSession: {session}\n{POLICY}", f"Date:\nSession:\n{POLICY}\n{date} {session}"
+
+
+def test_two_causes_side_by_side_name_each_other(
+    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Neither saves much as long as the other stays, and the advice says so."""
+    now, fixed = map(chats, planted(both))
+    found = {each.cause: each for each in find_breaks(now, tokenizer, BATCH_SIZE)}
+    assert found.keys() == {"a date or time", "a UUID"}
+    saved = num_unique(now) - num_unique(fixed)
+    for each, other in (("a date or time", "a UUID"), ("a UUID", "a date or time")):
+        assert found[each].tokens_saved == pytest.approx(saved, rel=0.2)
+        assert "Alone this saves" in found[each].advice and f"a fix of {other} too" in found[each].advice
+
+
+def test_two_causes_in_different_rows(chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase) -> None:
+    def make(rng: random.Random, row: int) -> tuple[str, str]:
+        if row % 3 == 0:
+            return POLICY.replace("\n", "\r\n"), POLICY
+        return (f"Session {uuids(rng)}\n{POLICY}", POLICY) if row % 3 == 1 else (POLICY, POLICY)
+
+    found = find_breaks(chats(planted(make)[0]), tokenizer, BATCH_SIZE)
+    assert [(each.cause, each.num_sequences) for each in found] == [("a UUID", 40), ("white space", 40)]
+
+
+def test_several_prompts_with_a_date_each(
+    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts = [paragraph(seed) for seed in range(20, 25)]
+
+    def make(rng: random.Random, row: int) -> tuple[str, str]:
+        prompt, date = prompts[row % 5], dates(rng)
+        return f"{prompt[:200]}\nToday is {date}.\n{prompt}", f"{prompt[:200]}\nToday is\n{prompt}\n{date}."
+
+    now, fixed = map(chats, planted(make))
+    (found,) = find_breaks(now, tokenizer, BATCH_SIZE)
+    assert (found.cause, found.num_sequences) == ("a date or time", ROWS)
+    assert found.tokens_saved == pytest.approx(num_unique(now) - num_unique(fixed), rel=0.2)
+
+
+def test_a_name_in_one_branch_after_a_date(
+    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    one, other = paragraph(30), paragraph(31)
+
+    def make(rng: random.Random, row: int) -> tuple[str, str]:
+        date, name = dates(rng), rng.choice(NAMES)
+        branch = f"You talk to {name} now. {one}" if row % 2 else f"You write letters. {other}"
+        return f"Today is {date}.\n{POLICY}\n{branch}", ""
+
+    found = {each.cause: each for each in find_breaks(chats(planted(make)[0]), tokenizer, BATCH_SIZE)}
+    assert {cause: each.num_sequences for cause, each in found.items()} == {"a date or time": ROWS, "a name": ROWS // 2}
+
+
+def test_turns_of_a_conversation_count_as_samples_and_are_drawn_together(
+    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    now, fixed = (chats(systems, turns=3) for systems in planted(moved("Session", uuids, f"\n{POLICY}")))
+    (found,) = find_breaks(now, tokenizer, BATCH_SIZE)
+    assert (found.cause, found.num_sequences) == ("a UUID", 3 * ROWS)
+    assert found.tokens_saved == pytest.approx(num_unique(now) - num_unique(fixed), rel=0.2)
+
+
+def test_a_drawn_part_is_scaled_to_the_epoch(
+    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    now = chats(planted(moved("Session", uuids, f"\n{POLICY}"))[0])
+    (whole,) = find_breaks(now, tokenizer, 20)
+    (drawn,) = find_breaks(now, tokenizer, 20, max_conversations=60)
+    assert drawn.num_sequences == ROWS and drawn.num_values == 60
+    assert drawn.tokens_saved == pytest.approx(whole.tokens_saved, rel=0.05)
+    assert find_breaks(now, tokenizer, 20, max_conversations=60) == (drawn,)
+
+
+CLEAN: dict[str, Callable[[random.Random, int], str]] = {
+    "one prompt": lambda rng, row: POLICY,
+    "many prompts": lambda rng, row: paragraph(row % 30),
+    "prompts that begin alike": lambda rng, row: f"{POLICY[:400]}\n{paragraph(40 + row % 12)}",
+    "fixed sets of examples": lambda rng, row: "\n\n".join(
+        ["Read this.", *EXAMPLES[3 * (row % 6) : 3 * (row % 6) + 3]]
+    ),
+    "short prompts with a name": lambda rng, row: f"You talk to {rng.choice(NAMES)}. Be polite.",
+    "a row's own text after the prompt": lambda rng, row: f"{POLICY}\n{sentence(rng, 60)}",
+}
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_data_has_none(
+    name: str, turns: int, chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rng = random.Random(4)
+    systems = [CLEAN[name](rng, row) for row in range(ROWS)]
+    assert find_breaks(chats(systems, turns), tokenizer, BATCH_SIZE) == ()
+
+
+def test_samples_without_a_prompt_have_none(
+    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (sample,) = chats([POLICY])[0]
+    assert find_breaks([], tokenizer) == ()
+    assert find_breaks([[], [sample], []], tokenizer) == ()
+    assert find_breaks([[Sample(sample.input_ids, sample.input_ids, "a:1")]] * 3, tokenizer) == ()
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        find_breaks([], tokenizer, 0)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["banking77", "gsm8k_many_prompts", "gsm8k_plain", "gsm8k_fewshot"])
+def test_the_real_data_sets_have_none_until_a_date_is_planted(name: str) -> None:
+    source = DATA / f"{name}_train.jsonl"
+    if not source.is_file():
+        pytest.skip(f"RADIXTRAIN_DATA names no folder with {source.name}")
+    rows = [row for row, _ in zip(read_rows(str(source)), range(300), strict=False)]
+    texts = {message["content"] for row in rows[:100] for message in row.fields["messages"]}
+    tokenizer = tiny.train_tokenizer(sorted(texts), 2000)
+    encoder = ChatEncoder(tokenizer)
+    assert find_breaks(encoder.encode_all(rows), tokenizer, BATCH_SIZE) == ()
+    if rows[0].fields["messages"][0]["role"] == "system":
+        rng = random.Random(0)
+        for row in rows:
+            row.fields["messages"][0]["content"] = f"{dates(rng)}\n{row.fields['messages'][0]['content']}"
+        found: tuple[Break, ...] = find_breaks(encoder.encode_all(rows), tokenizer, BATCH_SIZE)
+        assert [(each.cause, each.num_sequences) for each in found] == [("a date or time", len(rows))]

@@ -1,0 +1,82 @@
+"""Which setting is named as the best, and what is only hinted at."""
+
+from dataclasses import replace
+
+import pytest
+
+from radixtrain.report.best import best_setting, command_to_paste, hints
+from radixtrain.report.contents import Setting
+
+OWN = Setting(
+    batch_size=32,
+    max_tokens=1000,
+    group_by_prefix=False,
+    r=2.0,
+    best_r=3.0,
+    speedup=2.0,
+    seconds_per_epoch=100.0,
+    memory_bytes=50,
+)
+FASTER = replace(OWN, max_tokens=4000, seconds_per_epoch=80.0, memory_bytes=90)
+SLOWER = replace(OWN, max_tokens=500, seconds_per_epoch=110.0, memory_bytes=20)
+LARGER = replace(OWN, batch_size=256, r=6.0, seconds_per_epoch=40.0)
+GROUPED = replace(OWN, group_by_prefix=True, r=8.0, seconds_per_epoch=30.0)
+
+
+def test_the_fastest_that_leaves_the_steps_as_they_are() -> None:
+    assert best_setting(OWN, [SLOWER, LARGER, GROUPED, OWN, FASTER], 1000) is FASTER
+
+
+def test_memory_decides_first() -> None:
+    assert best_setting(OWN, [SLOWER, OWN, FASTER], 60) is OWN
+    assert best_setting(OWN, [SLOWER, OWN, FASTER], 30) is SLOWER
+    assert best_setting(OWN, [SLOWER, OWN, FASTER], 10) is OWN
+
+
+def test_within_the_noise_of_timings_it_is_the_users_own() -> None:
+    assert best_setting(OWN, [OWN, replace(FASTER, seconds_per_epoch=97.0)], 1000) is OWN
+
+
+def test_nothing_predicted() -> None:
+    own = replace(OWN, seconds_per_epoch=None, memory_bytes=None)
+    assert best_setting(own, [own, FASTER], 1000) is own
+
+
+def test_the_command_repeats_what_was_typed() -> None:
+    typed = ["--config", "my sft.yaml", "--data.max_tokens=1000"]
+    command = command_to_paste(typed, OWN, FASTER)
+    assert command == ("python -m radixtrain fit --config 'my sft.yaml' --data.max_tokens=1000 --data.max_tokens=4000")
+    assert command_to_paste(typed, OWN, OWN).endswith("'my sft.yaml' --data.max_tokens=1000")
+
+
+@pytest.mark.parametrize("own_key", [["--max_seconds", "20"], ["--max_seconds=20"]])
+def test_the_keys_of_report_are_left_out(own_key: list[str]) -> None:
+    assert (
+        command_to_paste([*own_key, "--seed_everything=1"], OWN, OWN) == "python -m radixtrain fit --seed_everything=1"
+    )
+
+
+def test_what_would_change_the_steps_is_a_hint_with_its_price() -> None:
+    grouped, larger = hints(OWN, [OWN, LARGER, GROUPED, FASTER])
+    assert grouped.startswith(
+        "--data.group_by_prefix=true: r = 8 in place of 2, an epoch in about 30 s in place of 1 min"
+    )
+    assert "less mixed" in grouped
+    assert larger.startswith("--data.batch_size=256: r = 6 in place of 2") and "learning rate" in larger
+
+
+@pytest.mark.parametrize("others", [[], [replace(LARGER, r=2.1), replace(GROUPED, r=2.1)], [FASTER, SLOWER]])
+def test_no_hint_where_there_is_little_to_gain(others: list[Setting]) -> None:
+    assert not list(hints(OWN, [OWN, *others]))
+
+
+def test_the_smallest_batch_that_brings_most_of_it() -> None:
+    sizes = [replace(LARGER, batch_size=size, r=r) for size, r in ((64, 3.0), (128, 5.6), (256, 6.0))]
+    (hint,) = hints(OWN, [OWN, *sizes])
+    assert hint.startswith("--data.batch_size=128")
+
+
+def test_hints_without_predictions() -> None:
+    unknown = [replace(each, seconds_per_epoch=None) for each in (OWN, GROUPED)]
+    (hint,) = hints(unknown[0], unknown)
+    assert "r = 8 in place of 2." in hint

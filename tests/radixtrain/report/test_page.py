@@ -1,0 +1,308 @@
+"""The page as text, and as a browser shows it."""
+
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from dataclasses import replace
+from gzip import decompress
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+from random import Random
+
+import pytest
+from headless_browser import Browser
+
+from radixtrain.report.contents import Break, DataReport, Example, GpuEstimate, Setting, SplitCost, TreeNode
+from radixtrain.report.page import OUTLINE_RUNS, render, write_page
+
+MEGABYTE = 1_000_000
+HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
+SCHEMES = ["light", "dark"]
+BLOCKS = "document.querySelectorAll('#tree path.surface')"
+
+
+def setting(batch_size: int, max_tokens: int, grouped: bool = False) -> Setting:
+    r = batch_size / 4 * (2 if grouped else 1)
+    numbers = {"r": r, "best_r": r + 1, "speedup": r / 2, "seconds_per_epoch": 6000 / r}
+    return Setting(
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        group_by_prefix=grouped,
+        memory_bytes=max_tokens * 2**18,
+        **numbers,
+    )
+
+
+def tree() -> TreeNode:
+    """Two prompts under an empty root: 6 of 8 sequences on the first, whose two questions have answers of their own."""
+    answers = (
+        TreeNode(text="lost card", num_tokens=2, num_sequences=1),
+        TreeNode(text="fee", num_tokens=1, num_sequences=1),
+    )
+    hidden = {"num_hidden_children": 2, "num_hidden_sequences": 2, "num_hidden_tokens": 9}
+    asked = TreeNode(text="Where is my card?", num_tokens=5, num_sequences=4, children=answers, **hidden)
+    first = TreeNode(text="You route messages.", num_tokens=40, num_sequences=6, children=(asked,))
+    second = TreeNode(text=f"Translate. {HOSTILE}", num_tokens=30, num_sequences=2)
+    return TreeNode(text="", num_tokens=0, num_sequences=8, children=(first, second))
+
+
+@pytest.fixture(scope="module")
+def report() -> DataReport:
+    settings = tuple(setting(b, m, g) for b in (8, 16, 32) for m in (1024, 4096) for g in (False, True))
+    example = Example(where="train.jsonl:12", before="Today is ", value="2026-11-21", after=f". {HOSTILE}")
+    blank = Example(where="train.jsonl:13", before="end.", value=" \n\t", after="Intents:")
+    cause = {"num_sequences": 1, "num_values": 2, "at_token": 3, "tokens_saved": 4_812_345, "advice": "Move it."}
+    gpu = GpuEstimate(name="H100", teraflops=989, ideal_speedup=18.2, seconds_per_epoch=31.0)
+    split = {"whole_tokens": 222, "whole_unique": 148, "split_tokens": 2220, "split_unique": 155}
+    return DataReport(
+        **{"title": HOSTILE, "model": "tiny", "num_rows": 7, "num_samples": 8, "num_tokens": 2_014_000},
+        **{"num_unique_tokens": 96_000, "num_labels": 12_345, "num_prompts": 2, "max_length": 1024, "longest": 2310},
+        **{"length_quantiles": {"min": 12, "50 %": 60, "max": 2310}, "num_over_length": 37},
+        **{"sources": {"a.jsonl": 5, HOSTILE: 2}, "tree": tree(), "settings": settings, "gpus": (gpu,)},
+        **{"current": settings[4], "best": settings[6], "command": f"radixtrain fit --a '{HOSTILE}'"},
+        breaks=(Break(cause="a date", examples=(example, blank), **cause),),
+        split=SplitCost(num_conversations=6, num_samples=41, rewrites_history=True, **split),
+        environment={"torch": HOSTILE},
+        notes=("Estimated from 500 steps.",),
+        hints=("A batch_size of 64 would give r = 8.",),
+    )
+
+
+@pytest.fixture(scope="module")
+def one_row(report: DataReport) -> DataReport:
+    only = Setting(batch_size=8, max_tokens=1024, group_by_prefix=False, r=1.0, best_r=1.0)
+    row = TreeNode(text="Hello.", num_tokens=3, num_sequences=1)
+    return replace(
+        report,
+        **{"num_rows": 1, "num_samples": 1, "num_tokens": 3, "num_unique_tokens": 3, "num_labels": 1, "num_prompts": 1},
+        **{"length_quantiles": {"max": 3}, "sources": {"a.jsonl": 1}, "max_length": None, "num_over_length": 0},
+        **{"current": only, "best": only, "settings": (only,), "split": None, "gpus": (), "breaks": ()},
+        tree=TreeNode(text="", num_tokens=0, num_sequences=1, children=(row,)),
+    )
+
+
+class Tags(HTMLParser):
+    """What a browser makes of a page: its elements, the attributes that load something, its visible text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1] == "script" and data.strip():
+            self.scripts.append(data)
+        elif self.tags and self.tags[-1] != "style":
+            self.text += data
+
+
+class TestText:
+    def test_what_a_row_says_is_never_an_element(self, report: DataReport) -> None:
+        found = Tags(render(report))
+        assert not {"img", "a", "iframe", "object"} & set(found.tags)
+        assert found.loaded == ["data:,"]  # the icon
+        assert found.tags.count("script") == 3
+        assert (
+            found.text.count(HOSTILE) == 7
+        )  # title, line above the headline, command, tree, example, source, environment
+
+    def test_the_policy_allows_our_two_scripts(self, report: DataReport) -> None:
+        page = render(report)
+        policy = re.search(r"Content-Security-Policy\" content=\"([^\"]+)\"", page)
+        assert policy and "default-src 'none'" in policy[1]
+        packed, _, own = Tags(page).scripts
+        for script in (decompress(b64decode(packed)), own.encode()):
+            assert f"'sha256-{b64encode(sha256(script).digest()).decode()}'" in policy[1]
+
+    def test_sentences_and_numbers(self, report: DataReport) -> None:
+        text = " ".join(Tags(render(report)).text.split())
+        for part in (
+            *("2,014,000 tokens, of which about 504,000 are computed: r = 4", "at 2x the speed", "25 min"),
+            *(
+                "The best settings are batch_size 16, max_tokens 4,096, of those tried with your batch_size",
+                "37 samples are longer than max_length 1,024",
+                "2,310 tokens",
+            ),
+            *(
+                "4,810,000 computed tokens",
+                "touches 1 sequence, has 2 different values",
+                "at about token 3",
+                "Move it.",
+            ),
+            *("Today is 2026-11-21. ", "end.␣↵ ⇥Intents:", "Estimated from 500 steps.", "A batch_size of 64"),
+            *(
+                "rewrites earlier turns",
+                "6 conversations become 41 samples",
+                "H100",
+                "18.2x",
+                "With all rows in one tree, r would be 21",
+            ),
+            *("The other 2 settings", "8 × 0", "6 × 40 You route messages."),
+        ):
+            assert part in text, part
+
+    def test_one_row(self, one_row: DataReport) -> None:
+        text = Tags(render(one_row)).text
+        for part in (
+            "3 tokens, none of them shared",
+            "was not predicted",
+            "One setting was tried",
+            "Nothing was found",
+        ):
+            assert part in text, part
+        assert "None" not in text and "max_length" not in text
+
+    def test_the_outline_shows_the_runs_that_most_sequences_pass_through(self, report: DataReport) -> None:
+        rare = [TreeNode(text=f"rare{n}", num_tokens=1, num_sequences=1) for n in range(100)]
+        common = TreeNode(
+            text="common",
+            num_tokens=1,
+            num_sequences=50,
+            children=(TreeNode(text="below", num_tokens=1, num_sequences=50),),
+        )
+        text = Tags(
+            render(replace(report, tree=TreeNode(text="", num_tokens=0, num_sequences=150, children=(*rare, common))))
+        ).text
+        assert len(re.findall(r"rare\d+", text)) == OUTLINE_RUNS - 3
+        assert "common" in text and "below" in text
+
+    def test_the_same_report_gives_the_same_page(self, report: DataReport) -> None:
+        assert render(report) == render(report)
+
+    def test_a_full_page_is_below_three_megabytes(self, report: DataReport, tmp_path: Path) -> None:
+        """1,000 runs of 600 characters that hardly compress."""
+        draw = Random(0)
+        texts = ["".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(600)) for _ in range(1000)]
+        children = tuple(TreeNode(text=text, num_tokens=1, num_sequences=1) for text in texts)
+        write_page(
+            replace(report, tree=TreeNode(text="", num_tokens=0, num_sequences=1000, children=children)),
+            tmp_path / "a.html",
+        )
+        assert 2 * MEGABYTE < (tmp_path / "a.html").stat().st_size < 3 * MEGABYTE
+
+    def test_a_lone_surrogate(self, report: DataReport, tmp_path: Path) -> None:
+        write_page(
+            replace(report, title="a\ud800b", tree=TreeNode(text="\ud800", num_tokens=1, num_sequences=1)),
+            tmp_path / "a.html",
+        )
+        assert "a?b" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+class TestBrowser:
+    @pytest.fixture(scope="class")
+    def pages(
+        self, report: DataReport, one_row: DataReport, tmp_path_factory: pytest.TempPathFactory
+    ) -> dict[str, Path]:
+        folder = tmp_path_factory.mktemp("pages")
+        paths = {"full": folder / "full.html", "one row": folder / "one row.html"}
+        write_page(report, paths["full"])
+        write_page(one_row, paths["one row"])
+        return paths
+
+    @pytest.fixture(autouse=True)
+    def clean(self, browser: Browser) -> Iterator[None]:
+        """No error on the console, nothing refused by the policy, no request but the file itself."""
+        yield
+        assert browser.errors == []
+        assert len(browser.requests) == 1 and browser.requests[0].startswith("file:")
+
+    @pytest.mark.parametrize("scheme", SCHEMES)
+    @pytest.mark.parametrize("width", [400, 1280])
+    @pytest.mark.parametrize(("name", "runs", "panels"), [("full", 7, 6), ("one row", 1, 0)])
+    def test_is_drawn(
+        self, browser: Browser, pages: dict[str, Path], name: str, runs: int, panels: int, width: int, scheme: str
+    ) -> None:
+        browser.open(pages[name], width=width, scheme=scheme)
+        assert browser.evaluate(f"{BLOCKS}.length") == runs
+        assert browser.evaluate("document.querySelectorAll('.panels .subplot.xy').length") == panels
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+    def test_the_text_of_runs_is_in_their_blocks(self, browser: Browser, pages: dict[str, Path]) -> None:
+        browser.open(pages["full"])
+        drawn = browser.evaluate("document.querySelector('#tree').textContent")
+        for part in (
+            "all sequences",
+            "You route messages.",
+            "40 tokens, 6 sequences",
+            "Where is my card?",
+            "2 more branches",
+        ):
+            assert part in drawn.replace("\u00a0", " "), part
+        assert "</script><img src=x" in drawn and "<b>%{y}" in drawn
+        assert browser.evaluate("document.querySelectorAll('img, #tree a').length") == 0
+        assert browser.evaluate("document.title").startswith("</script>")
+
+    def test_hover_shows_text_tokens_and_sequences(self, browser: Browser, pages: dict[str, Path]) -> None:
+        browser.open(pages["full"])
+        browser.move(*middle_of(browser, block_with("You route messages.")))
+        browser.until("document.querySelector('#tree .hoverlayer .hovertext')")
+        label = browser.evaluate("document.querySelector('#tree .hoverlayer').textContent")
+        assert (
+            "40 tokens, 6 sequences: computed once, which saves 200 tokens" in label and "You route messages." in label
+        )
+        assert browser.evaluate("document.querySelector('#run-text').textContent") == "You route messages."
+
+    def test_click_zooms_in_and_the_first_block_zooms_out(self, browser: Browser, pages: dict[str, Path]) -> None:
+        browser.open(pages["full"])
+        width = "document.querySelector('#tree path.surface').getBoundingClientRect().width"
+        before = browser.evaluate(width)
+        browser.click(*middle_of(browser, block_with("Where is my card?")))
+        browser.until("!document.querySelector('#tree .iciclelayer').textContent.includes('Translate')")
+        assert browser.evaluate(f"{BLOCKS}.length") == 4 + 2  # it, two answers, the hidden; two above it as a path
+        assert browser.evaluate(width) > before
+        browser.click(*middle_of(browser, block_with("Where is my card?")))
+        browser.until("document.querySelector('#tree .iciclelayer').textContent.includes('You route')")
+
+    def test_follows_the_scheme_and_the_width(self, browser: Browser, pages: dict[str, Path]) -> None:
+        browser.open(pages["full"], width=1280)
+        colour = "document.querySelector('#tree path.surface').style.fill"
+        light = browser.evaluate(colour)
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        browser.until(f"{colour} !== '{light}'")
+        browser.call("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
+        browser.until("document.querySelector('#tree .main-svg').getBoundingClientRect().width < 400")
+
+    def test_copies_the_command(self, browser: Browser, pages: dict[str, Path], report: DataReport) -> None:
+        browser.open(pages["full"])
+        browser.evaluate("document.addEventListener('copy', () => { window.copied = getSelection().toString() })")
+        browser.click(*middle_of(browser, "[data-copy]"))  # a browser copies only on a real click
+        assert browser.evaluate("window.copied") == report.command
+
+    def test_says_so_if_the_pictures_cannot_be_drawn(
+        self, browser: Browser, pages: dict[str, Path], tmp_path: Path
+    ) -> None:
+        page = pages["full"].read_text(encoding="utf-8")
+        (tmp_path / "broken.html").write_text(re.sub('(id="figures">)[^<]{9}', r"\1AAAAAAAAA", page), encoding="utf-8")
+        browser.open(tmp_path / "broken.html")
+        assert "Every number is in the tables" in " ".join(
+            browser.evaluate("document.querySelector('#no-plots').innerText").split()
+        )
+        assert len(browser.errors) == 1
+        browser.errors.clear()
+
+
+def block_with(text: str) -> str:
+    """JavaScript for the block of the tree that shows a text."""
+    return f"[...document.querySelectorAll('#tree .slice')].find((each) => each.textContent.includes({text!r}))"
+
+
+def middle_of(browser: Browser, element: str) -> tuple[float, float]:
+    """Where to point at an element, given by a selector or a JavaScript expression; scrolls it into view."""
+    found = element if "(" in element else f"document.querySelector({element!r})"
+    x, y = browser.evaluate(
+        f"(() => {{ const found = {found}; found.closest('.plot, div').scrollIntoView();"
+        " const box = (found.querySelector('path.surface') ?? found).getBoundingClientRect();"
+        " return [box.x + box.width / 2, box.y + box.height / 2] })()"
+    )
+    return x, y

@@ -1,0 +1,174 @@
+"""Predictions from timings that are given, so that they can be told exactly; and a short run of real ones."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixtrain.collators.steps import StepCollator
+from radixtrain.errors import UserError
+from radixtrain.report import predict as module
+from radixtrain.report.counts import CountedStep, Counts
+from radixtrain.report.predict import Prediction, calibrated, free_bytes, predict_seconds
+from radixtrain.report.rehearsal import Case, Rehearsal, Timed, cases_of
+from radixtrain.report.sharing import Draw, SampledSteps
+
+CPU = torch.device("cpu")
+SIZES = [Counts(100, 10, 5), Counts(200, 40, 9), Counts(400, 90, 40), Counts(800, 500, 60), Counts(900, 100, 7)]
+CASES = [Case(arm, counts, {}, 1) for counts in SIZES for arm in ("radix", "ordinary")]
+BASE, LAYER = {"radix": (1e-5, 0.0, 2e-4, 1e-3), "ordinary": (3e-5, 0.0, 2e-4, 0.0)}, (1e-4, 1e-5, 0.0, 2e-4)
+
+
+def seconds_of(case: Case, num_layers: int) -> float:
+    """A law of the kind that is fitted."""
+    terms = np.array([*case.counts, 1.0])
+    return float(terms @ np.array(BASE[case.arm]) + num_layers * terms @ np.array(LAYER))
+
+
+def rehearsal_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, **changes: Any) -> Rehearsal:
+    return Rehearsal(
+        build=build,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        forward=nullcontext,
+        device=CPU,
+        dtype=torch.float32,
+        num_layers=num_layers,
+        **changes,
+    )
+
+
+def linear(num_layers: int, device: torch.device) -> torch.nn.Module:
+    """A model of 100 parameters for each layer."""
+    return torch.nn.ModuleList(torch.nn.Linear(10, 10, bias=False, device=device) for _ in range(num_layers))
+
+
+@pytest.fixture
+def by_law(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Timings by the law; the list receives the depths that were timed."""
+    depths: list[int] = []
+
+    def rehearse(rehearsal: Rehearsal, num_layers: int, cases: Sequence[Case], *limits: float) -> Timed:
+        depths.append(num_layers)
+        return Timed(
+            num_layers=num_layers,
+            seconds={case: seconds_of(case, num_layers) for case in cases},
+            peaks={case: int(case.counts.rows) * (50 + 7 * num_layers) for case in cases},
+            optimizer_seconds=0.01 + 0.002 * num_layers,
+        )
+
+    monkeypatch.setattr(module, "rehearse", rehearse)
+    return depths
+
+
+def step_of(radix: Counts, ordinary: Counts, collate_seconds: float = 0.0) -> CountedStep:
+    return CountedStep(
+        num_tokens=1000,
+        num_unique_tokens=100,
+        radix=(radix,),
+        ordinary=(ordinary,),
+        plans=(),
+        num_labels=(),
+        collate_seconds=collate_seconds,
+    )
+
+
+class TestByLaw:
+    @pytest.mark.parametrize(
+        ("num_layers", "row_seconds", "depths"), [(28, 1.0, [3, 1]), (3, 1.0, [3]), (28, 1e-9, [28]), (1, 1.0, [1])]
+    )
+    def test_a_law_of_this_kind_is_found(
+        self, by_law: list[int], num_layers: int, row_seconds: float, depths: list[int]
+    ) -> None:
+        rehearsal = rehearsal_of(linear, num_layers, row_seconds=row_seconds)
+        found = predict_seconds(rehearsal, CASES, num_workers=1)
+        assert by_law == depths and found.timed_layers == tuple(sorted(depths))
+        other = Counts(3000, 700, 300)
+        step = step_of(other, other)
+        overhead = 0.01 + 0.002 * num_layers + module.STEP_SECONDS
+        for arm, seconds in (("radix", found.radix_seconds(step)), ("ordinary", found.ordinary_seconds(step))):
+            assert seconds == pytest.approx(seconds_of(Case(arm, other, {}, 1), num_layers) + overhead)
+
+    def test_layers_of_several_kinds_are_timed_together(self, by_law: list[int]) -> None:
+        predict_seconds(rehearsal_of(linear, 34, row_seconds=1.0, period=6), CASES, num_workers=1)
+        assert by_law == [18, 6]
+
+    def test_memory_is_state_and_the_largest_micro_batch(self, by_law: list[int]) -> None:
+        found = predict_seconds(rehearsal_of(linear, 28, row_seconds=1.0), CASES, num_workers=1)
+        step = replace(step_of(SIZES[0], SIZES[0]), radix=(SIZES[0], Counts(2000, 0, 0)))
+        state = 28 * 100 * 4 * (1 + 1 + 2)
+        sampled = SampledSteps(draw=Draw(8, 100), steps=(step,), scale=1.0)
+        assert found.memory_bytes(sampled) == pytest.approx(state + 2000 * (50 + 7 * 28), rel=1e-6)
+
+    def test_a_model_that_memory_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "free_bytes", lambda device: 2.0 * 3 * 1600 - 1)
+        with pytest.raises(
+            UserError, match=r"^3 of its 28 layers with gradients and optimizer need 0\.0 GiB, and 0\.0"
+        ):
+            predict_seconds(rehearsal_of(linear, 28, row_seconds=1.0), CASES, num_workers=1)
+
+    def test_few_cases_are_fitted_by_few_rates(self, by_law: list[int]) -> None:
+        few = [CASES[0], CASES[1]]
+        found = predict_seconds(rehearsal_of(linear, 2, row_seconds=1.0), few, num_workers=1)
+        assert found.radix[0] > 0 and not found.radix[1:].any()
+
+
+class TestPrediction:
+    RATES = np.array([1.0, 0.0, 0.0, 0.0])
+    FOUND = Prediction(
+        radix=RATES,
+        ordinary=RATES,
+        peak=RATES,
+        optimizer_seconds=10.0,
+        state_bytes=5,
+        waits_for_collator=False,
+        timed_layers=(1, 3),
+    )
+
+    def test_speedup_and_epoch(self) -> None:
+        steps = (step_of(Counts(100, 0, 0), Counts(400, 0, 0)), step_of(Counts(300, 0, 0), Counts(600, 0, 0)))
+        sampled = SampledSteps(draw=Draw(8, 100), steps=steps, scale=4.0)
+        fixed = 2 * (10 + module.STEP_SECONDS)
+        assert self.FOUND.speedup(sampled) == pytest.approx((1000 + fixed) / (400 + fixed))
+        assert self.FOUND.seconds_per_epoch(sampled) == pytest.approx(4 * (400 + fixed))
+        assert self.FOUND.memory_bytes(sampled) == 5 + 300
+
+    def test_a_collator_that_takes_cores_from_the_step(self) -> None:
+        step = step_of(Counts(100, 0, 0), Counts(100, 0, 0), collate_seconds=7.0)
+        alone = self.FOUND.radix_seconds(step)
+        assert replace(self.FOUND, waits_for_collator=True).radix_seconds(step) == alone + 7.0
+
+
+def test_real_timings(tiny_qwen3: Callable[..., Any]) -> None:
+    """Both arms run, one radix step is faster than the padded one by far, and the model comes back unchanged."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 50, 200)
+    features = []
+    for _ in range(16):
+        ids = np.concatenate([prompt, rng.integers(0, 50, 4)])
+        features.append({"input_ids": ids, "labels": np.where(np.arange(204) < 200, -100, ids)})
+
+    def build(num_layers: int, device: torch.device) -> Any:
+        with device:
+            return tiny_qwen3(num_hidden_layers=num_layers).train() if device.type == "cpu" else linear(1, device)
+
+    rehearsal, cost = calibrated(rehearsal_of(build))
+    assert cost is not None and rehearsal.row_seconds is not None and rehearsal.row_seconds > 0
+    cases = cases_of([features], StepCollator(max_tokens=4096, step_cost=cost), cost)
+    found = predict_seconds(rehearsal, cases, num_workers=1, max_seconds=5)
+    (radix,), (ordinary,) = ([case for case in cases if case.arm == arm][-1:] for arm in ("radix", "ordinary"))
+    step = step_of(radix.counts, ordinary.counts)
+    assert found.ordinary_seconds(step) > 2 * found.radix_seconds(step) > 0
+    assert found.memory_bytes(SampledSteps(draw=Draw(16, 4096), steps=(step,), scale=1.0)) > 264 * 32 * 4
+
+
+def test_reference_has_no_cost(tiny_qwen3: Callable[..., Any]) -> None:
+    rehearsal = rehearsal_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=1), attention="reference")
+    assert calibrated(rehearsal)[1] is None
+
+
+def test_free_bytes() -> None:
+    assert free_bytes(CPU) > 2**20

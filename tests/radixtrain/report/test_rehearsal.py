@@ -1,0 +1,103 @@
+"""Cases of both arms, and which of them time and memory allow."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixtrain.collators.steps import StepCollator
+from radixtrain.report import rehearsal as module
+from radixtrain.report.rehearsal import Case, Rehearsal, cases_of, rehearse
+
+
+@pytest.fixture
+def features() -> list[dict[str, Any]]:
+    """One prompt of 30 tokens, answers of 3 to 8 that differ from their first token on."""
+    rng = np.random.default_rng(0)
+    prompt, found = rng.integers(0, 50, 30), []
+    for first, length in enumerate(rng.integers(3, 9, 16)):
+        ids = np.concatenate([prompt, [first], rng.integers(0, 50, length - 1)])
+        found.append({"input_ids": ids, "labels": np.where(np.arange(len(ids)) < 30, -100, ids)})
+    return found
+
+
+@pytest.fixture
+def rehearsal(tiny_qwen3: Callable[..., Any]) -> Rehearsal:
+    models: list[Any] = []
+
+    def build(num_layers: int, device: torch.device) -> Any:
+        models.append(tiny_qwen3(num_hidden_layers=num_layers).train())
+        return models[-1]
+
+    return Rehearsal(
+        build=build,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        forward=nullcontext,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        num_layers=2,
+    )
+
+
+def test_cases_are_micro_batches_of_steps_and_of_their_parts(features: list[dict[str, Any]]) -> None:
+    cases = cases_of([features], StepCollator(max_tokens=1000), None)
+    sizes = {arm: [case.counts.rows for case in cases if case.arm == arm] for arm in ("radix", "ordinary")}
+    lengths = [len(feature["input_ids"]) for feature in features]
+    assert sizes["radix"] == [30 + sum(lengths[:n]) - 30 * n for n in (1, 2, 4, 8, 16)]
+    assert sizes["ordinary"] == [n * max(lengths[:n]) for n in (1, 2, 4, 8, 16)]
+    assert [case.counts.rows for case in cases] == sorted(case.counts.rows for case in cases)
+
+
+def test_a_small_budget_gives_the_first_and_the_last_micro_batch(features: list[dict[str, Any]]) -> None:
+    cases = cases_of([features[:8]], StepCollator(max_tokens=50), None)
+    assert max(case.counts.rows for case in cases) <= 50
+    assert {case.arm for case in cases} == {"radix", "ordinary"}
+
+
+class TestRehearse:
+    def test_every_case_in_both_arms(self, features: list[dict[str, Any]], rehearsal: Rehearsal) -> None:
+        cases = cases_of([features], StepCollator(max_tokens=1000), None)
+        timed = rehearse(rehearsal, 1, cases)
+        assert list(timed.seconds) == cases and min(timed.seconds.values()) > 0
+        assert timed.num_layers == 1 and timed.optimizer_seconds > 0
+        smallest, largest = (
+            [[case for case in cases if case.arm == arm][place] for arm in ("radix", "ordinary")] for place in (0, -1)
+        )
+        assert set(timed.peaks) == {*smallest, *largest}
+        assert all(timed.peaks[more] > timed.peaks[less] > 0 for less, more in zip(smallest, largest, strict=True))
+
+    @pytest.mark.parametrize("limits", [{"max_seconds": 0.0}, {"max_bytes": 1.0}])
+    def test_the_smallest_in_any_case(
+        self, features: list[dict[str, Any]], rehearsal: Rehearsal, limits: dict[str, float]
+    ) -> None:
+        cases = cases_of([features], StepCollator(max_tokens=1000), None)
+        timed = rehearse(rehearsal, 1, cases, **limits)
+        assert [case.counts.rows for case in timed.seconds] == [
+            min(case.counts.rows for case in cases if case.arm == arm) for arm in ("radix", "ordinary")
+        ]
+
+    def test_the_arms_take_turns_and_each_finds_no_gradients(
+        self, features: list[dict[str, Any]], rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[tuple[str, bool]] = []
+        run = module._Stage.run
+
+        def spy(self: Any, case: Case) -> float:
+            seen.append((case.arm, self.model.lm_head.weight.grad is None))
+            return run(self, case)
+
+        monkeypatch.setattr(module._Stage, "run", spy)
+        (first, *_) = cases = cases_of([features[:1]], StepCollator(), None)
+        rehearse(rehearsal, 1, cases)
+        assert seen[-2 * module.REPEATS :] == [("radix", True), ("ordinary", True)] * module.REPEATS
+        assert first.counts.rows == len(features[0]["input_ids"])
+
+    def test_the_model_is_restored_if_a_case_fails(self, features: list[dict[str, Any]], rehearsal: Rehearsal) -> None:
+        cases = cases_of([features], StepCollator(max_tokens=1000), None)
+        for case in cases:
+            case.batch["input_ids"] = case.batch["input_ids"] + 10_000  # outside of the vocabulary
+        with pytest.raises(IndexError):
+            rehearse(rehearsal, 1, cases)

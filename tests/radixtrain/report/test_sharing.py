@@ -1,0 +1,128 @@
+"""r by setting, from steps that are drawn and cut as `fit` draws and cuts them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.sample import Sample
+from radixtrain.data.steps import StepDataset, StepSampler
+from radixtrain.report.sharing import Draw, Epoch, length_quantiles, num_distinct_tokens, num_shared_prompts
+
+OWN = Draw(batch_size=16, max_tokens=4096)
+
+
+def conversations_of(num_prompts: int, rows_each: int, prompt: int = 64, answer: int = 16) -> list[list[Sample]]:
+    """Rows of random tokens after prompts of this many tokens, one prompt after the other."""
+    rng = np.random.default_rng(0)
+    found = []
+    for shared in rng.integers(0, 1000, (num_prompts, prompt)):
+        for own in rng.integers(0, 1000, (rows_each, answer)):
+            ids = np.concatenate([shared, own])
+            found.append([Sample(ids, np.where(np.arange(len(ids)) < prompt, -100, ids), "x:1")])
+    return found
+
+
+def epoch_of(conversations: list[list[Sample]], shuffle: bool = True, **options: Any) -> Epoch:
+    lengths = np.array([len(sample.input_ids) for samples in conversations for sample in samples])
+    return Epoch(
+        conversations=conversations, lengths=lengths, seed=3, shuffle=shuffle, collator=StepCollator(**options)
+    )
+
+
+def test_r_is_that_of_the_steps_of_fit() -> None:
+    conversations = conversations_of(6, 16)
+    sampled = epoch_of(conversations).sampled(OWN, 60)
+    data = StepDataset(conversations, StepCollator(max_tokens=4096))
+    steps = [data[indices] for indices in StepSampler(96, 16, True, 3)]
+    computed = sum(step.num_computed_tokens for step in steps)
+    assert len(sampled.steps) == 6
+    assert sampled.r == sum(step.num_tokens for step in steps) / computed
+    assert sampled.best_r == sampled.r and sampled.scale == 1.0
+
+
+def test_a_small_budget_cuts_what_is_shared() -> None:
+    epoch = epoch_of(conversations_of(1, 64))
+    whole, cut = epoch.sampled(OWN, 60), epoch.sampled(Draw(16, 128), 60)
+    assert whole.best_r == cut.best_r == whole.r > cut.r == pytest.approx(16 * 80 / (4 * (64 + 4 * 16)))
+
+
+def test_a_larger_batch_shares_more_and_so_do_prompts_that_meet() -> None:
+    epoch = epoch_of(conversations_of(16, 16))
+    r = {
+        (size, grouped): epoch.sampled(Draw(size, 1 << 20, grouped), 60).r for size in (8, 64) for grouped in (0, True)
+    }
+    assert r[8, 0] < r[64, 0] < r[64, True] and r[8, 0] < r[8, True]
+
+
+def test_a_sample_within_its_time() -> None:
+    sampled = epoch_of(conversations_of(1, 200)).sampled(OWN, 0.0)
+    assert len(sampled.steps) == 1
+    assert sampled.scale == pytest.approx(200 / 16)
+
+
+def test_the_last_short_step_is_left_out_unless_it_is_the_only_one() -> None:
+    assert {step.num_tokens for step in epoch_of(conversations_of(1, 40)).sampled(OWN, 60).steps} == {16 * 80}
+    assert [step.num_tokens for step in epoch_of(conversations_of(1, 5)).sampled(OWN, 60).steps] == [5 * 80]
+
+
+def test_sources_with_weights() -> None:
+    """The rows of the first prompt come three times in an epoch, those of the second once."""
+    conversations = conversations_of(2, 16)
+    epoch = replace(epoch_of(conversations), weights=np.repeat([3.0, 1.0], 16))
+    assert epoch.size == 64
+    sampled = epoch.sampled(Draw(16, 4096), 60)
+    assert (len(sampled.steps), sampled.scale) == (4, 1.0)
+    assert sampled.r > epoch_of(conversations).sampled(Draw(16, 4096), 60).r
+
+
+class TestSettingsGrid:
+    def test_other_batch_sizes_and_other_budgets(self) -> None:
+        grid = epoch_of(conversations_of(1, 100)).settings_grid(Draw(24, 8192), least_max_tokens=4096)
+        assert [draw.batch_size for draw in grid if draw.max_tokens == 8192] == [8, 16, 24, 32, 64]
+        assert [draw.max_tokens for draw in grid if draw.batch_size == 24] == [4096, 8192, 16384, 32768]
+
+    def test_grouping_is_left_out_where_a_shuffle_is_good_enough(self) -> None:
+        grid = epoch_of(conversations_of(1, 100)).settings_grid(OWN, 100)
+        assert not any(draw.group_by_prefix for draw in grid)
+        grid = epoch_of(conversations_of(16, 16)).settings_grid(OWN, 100)
+        assert Draw(16, 4096, True) in grid and OWN in grid
+        grid = epoch_of(conversations_of(16, 16), shuffle=False).settings_grid(OWN, 100)
+        assert not any(draw.group_by_prefix for draw in grid)
+
+    def test_the_users_own_is_there_even_if_no_other_is_like_it(self) -> None:
+        own = Draw(500, 100, 4)
+        assert own in epoch_of(conversations_of(2, 10)).settings_grid(own, least_max_tokens=4096)
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        ("conversations", "number"),
+        [
+            (lambda: conversations_of(1, 50), 1),
+            (lambda: conversations_of(7, 5), 7),
+            (lambda: conversations_of(50, 1), 0),
+            (lambda: conversations_of(3, 4) + conversations_of(0, 0), 3),
+            (lambda: nested(), 4),
+        ],
+    )
+    def test_number(self, conversations: Callable[[], list[list[Sample]]], number: int) -> None:
+        assert num_shared_prompts(epoch_of(conversations()).groups) == number
+
+    def test_what_is_left_if_all_rows_are_one_tree(self) -> None:
+        assert num_distinct_tokens(epoch_of(conversations_of(3, 10))) == (30 * 80, 3 * 64 + 30 * 16)
+
+
+def nested() -> list[list[Sample]]:
+    """One beginning of 64 tokens; after it four of 64, with five rows each."""
+    trunk = np.arange(64)
+    rows = [sample for (sample,) in conversations_of(4, 5)]
+    return [[Sample(np.concatenate([trunk, each.input_ids]), np.arange(144), "x:1")] for each in rows]
+
+
+def test_quantiles() -> None:
+    found = length_quantiles(np.arange(1, 102))
+    assert found == {"min": 1, "10 %": 11, "50 %": 51, "90 %": 91, "99 %": 100, "max": 101}

@@ -1,0 +1,142 @@
+"""A bar on a terminal, lines elsewhere, and notices that do not glue onto a bar."""
+
+import io
+import logging
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tqdm import tqdm
+
+from radixtrain.__main__ import main
+from radixtrain.training.progress_bar import NoticeHandler, ProgressLine, ProgressLines, progress_bar
+
+METRICS = {
+    **{"grad_norm": 1.321, "learning_rate": 2e-5, "loss": 1.23456, "eval_loss": 1.5, "r": 7.93, "best_r": 9.0},
+    **{"tokens_per_second": 12345.6, "computed_tokens_per_second": 1556.0},
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def trainer():
+    metrics = {name: torch.tensor(value) for name, value in METRICS.items()}
+    return SimpleNamespace(
+        **{"global_step": 0, "log_every_n_steps": 10, "max_epochs": 1, "max_steps": 1500, "limit_train_batches": 1.0},
+        **{"callback_metrics": metrics, "progress_bar_metrics": METRICS, "sanity_checking": False},
+        state=SimpleNamespace(fn="fit"),
+        num_predict_batches=[25],
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr("radixtrain.training.progress_bar.time.perf_counter", lambda: now.seconds)
+    return now
+
+
+MODULE = SimpleNamespace(steps_per_epoch=2000)
+
+
+def test_a_terminal_gets_the_bar(monkeypatch):
+    for stream, kind in ((Terminal(), ProgressLine), (io.StringIO(), ProgressLines)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert type(progress_bar()) is kind
+
+
+class TestLines:
+    def run(self, trainer, clock, steps, seconds):
+        lines = ProgressLines()
+        lines.on_train_start(trainer, MODULE)
+        for step in steps:
+            clock.seconds, trainer.global_step = 100 + seconds * step, step
+            lines.on_train_batch_end(trainer, MODULE, None, None, step - 1)
+        return lines
+
+    def test_a_line(self, trainer, clock, capsys):
+        self.run(trainer, clock, [120], 0.5)
+        assert capsys.readouterr().err == (
+            "step 120/1500  loss 1.2346  r 7.9  tokens/s 12,346  lr 2.0e-05  grad_norm 1.32  eta 11:30\n"
+        )
+
+    def test_one_each_log_interval(self, trainer, clock, capsys):
+        self.run(trainer, clock, range(1, 31), 0.5)
+        assert re.findall(r"step (\d+)/", capsys.readouterr().err) == ["1", "10", "20", "30"]
+
+    def test_a_fast_run_has_a_line_a_second(self, trainer, clock, capsys):
+        self.run(trainer, clock, range(1, 1501), 0.01)
+        shown = capsys.readouterr().err
+        assert len(shown.splitlines()) <= 17 and len(shown) < 2000
+        assert shown.splitlines()[-1].startswith("step 1500/1500") and "eta" not in shown.splitlines()[-1]
+
+    def test_hours_are_left(self, trainer, clock, capsys):
+        self.run(trainer, clock, [1], 3.0)
+        assert capsys.readouterr().err.endswith("eta 1:14:57\n")
+
+    def test_a_run_without_an_end(self, trainer, clock, capsys):
+        trainer.max_epochs, trainer.max_steps = -1, -1
+        self.run(trainer, clock, [1], 3.0)
+        assert re.match(r"step 1  loss .*grad_norm 1.32\n$", capsys.readouterr().err)
+
+    def test_validation(self, trainer, clock, capsys):
+        lines = self.run(trainer, clock, [], 1)
+        trainer.global_step = 7
+        lines.on_validation_end(trainer, MODULE)
+        trainer.sanity_checking = True
+        lines.on_validation_end(trainer, MODULE)
+        assert capsys.readouterr().err == "step 7  eval_loss 1.5000\n"
+
+    def test_other_stages_are_counted(self, trainer, clock, capsys):
+        lines = ProgressLines()
+        trainer.state.fn = "predict"
+        for index in range(25):
+            clock.seconds += 0.3
+            lines.on_predict_batch_end(trainer, MODULE, None, None, index, 0)
+        assert capsys.readouterr().err.splitlines() == [f"predict {n}/25" for n in (1, 5, 9, 13, 17, 21, 25)]
+
+    def test_none_if_disabled(self, trainer, clock, capsys):
+        lines = ProgressLines()
+        lines.disable()
+        lines.print("x")
+        assert capsys.readouterr().err == ""
+
+
+def test_the_bar_shows_losses_at_100_columns(trainer, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    bar = ProgressLine()
+    shown = bar._bar("Epoch 12", leave=True)
+    shown.ncols, shown.total, shown.n, shown.dynamic_ncols = 100, 1500, 1200, None
+    monkeypatch.setattr("lightning.pytorch.callbacks.ProgressBar.get_metrics", lambda *_: METRICS)
+    shown.set_postfix(bar.get_metrics(trainer, None), refresh=False)
+    text = str(shown)
+    assert "loss=1.2346, eval_loss=1.5000, r=7.9" in text and len(text) <= 100
+    shown.close()
+
+
+def test_a_notice_stands_above_the_bar(monkeypatch):
+    """The bar is wiped, the notice has a line of its own, and the bar comes back under it."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = NoticeHandler()
+    with tqdm(total=10, file=stream, desc="Epoch", mininterval=0) as bar:
+        bar.update(3)
+        handler.emit(logging.makeLogRecord({"msg": "a notice"}))
+    lines = re.split(r"[\r\n]+", stream.getvalue())
+    assert "a notice" in lines
+    assert lines[lines.index("a notice") + 1].startswith("Epoch")
+
+
+def test_a_run_that_is_redirected(arguments, capsys):
+    """A line for each second at most, none of them a bar."""
+    assert main(arguments(trainer__enable_progress_bar=None, trainer__max_epochs=4)) == 0
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if line.startswith("step ")]
+    assert lines[0].startswith("step 1/20  loss ") and lines[-1].startswith("step 20/20  loss ")
+    assert "\r" not in shown.err + shown.out and "it/s" not in shown.err + shown.out

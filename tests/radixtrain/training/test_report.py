@@ -1,0 +1,83 @@
+"""`radixtrain report`: the command on a folder that holds a configuration and a tokenizer, and no weights."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixtrain.__main__ import main
+
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture
+def without_weights(shop: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "model_only"
+    shutil.copytree(shop / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def test_the_command(
+    arguments: Arguments, without_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {"model__model_name_or_path": without_weights, "max_seconds": 2}
+    assert main(arguments("report", **flags)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "rows 20, 20 samples" in text, text
+    assert "A training step is predicted to run at" in text and "on 1 of 1 layers" in text
+    assert "python -m radixtrain fit --output_dir=" in text and "--data.batch_size=4" in text
+    page = tmp_path / "out" / "report.html"
+    assert str(page) in text and "<html" in page.read_text(encoding="utf-8")[:200]
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    "flags", [{"dedup": False}, {"trainer__precision": "bf16-mixed"}, {"model__attention": "path"}]
+)
+def test_settings_of_the_run(
+    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
+) -> None:
+    assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0.5, **flags)) == 0
+    assert "A training step is predicted to run at" in " ".join(capsys.readouterr().out.split())
+
+
+def test_adapters_and_checkpointing(
+    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    flags = {"model__use_peft": True, "model__activation_checkpointing": True, "max_seconds": 0.5}
+    assert main(arguments("report", model__model_name_or_path=without_weights, **flags)) == 0
+    assert "A training step is predicted to run at" in " ".join(capsys.readouterr().out.split())
+
+
+def test_nothing_is_predicted_if_no_time_is_given(
+    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "was not predicted" in text and "max_seconds is 0" in text and "H200" in text
+
+
+def test_a_model_that_cannot_be_cut_is_reported_all_the_same(
+    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixtrain.report.predict.free_bytes", lambda device: 1000.0)
+    assert main(arguments("report", model__model_name_or_path=without_weights)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "not predicted: 1 of its 1 layers with gradients and optimizer need" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"max_seconds": -1}, "max_seconds must not be negative"),
+        ({"data__train_file": None}, "data.train_file is missing"),
+        ({"model__model_name_or_path": "no/such/folder"}, "no tokenizer in no/such/folder"),
+    ],
+)
+def test_mistakes(arguments: Arguments, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], error: str) -> None:
+    assert main(arguments("report", **flags)) == 1
+    captured = capsys.readouterr().err
+    assert f"error: {error}" in captured and "Traceback" not in captured
