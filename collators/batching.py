@@ -52,9 +52,9 @@ def cut_step(sequences: Sequence[IntArray], max_tokens: int | None, position_ids
         raise ValueError(f"sequence {int(lengths.argmin())} is empty")
     packed = np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
     by_order = sort_sequences(packed, np.concatenate([[0], np.cumsum(lengths)]), position_ids)
-    added = by_order.lengths - by_order.lcp
-    groups = _cut(by_order.order.tolist(), added.tolist(), by_order.lengths.tolist(), max_tokens)
-    return Cut(groups, int(added.sum()))
+    added = (by_order.lengths - by_order.lcp).tolist()
+    groups = _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
+    return Cut(groups, by_order.num_unique_tokens)
 
 
 def cut_by_padded_tokens(sequences: Sequence[IntArray], max_tokens: int | None) -> list[list[int]]:

@@ -14,6 +14,7 @@ from radixtrain.tree.groups import find_prefix_groups
 
 __all__ = ["PrefixGroupedSampler"]
 
+WHOLE_ROW = "input_ids"
 READ_TOGETHER = 1000  # rows of a `datasets.Dataset`, which takes 6 us for each of them so, and 40 us one by one
 
 
@@ -26,7 +27,8 @@ class PrefixGroupedSampler(Sampler[int]):
         and most batches then have one prompt. None for the smallest of 1, ..., `batch_size` / 4, `batch_size` / 2 with
         which r is at least 80 % of the largest r.
     seed: of the order; give every process the same.
-    column: that holds the tokens, `prompt_ids` for instance in a data set of preference pairs.
+    column: that holds the tokens. Another than `input_ids` is taken for a part of the row, such as `prompt_ids` of a
+        preference pair; what else a row has is not seen, so r is overestimated when `together` is chosen.
 
     Every epoch is another permutation of all rows. The order depends only on the data, the arguments and the epoch,
     which goes up with every pass. `set_epoch` sets it; Accelerate, and so Hugging Face's Trainer, call it.
@@ -35,9 +37,7 @@ class PrefixGroupedSampler(Sampler[int]):
     `together` is not between 1 and `batch_size`.
     """
 
-    def __init__(
-        self, data: Any, batch_size: int, together: int | None = None, seed: int = 0, column: str = "input_ids"
-    ):
+    def __init__(self, data: Any, batch_size: int, together: int | None = None, seed: int = 0, column: str = WHOLE_ROW):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if together is not None and not 1 <= together <= batch_size:
@@ -48,7 +48,7 @@ class PrefixGroupedSampler(Sampler[int]):
                 f"is read in the order that it has"
             )
         self.num_rows, self.seed, self.epoch = len(data), seed, 0
-        groups = find_prefix_groups(_all_tokens(data, column))
+        groups = find_prefix_groups(_all_tokens(data, column), copies=column != WHOLE_ROW)
         if together is None:
             self.order = GroupedOrder.choose(groups, batch_size, seed)
         else:

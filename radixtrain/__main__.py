@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
 from radixtrain import __version__
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
 from radixtrain.commands.messages import usage_message
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,9 +65,7 @@ def _usage() -> str:
 
 
 def _no_command(name: str) -> str:
-    close = get_close_matches(name, COMMANDS, n=1)
-    meant = f", did you mean {close[0]!r}?" if close else ";"
-    return f"no command {name!r}{meant} commands: {', '.join(COMMANDS)}"
+    return f"no command {name!r}{did_you_mean(name, COMMANDS, ';')} commands: {', '.join(COMMANDS)}"
 
 
 def _stopped(stop: SystemExit) -> int:

@@ -1,6 +1,9 @@
 """Errors that a user can fix. The command line prints the message as one line and exits with code 1, no traceback."""
 
-__all__ = ["DataError", "UserError", "first_line"]
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["DataError", "UserError", "did_you_mean", "first_line"]
 
 
 class UserError(ValueError):
@@ -16,6 +19,12 @@ class DataError(UserError):
 
     def __reduce__(self):  # a DataLoader worker pickles an error by the arguments of its constructor
         return type(self), (self.where, self.reason)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """`, did you mean ...?` with the nearest known name; `otherwise` if none is near."""
+    close = get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else otherwise
 
 
 def first_line(error: Exception) -> str:

@@ -51,7 +51,7 @@ def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:
 
 
 def _documents(checkpoint: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
-    """The card and the settings, of which a checkpoint keeps those of `model` and `data`; its losses it does not."""
+    """The card and the settings. A checkpoint keeps those of `model` and `data`, and no losses."""
     config = {
         "model": _settings(checkpoint["hyper_parameters"]),
         "data": _settings(checkpoint.get("datamodule_hyper_parameters", {})),

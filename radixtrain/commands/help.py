@@ -6,10 +6,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.keys import Key, keys_of, trainer_keys
+from radixtrain.errors import did_you_mean
 
 __all__ = ["help_text", "topic_of"]
 
@@ -45,7 +45,7 @@ def topic_of(arguments: Sequence[str]) -> str | None:
 
 
 def help_text(command: str, topic: str = "") -> str:
-    """The page of a command; or of its keys in full those of a section, such as `data`, or one by its name."""
+    """The page of a command; with a topic, keys in full: those of a section such as `data`, or one by its name."""
     width = min(WIDEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDEST
     return _page(command, width) if not topic else _in_full(command, topic.removeprefix("--"), width)
 
@@ -81,8 +81,7 @@ def _in_full(command: str, topic: str, width: int) -> str:
     keys = [*keys_of(command), *(trainer_keys() if COMMANDS[command].module == "lightning" else ())]
     found = [key for key in keys if topic in (key.name, key.name.partition(".")[0], key.name.rpartition(".")[2])]
     if not found:
-        close = get_close_matches(topic, [key.name.rpartition(".")[2] for key in keys], n=1)
-        return f"no key {topic!r}" + (f", did you mean {close[0]!r}?" if close else "") + "\n"
+        return f"no key {topic!r}{did_you_mean(topic, (key.name.rpartition('.')[2] for key in keys))}\n"
     return "\n".join(_entry(key, width) for key in found)
 
 

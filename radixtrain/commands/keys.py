@@ -164,7 +164,7 @@ def _added_by_us() -> list[Key]:
 
 
 def _linked() -> set[str]:
-    """Keys that another one fills in, which are none of their own."""
+    """Keys that another key fills in, and that cannot be set themselves."""
     return {ast.literal_eval(call.args[1]) for call in _calls("link_arguments")}
 
 

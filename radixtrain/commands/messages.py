@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from difflib import get_close_matches
 
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.keys import keys_of, trainer_keys
+from radixtrain.errors import did_you_mean
 
-__all__ = ["did_you_mean", "usage_message"]
+__all__ = ["usage_message"]
 
 # Classes of Lightning that a key takes by their names, without a dotted path.
 CLASSES = {
@@ -35,12 +35,6 @@ def usage_message(text: str, command: str) -> str:
     return _wrong_value(wrong[1], wrong[2], command) or line if wrong else line
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`, did you mean ...?`, or nothing if no known name is near."""
-    close = get_close_matches(name, list(known), n=1)
-    return f", did you mean {close[0]}?" if close else ""
-
-
 def _unknown_keys(arguments: str, command: str) -> str:
     """Each with the nearest key of the command; words that are values of an unknown key are left out."""
     names = [word[2:].partition("=")[0] for word in arguments.split() if word.startswith("--")]
@@ -54,14 +48,11 @@ def _nearest(name: str, known: list[str], command: str) -> str:
     """By the last part if that is a key of another section, else by the letters of the whole, then of the last part."""
     last = name.rpartition(".")[2]
     by_last = {key.rpartition(".")[2]: key for key in known}
-    if last in by_last:
-        return f", did you mean {by_last[last]}?"
     close = get_close_matches(last, by_last, n=1)
-    return (
-        did_you_mean(name, known)
-        or (f", did you mean {by_last[close[0]]}?" if close else "")
-        or f" (`radixtrain {command} --help` lists the keys)"
-    )
+    if last in by_last or close:
+        return f", did you mean {by_last[last if last in by_last else close[0]]}?"
+    whole = "" if "." in name else did_you_mean(name, known)  # with the section alike, everything looks near
+    return whole or f" (`radixtrain {command} --help` lists the keys)"
 
 
 def _names(command: str) -> list[str]:
@@ -74,6 +65,10 @@ def _wrong_value(key: str, text: str, command: str) -> str:
     got = re.search(r"(?:Got value|Given value): (\S+)$", text)
     if got is None:
         return ""
+    if got[1] == "None" and text.startswith("Expected a <class 'str'>"):
+        return f"{key} is missing: write --{key} VALUE, or the key in the file of --config"
+    if text.startswith("Expected a <class 'bool'>"):
+        return f"{key} must be true or false; got {got[1]}"
     if key in CLASSES and re.fullmatch(r"\w+", got[1]):
         return f"{key}: no class {got[1]!r}{_class_meant(got[1], CLASSES[key])}"
     choices = next((each.choices for each in keys_of(command) if each.name == key), ()) or _literals(text)

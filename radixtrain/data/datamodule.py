@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from radixtrain.tree.cost_model import StepCost
 
 __all__ = ["SFTData"]
 
+logger = logging.getLogger(__name__)
 Files = str | list[str | dict[str, Any]] | None
 
 
@@ -55,10 +57,10 @@ class SFTData(L.LightningDataModule):
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
         chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
-        group_by_prefix: draw them so that conversations with a common prompt meet in a step. A number is how many of
-            a prompt stay together, at most; true takes the smallest with which most can be shared, and no more than
+        group_by_prefix: draw the steps so that conversations with a common prompt meet. A number is how many of a
+            prompt stay together, at most; true takes the smallest that reaches 80 % of the largest r, and no more than
             half of a step, so that it has several prompts.
-        seed: of that order and of `val_size`; on the command line it is `seed_everything`, and 42 if that
+        seed: of the order of the steps and of `val_size`; on the command line it is `seed_everything`, and 42 if that
             is true or false and not a number.
         min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; auto chooses for each batch,
             together with the attention strategy, by a calibration of this machine that is measured once.
@@ -212,8 +214,12 @@ class SFTData(L.LightningDataModule):
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:
         """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
-        indices = list(self._sampler("train"))[index]
+        indices = self.train_steps()[index]
         return features_of(sample for each in indices for sample in self.conversations["train"][each])
+
+    def train_steps(self) -> list[list[int]]:
+        """The conversations of each optimizer step of the first epoch, by index."""
+        return list(self._sampler("train"))
 
     def train_order(self) -> IntArray:
         """The conversations of the first epoch, by index, in the order in which they are cut into steps."""
@@ -223,7 +229,10 @@ class SFTData(L.LightningDataModule):
     def _grouping(self) -> GroupedOrder | None:
         """What draws the training steps; None for a plain shuffle. Reads every conversation once."""
         sizes = {name: self.hparams[name] for name in ("batch_size", "group_by_prefix", "seed")}
-        return grouped_order(self.conversations["train"], **sizes)
+        order = grouped_order(self.conversations["train"], **sizes)
+        if order is not None and self.hparams.group_by_prefix is True:
+            logger.info("data.group_by_prefix: %d conversations of a prompt stay together in a step", order.together)
+        return order
 
     def _sampler(self, split: str) -> StepSampler:
         """Only training steps are shuffled, grouped and weighted."""

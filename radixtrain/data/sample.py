@@ -41,8 +41,12 @@ class Sample:
 
     def truncated(self, max_length: int) -> Sample:
         """Its first tokens."""
-        weights = None if self.loss_weights is None else self.loss_weights[:max_length]
-        return Sample(self.input_ids[:max_length], self.labels[:max_length], self.where, weights)
+        return self.part(0, max_length)
+
+    def part(self, start: int, end: int) -> Sample:
+        """Its tokens from `start` to `end`."""
+        weights = None if self.loss_weights is None else self.loss_weights[start:end]
+        return Sample(self.input_ids[start:end], self.labels[start:end], self.where, weights)
 
 
 def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> Sample:
@@ -50,12 +54,25 @@ def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss:
 
     fields: `input_ids`, and `labels`; or else `assistant_masks`, `mask` and `completion_mask`, 1 for a token that bears
         loss. Without any of these all tokens bear loss. `loss_weights`, or `weights`, multiply the loss of each token.
+        Tokens at the ends whose `attention_mask` is 0 are padding, and are left out.
     where: file and line, for the error.
     completion_only_loss: whether `completion_mask` counts, as in TRL.
 
     Raises DataError if a column is not a list of integers (of finite numbers, for weights) or differs in length from
     `input_ids`, or a mask is not 0 and 1, and for advantages, which are not part of this loss.
     """
+    sample = _whole_sample(fields, where, completion_only_loss)
+    if "attention_mask" not in fields:
+        return sample
+    attended = np.flatnonzero(_mask(fields, "attention_mask", where, len(sample.input_ids)))
+    start, end = (int(attended[0]), int(attended[-1]) + 1) if len(attended) else (0, 0)
+    if len(attended) < end - start:
+        raise DataError(where, "attention_mask: has a 0 between two 1s; expected zeros only at the ends, for padding")
+    return sample.part(start, end)
+
+
+def _whole_sample(fields: dict[str, Any], where: str, completion_only_loss: bool) -> Sample:
+    """With its padding."""
     input_ids = _integers(fields, "input_ids", where)
     weights = _weights(fields, where, len(input_ids))
     if "labels" in fields:

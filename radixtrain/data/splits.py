@@ -6,7 +6,6 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import KEY, as_sources
@@ -17,7 +16,9 @@ from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
 from radixtrain.data.tokenized.corpus import Corpus, Part
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.data.unlabelled import UnlabelledEncoder
-from radixtrain.errors import UserError, first_line
+from radixtrain.data.weights import epoch_size
+from radixtrain.errors import UserError
+from radixtrain.hf.config import read_config
 
 __all__ = ["encoder_of", "load_split", "take_validation"]
 
@@ -66,7 +67,10 @@ def load_split(files: Any, settings: Any, key: str, unlabelled: bool = False) ->
         found = tokenized(source, encoder, options)
         report.add(found.report)
         parts.append(Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest))
-    return Corpus(parts), report
+    corpus = Corpus(parts)
+    if corpus.weights is not None and not epoch_size(corpus.weights):
+        raise UserError(f"{key}: with these weights no conversation is left in an epoch; raise one of them")
+    return corpus, report
 
 
 def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Corpus]:
@@ -85,8 +89,4 @@ def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Cor
 
 def _vocab_size(model_name_or_path: str) -> int:
     """Rows of the model's embedding. A token id outside of it raises IndexError, and on CUDA the device is lost."""
-    try:
-        config = AutoConfig.from_pretrained(model_name_or_path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {first_line(error)}") from None
-    return int(config.get_text_config().vocab_size)
+    return int(read_config(model_name_or_path).get_text_config().vocab_size)

@@ -28,6 +28,6 @@ def epoch_size(weights: np.ndarray) -> int:
 
 
 def _parts(weights: np.ndarray) -> list[tuple[float, int]]:
-    """The broken parts of weights, and how many conversations of each come once more."""
+    """The fractions that weights have, and how many of the conversations with each come once more."""
     parts, counts = np.unique(weights % 1, return_counts=True)
     return [(part, round(part * count)) for part, count in zip(parts.tolist(), counts.tolist(), strict=True) if part]

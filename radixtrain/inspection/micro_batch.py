@@ -16,7 +16,7 @@ from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import INVERSE_INDICES, LABEL_INDICES, LOSS_WEIGHTS
 
-__all__ = ["MicroBatch", "conversations_of_steps", "micro_batch_of", "micro_batches"]
+__all__ = ["MicroBatch", "micro_batch_of", "micro_batches"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:
     """
     if not data.hparams.dedup:
         raise UserError("inspect shows what a batch shares, and with dedup: false nothing is; leave it out")
-    steps = conversations_of_steps(data)
+    steps = data.train_steps()
     if not 0 <= step < len(steps):
         raise UserError(f"step: an epoch has the steps 0 to {len(steps) - 1}, got {step}")
     samples = [sample for index in steps[step] for sample in data.conversations["train"][index]]
@@ -95,8 +95,3 @@ def micro_batch_of(data: SFTData, step: int, index: int) -> MicroBatch:
     if not 0 <= index < len(parts):
         raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
     return parts[index]
-
-
-def conversations_of_steps(data: SFTData) -> list[list[int]]:
-    """The conversations of each step of the first epoch, by their index in `data.conversations["train"]`."""
-    return list(data.train_dataloader().sampler)

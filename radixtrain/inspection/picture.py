@@ -15,7 +15,7 @@ from rich.tree import Tree
 from radixtrain.inspection.marks import LOSS, marked, number, visible
 from radixtrain.inspection.runs import Prediction, Run, RunTree
 
-__all__ = ["draw", "named_rows"]
+__all__ = ["asked_for", "draw", "named_rows"]
 
 MOST_CHARS, MOST_BRANCHES, MOST_NAMES = 240, 12, 3
 MOST_LEVELS = 8  # drawn further to the right; after them the longest branch goes on at its parent's level
@@ -40,6 +40,12 @@ def named_rows(wheres: Iterable[str], most: int = MOST_NAMES) -> str:
     counted = Counter(os.path.basename(where) for where in wheres)
     names = [f"{name} ({count} samples)" if count > 1 else name for name, count in counted.items()]
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def asked_for(prediction: Prediction) -> str:
+    """`"text" ×weight` on one line."""
+    text = visible(prediction.text).replace("\n", "")
+    return f'"{text}" ×{number(prediction.weight)}'
 
 
 @dataclass(frozen=True)
@@ -124,10 +130,6 @@ def _predicts(predictions: Sequence[Prediction], most: int | None) -> list[Text]
     if not predictions:
         return []
     heaviest = sorted(predictions, key=lambda one: -one.weight)
-    words = ", ".join(f"{_quoted(one.text)} ×{number(one.weight)}" for one in heaviest[:most])
+    words = ", ".join(map(asked_for, heaviest[:most]))
     more = f" and {len(heaviest) - most:,} more" if most is not None and len(heaviest) > most else ""
     return [Text.assemble((f"row {heaviest[0].row} predicts ", "dim"), (words + more, LOSS))]
-
-
-def _quoted(text: str) -> str:
-    return f'"{visible(text)}"'.replace("\n", "")

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from radixtrain.data.datamodule import SFTData
-from radixtrain.inspection.micro_batch import MicroBatch, conversations_of_steps, micro_batches
+from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
 from radixtrain.inspection.runs import paths_of
 
 __all__ = ["Place", "SharedRows", "places_of"]
@@ -41,7 +41,7 @@ def places_of(data: SFTData, where: str) -> list[Place]:
     data: after `setup("inspect")`. where: `file:line` of the row.
     """
     conversation = _conversation_of(data, where)
-    steps = enumerate(conversations_of_steps(data))
+    steps = enumerate(data.train_steps())
     step = next((number for number, members in steps if conversation in members), None)
     if step is None:
         return []

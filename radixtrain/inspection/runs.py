@@ -69,20 +69,17 @@ def run_tree(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> RunTree:
     for path in paths:
         parents[path[1:]] = path[:-1]
     predicted = _predictions(part, tokenizer)
-    learned = {(one.row, token): one.weight for (_, token), one in predicted.items()}
-    tokens = _row_tokens(paths, ids, parents, learned, tokenizer)
-    starts = _run_starts(parents, [int(path[-1]) for path in paths])
-    by_row = starts.searchsorted(np.arange(num_rows), side="right") - 1
-    sequences, ends, children = (defaultdict[int, list[int]](list) for _ in range(3))
-    for number, path in enumerate(paths):
-        ends[int(by_row[path[-1]])].append(number)
-        for run in np.unique(by_row[path]).tolist():
-            sequences[run].append(number)
-    for run, start in enumerate(starts.tolist()):
-        children[int(by_row[parents[start]]) if parents[start] >= 0 else -1].append(run)
     by_predictor = defaultdict(list)
     for one in predicted.values():
         by_predictor[one.row].append(one)
+    learned = {(one.row, token): one.weight for (_, token), one in predicted.items()}
+    tokens = _row_tokens(paths, ids, parents, learned, tokenizer)
+    starts = _run_starts(parents, [int(path[-1]) for path in paths])
+    run_of = starts.searchsorted(np.arange(num_rows), side="right") - 1
+    sequences, ends = _passing(paths, run_of)
+    children = defaultdict(list)
+    for run, start in enumerate(starts.tolist()):
+        children[int(run_of[parents[start]]) if parents[start] >= 0 else -1].append(run)
     runs = [
         Run((first, last), tokens[first:last], sequences[run], ends[run], by_predictor[last - 1], children[run])
         for run, (first, last) in enumerate(pairwise([*starts.tolist(), num_rows]))
@@ -95,6 +92,16 @@ def paths_of(part: MicroBatch) -> list[IntArray]:
     """The rows of each sequence, in the order of its tokens."""
     rows, bounds = part.batch[INVERSE_INDICES].numpy(), part.batch[CU_SEQLENS].tolist()
     return [rows[start:end] for start, end in pairwise(bounds)]
+
+
+def _passing(paths: list[IntArray], run_of: IntArray) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """The sequences that pass through each run, and those that end in it, by their index. run_of: of each row."""
+    sequences, ends = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for number, path in enumerate(paths):
+        ends[int(run_of[path[-1]])].append(number)
+        for run in np.unique(run_of[path]).tolist():
+            sequences[run].append(number)
+    return sequences, ends
 
 
 def _run_starts(parents: IntArray, last_rows: list[int]) -> IntArray:

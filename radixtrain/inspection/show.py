@@ -11,12 +11,12 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.inspection.indices import indices as index_arrays
-from radixtrain.inspection.marks import LOSS, number, visible
+from radixtrain.inspection.marks import LOSS
 from radixtrain.inspection.micro_batch import MicroBatch, micro_batch_of
 from radixtrain.inspection.numbers import numbers
-from radixtrain.inspection.picture import draw
+from radixtrain.inspection.picture import asked_for, draw
 from radixtrain.inspection.row import row_stages
-from radixtrain.inspection.runs import Prediction, RunTree, run_tree
+from radixtrain.inspection.runs import RunTree, run_tree
 
 __all__ = ["show"]
 
@@ -78,10 +78,8 @@ def _legend() -> Text:
 def _strays(tree: RunTree) -> Iterator[Text]:
     """Predictions that the picture does not show."""
     for one in tree.strays[:MOST_STRAYS]:
-        yield Text(f"row {one.row} predicts {_stray(one)}, which no sequence has next: its row has labels of its own")
+        yield Text(
+            f"row {one.row} predicts {asked_for(one)}, which no sequence has next: its row has labels of its own"
+        )
     if len(tree.strays) > MOST_STRAYS:
         yield Text(f"and {len(tree.strays) - MOST_STRAYS:,} more of these")
-
-
-def _stray(one: Prediction) -> str:
-    return f'"{visible(one.text)}"'.replace("\n", "") + f" ×{number(one.weight)}"

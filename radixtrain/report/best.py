@@ -51,8 +51,19 @@ def _without_own_keys(typed: Sequence[str]) -> list[str]:
     return kept
 
 
+NO_GAIN = 1.05  # speed-up below which sharing does not pay
+
+
 def hints(own: Setting, settings: Sequence[Setting]) -> Iterator[str]:
-    """Sentences: what a larger batch or `group_by_prefix` would bring. Both change the steps, so neither is chosen."""
+    """Sentences: that nothing is gained; what a larger batch or `group_by_prefix` would bring.
+
+    Both change the steps, so neither is chosen.
+    """
+    if own.speedup is not None and own.speedup < NO_GAIN:
+        yield (
+            f"as they are, these rows gain nothing: a step takes {1 / own.speedup:.2f} of the ordinary time. "
+            f"--dedup=false is the ordinary trainer; what follows, and fewer breaks, may change that"
+        )
     budget = [each for each in settings if each.max_tokens == own.max_tokens]
     grouped = [each for each in budget if each.group_by_prefix and each.batch_size == own.batch_size]
     larger = [

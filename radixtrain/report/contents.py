@@ -95,7 +95,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Break:
-    """A cause for which prompts that are nearly the same part early.
+    """Why near-identical prompts part early.
 
     cause: a date, a UUID, a name, the order of tools, white space, another version of the template, the order of the
         examples ...
@@ -119,8 +119,9 @@ class DataReport:
     """Everything that `radixtrain report` found.
 
     length_quantiles: of the samples in tokens: `{"min": 12, "10 %": 40, "50 %": ..., "90 %", "99 %", "max"}`.
-    num_prompts: distinct shared prompts. tree: its root has an empty text.
+    num_prompts: shared prompts, each counted once. tree: its root has an empty text.
     settings: a grid of batch sizes and max_tokens; best: one of them; command: it as a command to paste.
+    num_epoch_tokens: of an epoch, in which sources with a weight come more or less often; 0 if each row comes once.
     environment: machine and versions, for the foot of the page.
     notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
     hints: sentences: what a larger batch or group_by_prefix would bring.
@@ -148,5 +149,6 @@ class DataReport:
     gpus: tuple[GpuEstimate, ...]
     breaks: tuple[Break, ...]
     environment: dict[str, str]
+    num_epoch_tokens: int = 0
     notes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ class Counts(NamedTuple):
     rows: that every layer computes: unique tokens, or padded ones.
     attention: what attention costs beyond rows. In a unit of its own for each arm: seconds of one layer by the
         calibration in a radix batch, or its (query, key) pairs without one; rows x longest sequence in a padded batch.
-    predictions: rows of the head.
+    predictions: rows for which the head computes logits.
     """
 
     rows: float

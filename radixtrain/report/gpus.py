@@ -1,6 +1,6 @@
 """What an epoch would take on GPUs that are not here, by arithmetic: operations divided by the device's peak.
 
-This is not a measurement. No run reaches the peak (40 to 60 % is usual in training), and memory traffic, the optimizer
+This is not a measurement. No run reaches the peak, and memory traffic, the optimizer
 and the cut that fits the device are left out. The ratio of both arms depends on none of this.
 
 Peaks are those of dense matrix products in bfloat16 with float32 sums, without sparsity, from the makers' data sheets:

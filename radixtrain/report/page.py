@@ -1,8 +1,9 @@
 """report.html: one file that shows a report in a browser, without a network.
 
 The numbers and sentences are HTML and need no script. The pictures are drawn by plotly, whose script is part of the
-page, as gzip and base64: as it is it would take 4.8 MB. The texts of the rows are not trusted. Jinja escapes them, the
-pictures get them escaped, and the page's content security policy allows two scripts, by their hashes, and no request.
+page, as gzip and base64: uncompressed it would take 4.8 MB. The texts of the rows are not trusted. Jinja escapes them,
+the pictures get them escaped, and the page's content security policy allows two scripts, by their hashes, and no
+request.
 """
 
 from __future__ import annotations

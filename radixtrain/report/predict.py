@@ -25,15 +25,17 @@ import torch
 from radixtrain.errors import UserError
 from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.rates import non_negative_fit
+from radixtrain.report.cases import Arm, Case
 from radixtrain.report.counts import CountedStep, Counts
-from radixtrain.report.rehearsal import REPEATS, Arm, Case, Rehearsal, Timed, num_bytes, rehearse
+from radixtrain.report.rehearsal import REPEATS, Rehearsal, Timed, num_bytes, rehearse
 from radixtrain.report.sharing import SampledSteps
 from radixtrain.tree.cost_model import StepCost
 
 __all__ = ["Prediction", "calibrated", "free_bytes", "predict_seconds"]
 
 MAX_SECONDS = 50.0  # of all rehearsals
-STEP_SECONDS = 3e-3  # of Lightning's loop and the logging around a step of `fit`: 3 ms on CPU
+# Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
+STEP_SECONDS = 8e-3
 DEEPER = 3  # times the layers of the shorter model
 MOMENTS = 2  # of AdamW, for each trained parameter
 SPARE = 0.5  # part of the free memory that a rehearsal may take
@@ -141,7 +143,7 @@ def _container_bytes() -> float:
 
 
 def _check_memory(rehearsal: Rehearsal, num_layers: int) -> float:
-    """Bytes that are left to a rehearsal beside so many layers. UserError if those alone take too many."""
+    """Bytes that are left to a rehearsal beside so many layers. UserError if those layers take too many."""
     free, needed = free_bytes(rehearsal.device), _state_bytes(rehearsal, num_layers)
     if needed > SPARE * free:
         raise UserError(

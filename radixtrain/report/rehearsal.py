@@ -13,26 +13,21 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from radixtrain.bench.memory import peak_bytes
-from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import predict
 from radixtrain.hf.prepare import prepare_model, restore_model
-from radixtrain.report.counts import Counts, Features, ordinary_counts, plans_of, radix_counts
-from radixtrain.tree.cost_model import StepCost
+from radixtrain.report.cases import ARMS, Arm, Case, largest, smallest
 
-__all__ = ["Arm", "Case", "Rehearsal", "Timed", "cases_of", "num_bytes", "rehearse"]
+__all__ = ["Rehearsal", "Timed", "num_bytes", "rehearse"]
 
-Arm = Literal["radix", "ordinary"]
-ARMS: tuple[Arm, ...] = ("radix", "ordinary")
 REPEATS = 3  # the median counts, so that the first one, which is slower, does not
-PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +56,6 @@ class Rehearsal:
     max_grad_norm: float = 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A micro-batch of one arm, on the host."""
-
-    arm: Arm
-    counts: Counts
-    batch: dict[str, Any]
-    num_labels: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     """What was measured on a model of so many layers.
@@ -83,34 +68,6 @@ class Timed:
     seconds: dict[Case, float]
     peaks: dict[Case, int]
     optimizer_seconds: float
-
-
-def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
-    """Micro-batches of both arms, of these steps and of parts of them, from the smallest to the largest.
-
-    collator: with `dedup`, as in training.
-    """
-    cases: list[Case] = []
-    for number, features in enumerate(steps):
-        for part in PARTS if number == 0 else PARTS[-1:]:
-            some = features[: max(1, round(part * len(features)))]
-            for dedup in (True, False):
-                cases += _cases(some, replace(collator, dedup=dedup), step_cost)
-    different = {(case.arm, case.counts): case for case in cases}
-    return sorted(different.values(), key=lambda case: case.counts.rows)
-
-
-def _cases(features: Features, collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
-    """The first and the last micro-batch of a step."""
-    step = collator(features)
-    if collator.dedup:
-        plans = plans_of(features, step)
-        counts = [radix_counts(*each, step_cost) for each in zip(step.micro_batches, plans, strict=True)]
-    else:
-        counts = [ordinary_counts(batch) for batch in step.micro_batches]
-    arm: Arm = "radix" if collator.dedup else "ordinary"
-    found = [Case(arm, *each, step.num_labels) for each in zip(counts, step.micro_batches, strict=True)]
-    return [found[0], found[-1]] if len(found) > 1 else found
 
 
 def rehearse(
@@ -140,7 +97,7 @@ def _rehearse(
         chosen = _affordable(stage, cases, peaks, max_seconds - (time.perf_counter() - began), max_bytes)
         seconds = stage.times(chosen)
         optimizer_seconds = stage.optimizer_seconds()
-        peaks |= {case: stage.peak(case) for case in _largest(chosen) if case not in peaks}
+        peaks |= {case: stage.peak(case) for case in largest(chosen) if case not in peaks}
         return Timed(num_layers=num_layers, seconds=seconds, peaks=peaks, optimizer_seconds=optimizer_seconds)
     finally:
         restore_model(model)
@@ -197,7 +154,7 @@ class _Stage:
 
     def warm_up(self, cases: Sequence[Case]) -> dict[Case, int]:
         """Run the smallest case of each arm. Returns its peak."""
-        return {case: self.peak(case) for case in _smallest(cases)}
+        return {case: self.peak(case) for case in smallest(cases)}
 
     def times(self, cases: Sequence[Case]) -> dict[Case, float]:
         """The median of some runs of each, the arms in turns."""
@@ -256,15 +213,6 @@ def _affordable(
             chosen.append(case)
             max_seconds -= needed
     return [case for case in cases if case in chosen]
-
-
-def _smallest(cases: Sequence[Case]) -> list[Case]:
-    """Of each arm."""
-    return [next(case for case in cases if case.arm == arm) for arm in ARMS]
-
-
-def _largest(cases: Sequence[Case]) -> list[Case]:
-    return [max((case for case in cases if case.arm == arm), key=lambda case: case.counts.rows) for arm in ARMS]
 
 
 def num_bytes(parameters: Iterable[Tensor]) -> int:

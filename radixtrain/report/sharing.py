@@ -83,7 +83,7 @@ class Epoch:
     collator: StepCollator
     step_cost: StepCost | None = None
     weights: np.ndarray | None = None
-    _groupings: dict[tuple[int, bool | int], GroupedOrder | None] = field(default_factory=dict, init=False)
+    _groupings: dict[tuple[int, str], GroupedOrder | None] = field(default_factory=dict, init=False)
 
     @property
     def size(self) -> int:
@@ -92,7 +92,7 @@ class Epoch:
 
     @cached_property
     def groups(self) -> PrefixGroups:
-        """Of conversations whose first samples begin alike. Reads each of these once."""
+        """Of conversations that begin alike. Reads every conversation once."""
         return conversation_groups(self.conversations)
 
     def sampled(self, draw: Draw, max_seconds: float) -> SampledSteps:
@@ -142,7 +142,7 @@ class Epoch:
 
     def _grouping(self, batch_size: int, group_by_prefix: bool | int) -> GroupedOrder | None:
         """What draws such steps, made once; None for a plain shuffle."""
-        key = batch_size, group_by_prefix
+        key = batch_size, str(group_by_prefix)  # 1 and True are equal
         if key not in self._groupings:
             wanted = group_by_prefix if isinstance(group_by_prefix, bool) else min(group_by_prefix, batch_size)
             groups = self.groups if wanted else None
@@ -159,8 +159,9 @@ def length_quantiles(lengths: IntArray) -> dict[str, int]:
 def num_shared_prompts(groups: PrefixGroups) -> int:
     """Distinct prompts: beginnings of at least 16 tokens that several conversations share, counted where they part.
 
-    A beginning that goes on with a longer shared one is not counted besides it. One that saves less than a tenth of its
-    conversations' tokens is not a prompt, see `find_prefix_groups`: questions start with the same words by accident.
+    Of a beginning and a longer shared one that goes on from it only the longer one counts. One that saves less than a
+    tenth of its conversations' tokens is not a prompt, see `find_prefix_groups`: questions start with the same words by
+    accident.
     Conversations that share nothing have no shared prompt.
     """
     inner = set(groups.parent[1:].tolist())
@@ -178,5 +179,4 @@ def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:
     chosen = range(0, len(epoch.conversations), step)
     sequences = [sample.input_ids for index in chosen for sample in epoch.conversations[index]]
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    by_order = sort_sequences(np.concatenate(sequences), cumulative(lengths))
-    return int(lengths.sum()), int((by_order.lengths - by_order.lcp).sum())
+    return int(lengths.sum()), sort_sequences(np.concatenate(sequences), cumulative(lengths)).num_unique_tokens

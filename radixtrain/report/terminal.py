@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from radixtrain.data.tokens.decode import shortened
 from radixtrain.report.contents import Break, DataReport, GpuEstimate, Setting, TreeNode
 from radixtrain.report.wording import bytes_text, duration, headline, prediction, ratio, split_sentence
 
@@ -85,7 +86,7 @@ def _cells(setting: Setting) -> list[str]:
 
 
 def _names(setting: Setting, report: DataReport) -> str:
-    names = {"yours": report.current, "best": report.best}
+    names = {"yours": report.current, "best max_tokens": report.best}
     return ", ".join(name for name, each in names.items() if each == setting)
 
 
@@ -135,8 +136,8 @@ def _saved(node: TreeNode) -> int:
 
 def _run(node: TreeNode) -> Text:
     text = " ".join(node.text.split())
-    shown = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} ... {text[-MAX_TEXT // 2 :]}"
-    return Text.assemble((f"{node.num_sequences:,} x {node.num_tokens:,} tokens  ", "cyan"), _visible(shown))
+    title = f"{node.num_sequences:,} x {node.num_tokens:,} tokens  "
+    return Text.assemble((title, "cyan"), _visible(shortened(text, MAX_TEXT)))
 
 
 def _breaks(console: Console, breaks: Iterable[Break]) -> None:

@@ -49,10 +49,11 @@ def setting_name(setting: Setting) -> str:
 
 def headline(report: DataReport) -> str:
     """The data in one sentence: what an epoch holds, and what the user's own settings leave to compute."""
-    tokens = f"{report.num_tokens:,} tokens"
+    num_tokens = report.num_epoch_tokens or report.num_tokens
+    tokens = f"{num_tokens:,} tokens{' in an epoch' if report.num_epoch_tokens else ''}"
     if report.current.r < 1.005:
         return f"{tokens}, none of them shared within a micro-batch: r = 1"
-    computed = rounded(report.num_tokens / report.current.r)
+    computed = rounded(num_tokens / report.current.r)
     return f"{tokens}, of which about {computed} are computed: r = {ratio(report.current.r)}"
 
 

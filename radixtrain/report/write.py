@@ -13,13 +13,15 @@ from radixtrain.bench.environment import environment
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import open_rows
+from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError
 from radixtrain.report.best import best_setting, command_to_paste, hints
 from radixtrain.report.breaking.find import find_breaks
+from radixtrain.report.cases import cases_of
 from radixtrain.report.contents import DataReport, GpuEstimate, Setting
 from radixtrain.report.gpus import gpu_estimates
 from radixtrain.report.predict import Prediction, calibrated, free_bytes, predict_seconds
-from radixtrain.report.rehearsal import Rehearsal, cases_of
+from radixtrain.report.rehearsal import Rehearsal
 from radixtrain.report.sharing import (
     Draw,
     Epoch,
@@ -74,7 +76,7 @@ def make_report(
         best=best,
         command=command_to_paste(typed, settings[own], best),
         gpus=_gpus(config, sampled[own], notes),
-        environment={name: str(value) for name, value in _environment(rehearsal).items() if value},
+        environment=_environment(rehearsal),
         notes=tuple(notes),
         hints=tuple(hints(settings[own], list(settings.values()))),
     )
@@ -166,6 +168,7 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         "num_rows": rows.num_rows,
         "num_samples": len(corpus.lengths),
         "num_tokens": num_tokens,
+        "num_epoch_tokens": _num_epoch_tokens(corpus),
         "num_unique_tokens": round(num_distinct * num_tokens / num_sorted),
         "num_labels": round(rows.num_labels * num_tokens / rows.num_tokens),  # less what `val_size` took out
         "num_prompts": num_shared_prompts(epoch.groups),
@@ -178,6 +181,13 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         "tree": prefix_tree(_some_sequences(epoch), tokenizer, TREE_NODES),
         "breaks": find_breaks(corpus, tokenizer, data.hparams.batch_size),
     }
+
+
+def _num_epoch_tokens(corpus: Corpus) -> int:
+    """On average; 0 without weights."""
+    if corpus.weights is None:
+        return 0
+    return round(float(corpus.weights @ np.add.reduceat(corpus.lengths, corpus.starts[:-1])))
 
 
 def _some_sequences(epoch: Epoch) -> list[IntArray]:
@@ -214,5 +224,7 @@ def _name_of(train_file: Any) -> str:
     return ", ".join(str(each["path"] if isinstance(each, dict) else each) for each in listed)
 
 
-def _environment(rehearsal: Rehearsal) -> dict[str, Any]:
-    return environment(rehearsal.device, str(rehearsal.dtype).removeprefix("torch."))
+def _environment(rehearsal: Rehearsal) -> dict[str, str]:
+    """Machine and versions, those that are known."""
+    found = environment(rehearsal.device, str(rehearsal.dtype).removeprefix("torch."))
+    return {name: str(value) for name, value in found.items() if value}

@@ -7,14 +7,14 @@ import math
 import os
 import shutil
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, did_you_mean
+from radixtrain.report.wording import bytes_text
 
 __all__ = ["METRICS", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]
 
@@ -59,8 +59,8 @@ def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, s
     free = shutil.disk_usage(above).free
     if needed > free:
         raise UserError(
-            f"output_dir {output_dir}: the run writes at least {_gigabytes(needed)} (the model, and checkpoints of "
-            f"about {_gigabytes(state)}), and {_gigabytes(free)} are free; name a folder on a larger disk, or set "
+            f"output_dir {output_dir}: the run writes at least {bytes_text(needed)} (the model, and checkpoints of "
+            f"about {bytes_text(state)}), and {bytes_text(free)} are free; name a folder on a larger disk, or set "
             f"trainer.enable_checkpointing: false for the model alone"
         )
     return needed
@@ -74,8 +74,7 @@ def check_monitors(callbacks: Iterable[Any], has_validation: bool) -> None:
             continue
         place = f"trainer.callbacks: {type(callback).__name__}: monitor"
         if watched not in METRICS:
-            close = get_close_matches(watched, METRICS, n=1)
-            meant = f", did you mean {close[0]}?" if close else f"; a run logs {', '.join(METRICS)}"
+            meant = did_you_mean(watched, METRICS, f"; a run logs {', '.join(METRICS)}")
             raise UserError(f"{place}: no metric {watched!r}{meant}")
         if watched == "eval_loss" and not has_validation:
             raise UserError(f"{place}: eval_loss needs rows for it: set data.validation_file or data.val_size")
@@ -151,7 +150,3 @@ def _num_parameters(path: Path) -> int:
     if size != end:
         raise UserError(f"{path}: the weights are incomplete, {size:,} of {end:,} bytes; copy or download it again")
     return sum(math.prod(entry["shape"]) for entry in tensors)
-
-
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:,.1f} GB"

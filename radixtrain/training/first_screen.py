@@ -14,8 +14,10 @@ from radixtrain.data.grouping import Arrangement, conversation_groups, expected_
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.data.weights import epoch_size
 from radixtrain.inspection.sample import marked_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
+from radixtrain.report.wording import bytes_text
 from radixtrain.training.optimizer import num_steps_of_run
 from radixtrain.training.unused import unused_keys
 from radixtrain.tree.groups import PrefixGroups
@@ -65,8 +67,12 @@ def data_entries(corpus: Corpus, report: EncodeReport, max_length: int | None, u
     """
     shown = ", ".join(f"{name} {value:,}" for name, value in length_quantiles(corpus.lengths).items())
     share = f", {report.num_labels / report.num_tokens:.0%} with loss" if report.num_tokens else ""
+    weighted = (
+        "" if corpus.weights is None else f", {epoch_size(corpus.weights):,} of them in an epoch by their weights"
+    )
+    tokens = f"{int(corpus.lengths.sum()):,} tokens{share}"
     entries = [
-        ("data", f"{report}, {len(corpus):,} conversations to train on, {int(corpus.lengths.sum()):,} tokens{share}"),
+        ("data", f"{report}, {len(corpus):,} conversations to train on{weighted}, {tokens}"),
         ("lengths", f"{shown} tokens"),
     ]
     if report.num_long_samples:
@@ -99,8 +105,8 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
     return [
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
-        ("memory", f"{_size(held)} for weights, gradients and AdamW, and the activations of a micro-batch"),
-        ("disk", f"about {_size(written)} for the model and its checkpoints"),
+        ("memory", f"{bytes_text(held)} for weights, gradients and AdamW, and the activations of a micro-batch"),
+        ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
     ]
 
 
@@ -129,7 +135,7 @@ def _prompts(groups: PrefixGroups, num_seen: int, num_conversations: int) -> str
     """How many, and what all conversations have in common."""
     of = f" (in {num_seen:,} of {num_conversations:,} conversations)" if num_seen < num_conversations else ""
     common = f"; {int(groups.depth[0]):,} tokens or more are common to all" if groups.depth[0] else ""
-    return f"{num_shared_prompts(groups):,} different ones that several conversations share{common}{of}"
+    return f"{num_shared_prompts(groups):,} shared by several conversations{common}{of}"
 
 
 def _arrangement(data: SFTData, part: Corpus, groups: PrefixGroups) -> Arrangement:
@@ -142,7 +148,3 @@ def _arrangement(data: SFTData, part: Corpus, groups: PrefixGroups) -> Arrangeme
         return Arrangement(r, r)
     drawn = grouped.draw(np.arange(len(part)), np.random.default_rng([settings.seed, 0]))
     return Arrangement(r, expected_r(part, batches_of(drawn, settings.batch_size), settings.max_tokens))
-
-
-def _size(number: float) -> str:
-    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

@@ -34,7 +34,7 @@ def progress_bar() -> ProgressBar:
 
 
 class NoticeHandler(logging.StreamHandler):
-    """Log lines on stderr that stand above a progress bar, and not behind it in its line."""
+    """Log lines on stderr that stand above a progress bar, not in its line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=sys.stderr):

@@ -6,22 +6,14 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from radixtrain.errors import UserError, first_line
+from radixtrain.hf.config import read_config
 from radixtrain.training.loading import auto_class, with_training_options
 
-__all__ = ["layer_period", "random_trainable", "read_config"]
+__all__ = ["layer_period", "random_trainable"]
 
 MAX_PERIOD = 8
-
-
-def read_config(model_name_or_path: str) -> Any:
-    """The configuration of a folder or hub name. UserError if it cannot be read."""
-    try:
-        return AutoConfig.from_pretrained(model_name_or_path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {first_line(error)}") from None
 
 
 def random_trainable(settings: Any, num_layers: int, device: torch.device) -> Any:

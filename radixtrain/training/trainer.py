@@ -11,6 +11,7 @@ from rich.console import Console
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
+from radixtrain.hf.config import read_config
 from radixtrain.inspection.show import show
 from radixtrain.report.page import write_page
 from radixtrain.report.rehearsal import Rehearsal
@@ -19,7 +20,7 @@ from radixtrain.report.write import make_report
 from radixtrain.training.checkpoint import check_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import adamw
-from radixtrain.training.skeleton import layer_period, random_trainable, read_config
+from radixtrain.training.skeleton import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
 __all__ = ["Trainer"]

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
+
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import UnreadRow, open_rows
 from radixtrain.data.rows.columns import standard_row
@@ -71,7 +73,8 @@ def _of_data(settings: Any, given: set[str]) -> Iterator[str]:
 
 def _of_trainer(config: Any, data: Any) -> Iterator[str]:
     if not data.validation_file and not data.val_size:
-        given = {name for name in VALIDATING if config.get(name) is not None}
+        defaults = {parameter.name: parameter.default for parameter in inspect.signature(L.Trainer).parameters.values()}
+        given = {name for name in VALIDATING if config.get(name) not in (None, defaults.get(name))}
         yield from _each(VALIDATING, given, "there are no rows to validate on")
 
 

@@ -72,13 +72,14 @@ class PrefixGroups:
         return int(self.lengths[order].sum()) - saved + int(gain[computed].sum())
 
 
-def find_prefix_groups(sequences: Iterable[IntArray]) -> PrefixGroups:
+def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> PrefixGroups:
     """Groups of sequences with a common beginning. Each sequence is read once and not kept.
 
     sequences: token ids of each, (L,), int64.
+    copies: whether copies of one sequence are a group, as prompts are without what follows them. Copies of whole rows
+        should not be in one batch: they would count there as one row of a larger weight.
 
-    What all sequences have in common makes no group: they meet in any order. Nor do copies of one sequence, which had
-    better not be in one batch: they would count there as one of a larger weight.
+    What all sequences have in common makes no group: they meet in any order.
     """
     multipliers = _multipliers(int(DEPTHS[-1]))
     hashes: list[IntArray] = []
@@ -93,7 +94,8 @@ def find_prefix_groups(sequences: Iterable[IntArray]) -> PrefixGroups:
     packed = np.concatenate([*hashes, np.zeros(0, dtype=np.int64)])
     del hashes
     by_hash = sort_sequences(packed, cumulative(counts))
-    return _groups(by_hash, np.array(lengths, dtype=np.int64), np.array(whole, dtype=np.uint64))
+    identity = range(len(whole)) if copies else whole
+    return _groups(by_hash, np.array(lengths, dtype=np.int64), np.array(identity, dtype=np.uint64))
 
 
 def _multipliers(count: int) -> npt.NDArray[np.uint64]:
@@ -116,7 +118,7 @@ def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> tuple[IntArra
 def _groups(by_hash: SortedSequences, lengths: IntArray, whole: npt.NDArray[np.uint64]) -> PrefixGroups:
     """The tree of the sorted hashes, without groups that share too little and those of copies.
 
-    lengths: tokens of each sequence. whole: a number that only copies have in common.
+    lengths: tokens of each sequence. whole: a number that only copies which make no group have in common.
     """
     shared = np.concatenate([[0], DEPTHS])[by_hash.lcp]
     all_share = int(shared[1:].min(initial=DEPTHS[-1])) if len(shared) == len(lengths) > 1 else 0

@@ -33,6 +33,11 @@ class SortedSequences:
     lengths: IntArray
     lcp: IntArray
 
+    @property
+    def num_unique_tokens(self) -> int:
+        """Tokens if each common beginning is counted once."""
+        return int((self.lengths - self.lcp).sum())
+
 
 def sort_sequences(input_ids: IntArray, cu_seqlens: IntArray, position_ids: IntArray | None = None) -> SortedSequences:
     """Sequences sorted by their (token, position) pairs, with the LCP of neighbours.

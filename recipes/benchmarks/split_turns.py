@@ -85,9 +85,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# The conversations
-
-
 def conversations(count: int, questions: int) -> Iterator[Row]:
     """Rows with the same system prompt and tools, and everything else of their own."""
     common, own = random.Random(0), random.Random(questions)
@@ -128,9 +125,6 @@ def learnt_tokenizer(rows: list[Row]) -> Any:
     tokenizer = tiny.train_tokenizer(sorted(texts), 1024)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text("utf-8")
     return tokenizer
-
-
-# The measurement
 
 
 def measured(

@@ -31,6 +31,7 @@ from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.collators.steps import StepCollator
+from radixtrain.data.datamodule import SFTData, _checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "qwen3_tiny_100_steps.txt"
@@ -345,8 +346,11 @@ class TestGolden:
 
 
 def token_checksum(folder: Path) -> int:
-    """Of the rows that a run trained on, from its checkpoint."""
-    return int(torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["SFTData"]["rows"])
+    """Of the token ids of the rows that a run trained on, by the settings in its checkpoint."""
+    settings = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["datamodule_hyper_parameters"]
+    data = SFTData(**{name: value for name, value in settings.items() if not name.startswith("_")})
+    data.setup("fit")
+    return _checksum(data.conversations["train"])
 
 
 def write_golden(folder: Path) -> None:

@@ -222,7 +222,7 @@ class TestUsage:
 
     @pytest.mark.parametrize(
         ("typed", "meant"),
-        [("fti", ", did you mean 'fit'?"), ("--verify", ", did you mean 'verify'?"), ("--config", ";")],
+        [("fti", ", did you mean fit?"), ("--verify", ", did you mean verify?"), ("--config", ";")],
     )
     def test_unknown_command(self, capsys, typed, meant):
         assert main([typed]) == 2

@@ -83,16 +83,12 @@ def _rows(document: _Document) -> Iterator[tuple[dict[str, Any], str] | DataErro
 def _rows_of_object(document: _Document) -> Iterator[tuple[dict[str, Any], str] | DataError]:
     document.take("{")
     arrays: list[str] = []
-    is_first = True
+    number = 0
     while document.peek() != "}":
-        if not is_first:
+        if number:
             document.take(",")
-        is_first = False
-        document.peek()
-        name = document.value()
-        document.take(":")
-        if name in OF_ONE_ROW:
-            raise UserError(f"{document.path}: holds one row and not an array of rows; put it between [ and ]")
+        number += 1
+        name = _key(document)
         if document.peek() != "[":
             document.value()
             continue
@@ -107,6 +103,15 @@ def _rows_of_object(document: _Document) -> Iterator[tuple[dict[str, Any], str] 
             f"{document.path}: expected an array of rows, found an object without one; one object per line is named "
             f".jsonl"
         )
+
+
+def _key(document: _Document) -> Any:
+    """The key that begins here, and the colon after it. UserError if the object is a row itself."""
+    name = document.value()
+    document.take(":")
+    if name in OF_ONE_ROW:
+        raise UserError(f"{document.path}: holds one row and not an array of rows; put it between [ and ]")
+    return name
 
 
 class _Document:
@@ -133,6 +138,7 @@ class _Document:
             self._read_on()
 
     def take(self, character: str) -> None:
+        """Goes past a character, which has to come next."""
         if self.peek() != character:
             raise self.error(f"Expecting {character!r} delimiter")
         self.at += 1
@@ -199,6 +205,7 @@ class _Document:
         self.text, self.at = self.text[self.at :], 0
 
     def error(self, message: str, position: int | None = None) -> DataError:
+        """With the line and the column of the position, or of the place."""
         self.at = self.at if position is None else position
         self._forget()
         return DataError(self.path, f"not valid JSON: {message} at line {self.line}, column {self.column}{HINT}")

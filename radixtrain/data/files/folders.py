@@ -11,16 +11,7 @@ from radixtrain.errors import UserError
 
 __all__ = ["data_files_of", "is_saved", "saved_files"]
 
-BESIDE_DATA = {
-    ".md",
-    ".txt",
-    ".yaml",
-    ".yml",
-    ".py",
-    ".toml",
-    ".gitattributes",
-    "",
-}  # README, LICENSE ...
+BESIDE_DATA = {".md", ".txt", ".yaml", ".yml", ".py", ".toml", ".gitattributes"}
 SPLITS = {
     "train": "train",
     "training": "train",
@@ -56,7 +47,7 @@ def data_files_of(folder: str, split: str | None) -> list[str]:
     """
     files = _visible_files(folder)
     data = [file for file in files if kind_of_file(file)]
-    other = [file for file in files if not kind_of_file(file) and Path(file).suffix.lower() not in BESIDE_DATA]
+    other = [file for file in files if not kind_of_file(file) and not _is_beside_data(Path(file))]
     if not data:
         raise UserError(f"{folder}: holds no data file; expected {KINDS}, or a folder written by save_to_disk")
     if other:
@@ -70,11 +61,24 @@ def data_files_of(folder: str, split: str | None) -> list[str]:
 
 
 def _visible_files(folder: str) -> list[str]:
-    found = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+    """All files, those that links lead to as well; a folder that is met again, as in a circle of links, only once."""
+    found: list[str] = []
+    seen = {os.path.realpath(folder)}
+    for root, folders, names in os.walk(folder, followlinks=True):
+        visible = sorted(name for name in folders if not name.startswith((".", "_")))
+        real = {name: os.path.realpath(os.path.join(root, name)) for name in visible}
+        folders[:] = [name for name in visible if real[name] not in seen]
+        seen.update(real.values())
         found += [os.path.join(root, name) for name in names if not name.startswith((".", "_"))]
+    for file in found:
+        if not os.path.exists(file):
+            raise UserError(f"{file}: is a link to a file that does not exist")
     return sorted(found)
+
+
+def _is_beside_data(file: Path) -> bool:
+    """README, LICENSE and other documentation; but not `part-00001`."""
+    return file.suffix.lower() in BESIDE_DATA if file.suffix else file.name.isupper()
 
 
 def _of_split(folder: str, files: list[str], split: str | None) -> list[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
-from radixtrain.errors import DataError, UserError
+from radixtrain.errors import DataError, UserError, did_you_mean
 
 __all__ = ["OURS", "check_columns", "map_columns"]
 
@@ -32,7 +31,11 @@ OURS = (
     "mask",
     "loss_weights",
 )
-RIDERS = ("system", "tools", "chat_template_kwargs")  # read beside a mapped chat without being mapped
+OF_TOKENS = (
+    *("labels", "completion_mask", "assistant_masks", "mask", "loss_mask", "assistant_mask", "prompt_mask"),
+    *("loss_weights", "weights", "advantages", "attention_mask", "position_ids", "seq_lengths"),
+)
+RIDERS = ("system", "tools", "chat_template_kwargs")  # read with a mapped chat, though the mapping does not name them
 MAY_BE_ABSENT = ("input", "history", *RIDERS)
 
 
@@ -65,8 +68,8 @@ def map_columns(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The columns of a row under our names, and the names of those that are not read.
 
-    Only what the mapping names is read, and system, tools and chat_template_kwargs. A mapping that only leaves columns
-    out, such as `{label: null}`, reads all the others.
+    Only what the mapping names is read, and system, tools and chat_template_kwargs; beside `input_ids` also labels,
+    masks and weights. A mapping that only leaves columns out, such as `{label: null}`, reads all the others.
 
     Raises DataError if the row lacks a column that the mapping names, unless it is one that a row may go without.
     """
@@ -77,7 +80,8 @@ def map_columns(
             found = ", ".join(map(str, fields)) or "none"
             raise DataError(where, f"columns: {ours}: the row has no column {theirs!r}; it has {found}")
     kept = (name for name in fields if name not in left_out and name not in taken)
-    riding = [name for name in kept if not taken or (name in RIDERS and name not in columns)]
+    riders = {*RIDERS, *(OF_TOKENS if "input_ids" in columns else ())}  # labels and masks belong to their tokens
+    riding = [name for name in kept if not taken or (name in riders and name not in columns)]
     mapped = {ours: fields[theirs] for theirs, ours in taken.items() if theirs in fields}
     read = {*taken, *riding}
     return mapped | {name: fields[name] for name in riding}, tuple(name for name in fields if name not in read)
@@ -86,6 +90,5 @@ def map_columns(
 def _unknown(ours: Any, theirs: Any) -> str:
     if theirs in OURS:
         return f"write {theirs}: {ours} (our name first, then the file's)"
-    near = get_close_matches(str(ours), OURS, n=1)
-    guess = f"did you mean {near[0]}?" if near else f"ours are {', '.join(OURS)}"
-    return f"{ours!r} is none of our columns; {guess}"
+    meant = did_you_mean(str(ours), OURS, f"; ours are {', '.join(OURS)}")
+    return f"{ours!r} is none of our columns{meant}"

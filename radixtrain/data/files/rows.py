@@ -84,7 +84,7 @@ def explain(error: ValueError | RecursionError) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     position = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
-    return f"not valid JSON: {error.msg} at {position}"
+    return f"not valid JSON: {error.msg.removesuffix(' at')} at {position}"
 
 
 def check_text(text: str, value: Any, where: str) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any
 
 from radixtrain.data.files.folders import data_files_of, is_saved, saved_files
@@ -15,7 +14,7 @@ from radixtrain.data.files.mapping import check_columns
 from radixtrain.data.files.readers import KINDS, READERS, Found, kind_of_file
 from radixtrain.data.files.stored import hub_dataset, saved_dataset
 from radixtrain.data.files.tables import read_dataset
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, did_you_mean
 
 __all__ = ["Source", "as_sources", "files_of", "found_in"]
 
@@ -45,6 +44,7 @@ class Source:
 
     @property
     def label(self) -> str:
+        """Its name, or what it was called by."""
         return self.name or "/".join(part for part in (self.path, self.subset, self.split) if part)
 
 
@@ -104,9 +104,8 @@ def _source(item: Any, columns: dict[str, str | None] | None, key: str) -> Sourc
     known = [field.name for field in fields(Source)]
     for name in item:
         if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            guess = f"did you mean {near[0]}?" if near else f"expected {', '.join(known)}"
-            raise UserError(f"{key}: a source has no key {name!r}; {guess}")
+            meant = did_you_mean(str(name), known, f"; expected {', '.join(known)}")
+            raise UserError(f"{key}: a source has no key {name!r}{meant}")
     _check_fields(item, key)
     own = check_columns(item.get("columns"), f"{key}: columns")
     return Source(**{**item, "columns": own or columns})

@@ -121,10 +121,10 @@ class _Finder:
 
     def _start_of_first(self) -> int:
         """If the assistant begins, no mark stands before it: its header is the generation prompt of what follows it."""
-        alone = self.chat.render(self.chat.messages[:1])
+        first = self.chat.render(self.chat.messages[:1])
         prompt = self.chat.render(self.chat.messages[:1], add_generation_prompt=True)
         before = self._plain.text[: self._plain.places.get(0, [0])[0]]
-        header = prompt.removeprefix(alone)
+        header = prompt.removeprefix(first)
         end = before.rfind(header) + len(header)
         if not header or header == prompt or before.count(header) != 1 or not self.whole.startswith(before[:end]):
             reason = "turn {} is the assistant's, with no prompt before it"

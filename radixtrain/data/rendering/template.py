@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
+
+from radixtrain.errors import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,9 +47,8 @@ def unread_variable(kwargs: dict[str, Any], variables: frozenset[str] | None) ->
     unread = [name for name in kwargs if variables is not None and name not in variables | GIVEN]
     if not unread:
         return ""
-    near = get_close_matches(unread[0], sorted((variables or frozenset()) - GIVEN), n=1)
-    guess = f"did you mean {near[0]}?" if near else "remove it"
-    return f"chat_template_kwargs: the chat template reads no variable {unread[0]!r}; {guess}"
+    meant = did_you_mean(unread[0], sorted((variables or frozenset()) - GIVEN), "; remove it")
+    return f"chat_template_kwargs: the chat template reads no variable {unread[0]!r}{meant}"
 
 
 def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:

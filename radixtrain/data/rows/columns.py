@@ -21,6 +21,19 @@ SYSTEM = ("system", "system_prompt")
 OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 LABELS = ("label", "labels", "category", "class", "target", "intent", "sentiment", "answer", "output", "response")
+BESIDE_TEXT = (*LABELS, "prompt", "completion", "summary", "solution", "reply")
+MISNAMED = {
+    **dict.fromkeys(
+        ("loss_mask", "assistant_mask", "assistant_tokens_mask", "response_mask", "train_mask"),
+        "is not read; name it mask (1 for a token that bears loss)",
+    ),
+    "prompt_mask": "is not read; write mask, with 1 for a token that bears loss",
+    **dict.fromkeys(
+        ("position_ids", "seq_lengths", "seq_idx", "cu_seqlens"),
+        "is not read: a row is one sequence, whose positions count from 0; write a row for each sequence",
+    ),
+}
+"""Columns beside `input_ids` that would change what is trained."""
 OF_TOKENS = (
     *("input_ids", "labels", "completion_mask", "assistant_masks", "mask"),
     *("loss_weights", "weights", "advantages", "old_logprobs", "attention_mask"),
@@ -39,8 +52,8 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     row: columns that are null count as absent.
     answered: False for rows that need no answer; then `prompt` may be without a `completion`.
 
-    Raises DataError if no format has these columns, if two formats have, if a column beside them would be lost that was
-    meant to be learned or read, and if the messages are wrong.
+    Raises DataError if no format has these columns, if two formats have, if a column that was meant to be learned or
+    read would be lost, and if the messages are wrong.
     """
     fields = {name: value for name, value in row.fields.items() if value is not None}
     read = _read(fields, answered, row.where)
@@ -48,11 +61,14 @@ def standard_row(row: Row, answered: bool = True) -> Row:
         raise DataError(row.where, _unknown(row.fields))
     standard, used = read
     unused = [name for name, value in fields.items() if name not in used and value not in ("", [], {})]
+    if answered:
+        _check_answer(standard, unused, row.where)
     return Row(standard, row.where, (*row.unused, *unused))
 
 
 def _read(fields: Fields, answered: bool, where: str) -> Read | None:
     if "input_ids" in fields:
+        _check_beside_tokens(fields, where)
         return {name: fields[name] for name in OF_TOKENS if name in fields}, {*OF_TOKENS}
     check_unweighted(fields, where)
     _check_media(fields, where)
@@ -72,6 +88,12 @@ def _read(fields: Fields, answered: bool, where: str) -> Read | None:
     return None
 
 
+def _check_beside_tokens(fields: Fields, where: str) -> None:
+    """Refuse a column that says which tokens bear loss or how they are packed, by a name that is not read."""
+    for name in (name for name in fields if name in MISNAMED):
+        raise DataError(where, f"{name}: {MISNAMED[name]}")
+
+
 def _is_chat(name: str, value: Any) -> bool:
     """Whether a column holds a conversation: by its name, or by another common name and what it holds."""
     if name in ("messages", "conversations"):
@@ -88,6 +110,18 @@ def _chat(fields: Fields, name: str, where: str) -> Read:
             choices = f"{{messages: {name}}} or {{prompt: prompt, completion: completion}}"
             raise DataError(where, f"{beside} beside {name}, and it is no part of it: write data.columns: {choices}")
     return _with_columns(messages, {name}, fields, where)
+
+
+def _check_answer(standard: Fields, unused: list[str], where: str) -> None:
+    """Refuse a chat that ends with a question if the answer may be in a column beside it."""
+    messages = standard.get("messages") or [{"role": "assistant"}]
+    beside = [name for name in unused if name in BESIDE_TEXT]
+    if messages[-1]["role"] in ("user", "tool") and beside:
+        raise DataError(
+            where,
+            f"the conversation ends with a question, and {beside[0]} beside it would not be learned; add it as an "
+            f"assistant turn, or leave it out: write data.columns: {{{beside[0]}: null}}",
+        )
 
 
 def _pair(fields: Fields, pair: Pair, where: str) -> Read:
@@ -153,7 +187,7 @@ def _prompt(fields: Fields, where: str) -> Read:
 
 
 def _text(fields: Fields, where: str) -> Read:
-    for name in LABELS:
+    for name in BESIDE_TEXT:
         if name in fields:
             raise DataError(
                 where,
@@ -173,7 +207,7 @@ def _refuse_system(fields: Fields, where: str) -> None:
 
 def _refuse_verdict(fields: Fields, where: str) -> None:
     """Of rows for preference training such as KTO's, in which some completions are examples of what not to write."""
-    if isinstance(fields.get("label"), bool):
+    if str(fields.get("label")).lower() in ("true", "false", "0", "1", "0.0", "1.0"):
         reason = "says whether the completion is a good one, and all of them would be imitated"
         raise DataError(where, f"label: {reason}; keep the good rows and write data.columns: {{label: null}}")
 

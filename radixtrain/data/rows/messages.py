@@ -21,6 +21,7 @@ SPEAKERS = {
 }
 CALLS = ("function_call", "tool_call")  # speakers whose text is the JSON of a call
 TEXT_PARTS = ("text", "input_text", "output_text")
+WEIGHTS_ELSEWHERE = ("train", "training", "trainable", "loss", "mask")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -114,7 +115,12 @@ def _called(content: Any, name: str, where: str) -> list[Any]:
 
 
 def _check_weight(message: Message, name: str, where: str) -> None:
-    """Leaves the key only on a turn without loss."""
+    """Leaves the key only on a turn without loss. Refuses what other trainers call it, if it says no."""
+    for key in WEIGHTS_ELSEWHERE:
+        if message.get(key) in (False, 0, "false", "no"):
+            raise DataError(
+                where, f"{name}: {key}: {message[key]!r} is not read; write weight: 0 for a turn without loss"
+            )
     weight = message.pop("weight", 1 if message["role"] == "assistant" else 0)
     if weight not in (0, 1):
         raise DataError(where, f"{name}: weight: expected 0 (no loss on the turn) or 1, found {repr(weight)[:40]}")

@@ -59,15 +59,7 @@ def find_pair(fields: Fields, answered: bool, where: str) -> Pair | None:
     [pair] = pairs
     if pair.question == "instruction" and "input" in fields:
         pair = pair._replace(context="input")
-    others = [name for name in CONTEXTS if name not in pair.columns and _holds_text(fields.get(name))]
-    if others:
-        name, answer = others[0], pair.answer or "answer"
-        choice = f"{{instruction: {pair.question}, input: {name}, output: {answer}}}"
-        raise DataError(
-            where,
-            f"{name} beside {pair.question} and {answer}: to put it after the question, write data.columns: {choice}; "
-            f"to leave it out, {_choice(pair)}",
-        )
+    _check_context(fields, pair, where)
     return pair
 
 
@@ -83,6 +75,19 @@ def pair_messages(fields: Fields, pair: Pair, where: str) -> list[Fields]:
     if not answer.strip():
         raise DataError(where, f"{pair.answer}: the answer is empty: nothing is learned from it but to stop")
     return [*messages, {"role": "assistant", "content": answer}]
+
+
+def _check_context(fields: Fields, pair: Pair, where: str) -> None:
+    """Raises DataError if a column that is not read may hold what the question is about."""
+    others = [name for name in CONTEXTS if name not in pair.columns and _holds_text(fields.get(name))]
+    if others:
+        name, answer = others[0], pair.answer or "answer"
+        choice = f"{{instruction: {pair.question}, input: {name}, output: {answer}}}"
+        raise DataError(
+            where,
+            f"{name} beside {pair.question} and {answer}: to put it after the question, write data.columns: {choice}; "
+            f"to leave it out, {_choice(pair)}",
+        )
 
 
 def _history(fields: Fields, where: str) -> list[Fields]:

@@ -131,6 +131,9 @@ def _check_node(node: Fields, number: int, where: str) -> None:
     parent = node.get("parent")
     if parent is not None and (type(parent) is not int or not 0 <= parent < number):
         raise DataError(where, f"nodes: node {number}: parent: expected an earlier node or null, found {parent!r}")
+    num_tokens, num_masked = (len(node.get(name) or ()) for name in ("token_ids", "mask"))
+    if num_tokens != num_masked:
+        raise DataError(where, f"nodes: node {number}: has {num_tokens} token_ids and {num_masked} values of mask")
     message = node.get("message")
     content = message.get("content") if isinstance(message, dict) else None
     parts = content if isinstance(content, list) else []

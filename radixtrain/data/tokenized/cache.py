@@ -13,8 +13,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from radixtrain.data.sample import TooLongError
 from radixtrain.data.tokenized.encode import encode_blocks, num_processes
 from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fingerprint
 from radixtrain.data.tokenized.progress import progress
-from radixtrain.data.tokenized.store import TokenStore, TokenWriter
+from radixtrain.data.tokenized.store import FILES, TokenStore, TokenWriter
 from radixtrain.errors import DataError, UserError
 from radixtrain.hf.rates_file import cache_folder
 
@@ -55,7 +55,8 @@ class TokenizingOptions:
 
     @property
     def folder(self) -> Path:
-        return Path(self.cache_dir) if self.cache_dir else cache_folder() / "tokens"
+        """Where entries are kept, whether it exists or not."""
+        return Path(self.cache_dir).expanduser().absolute() if self.cache_dir else cache_folder() / "tokens"
 
 
 @dataclass(frozen=True)
@@ -73,45 +74,71 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
     Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, if samples are longer than
     `max_length` and that is an error, or if the cache cannot be written.
     """
-    files = [contents_of(path) for path in files_of(source)]
+    files = {path: contents_of(path) for path in files_of(source)}
     if not files:  # of a data set whose files are not known, such as one that is made by a script
         return _without_cache(source, encoder, options)
     about = {name: getattr(source, name) for name in ("path", "subset", "split", "columns")}
     about["skip_bad_rows"] = options.skip_bad_rows
     entry = options.folder / fingerprint(encoder, about, files)
-    if options.overwrite_cache or not (entry / "about.json").is_file():
-        _delete_unused(options.folder)
-        _check_space(options.folder, files)
-        with _written_to(options.folder):
-            staging = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=options.folder))
-        try:
-            _encode(source, encoder, options, staging, files)
-            _place(staging, entry)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        return _opened(source, entry, "")
-    os.utime(entry / "about.json")  # when it was last used
-    return _opened(source, entry, " (tokenised by an earlier run)")
+    if not options.overwrite_cache and _is_whole(entry):
+        with suppress(OSError):  # a folder that others fill may be read-only
+            os.utime(entry / "about.json")  # when it was last used
+        return _opened(source, entry, " (tokenised by an earlier run)")
+    _delete_unused(options.folder)
+    _check_space(options.folder, files.values())
+    with _written_to(options.folder):
+        staging = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=options.folder))
+    try:
+        _encode(source, encoder, options, staging, files)
+        _check_unchanged(files)
+        _place(staging, entry)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return _opened(source, entry, "")
+
+
+def _is_whole(entry: Path) -> bool:
+    """Whether there is an entry, and its files are as they were written."""
+    if not entry.is_dir():
+        return False
+    try:
+        written = json.loads((entry / "about.json").read_text(encoding="utf-8"))["files"]
+        if written == _digests(entry):
+            return True
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    logger.warning("the tokens in %s are damaged; they are made again", entry)
+    return False
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of the files that a `TokenWriter` writes."""
+    return {name: contents_of(str(folder / name)).digest for name in FILES}
+
+
+def _check_unchanged(files: Mapping[str, FileContents]) -> None:
+    """UserError if a file is not what it was before its rows were read."""
+    for path, contents in files.items():
+        if contents_of(path) != contents:
+            raise UserError(f"{path}: changed while it was read; start again when it is written")
 
 
 def _without_cache(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
     """For this process only."""
     folder = tempfile.TemporaryDirectory(prefix="radixtrain-tokens-")
-    _encode(source, encoder, options, Path(folder.name), [])
-    found = _opened(source, Path(folder.name), "")
-    found.store.__dict__["kept"] = folder  # removed together with the store
-    return found
+    _encode(source, encoder, options, Path(folder.name), {})
+    return _opened(source, Path(folder.name), "", folder)
 
 
 def _encode(
-    source: Source, encoder: ChatEncoder, options: TokenizingOptions, folder: Path, files: Sequence[FileContents]
+    source: Source, encoder: ChatEncoder, options: TokenizingOptions, folder: Path, files: Mapping[str, FileContents]
 ) -> None:
     """Write an entry into a folder."""
     report, long = EncodeReport(), None
     start = time.perf_counter()
-    num_proc = num_processes(options.dataset_num_proc, sum(file.num_bytes for file in files))
+    num_proc = num_processes(options.dataset_num_proc, sum(file.num_bytes for file in files.values()))
     writer = TokenWriter(folder)
-    with progress(source.label, sum(file.num_lines for file in files) or None) as update:
+    with progress(source.label, _num_rows(files)) as update:
         for block in encode_blocks(encoder, open_rows(source), num_proc, options.skip_bad_rows):
             with _written_to(options.folder):
                 writer.add(block.batch)
@@ -125,12 +152,21 @@ def _encode(
     if not report.num_samples:
         shown = f"; the first: {report.bad_rows[0]}" if report.bad_rows else ""
         raise UserError(f"{source.label}: none of its {report.num_rows} rows can be used; {report}{shown}")
-    about = {"digest": digest, "report": report.as_dict(), "seconds": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+    about = {"digest": digest, "report": report.as_dict(), "seconds": seconds, "files": _digests(folder)}
     (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _opened(source: Source, folder: Path, hint: str) -> Tokenized:
-    store = TokenStore(folder)
+def _num_rows(files: Mapping[str, FileContents]) -> int | None:
+    """About how many, if a line is a row."""
+    is_known = files and all(path.endswith((".jsonl", ".ndjson")) for path in files)
+    return sum(contents.num_lines for contents in files.values()) if is_known else None
+
+
+def _opened(
+    source: Source, folder: Path, hint: str, owned: tempfile.TemporaryDirectory[str] | None = None
+) -> Tokenized:
+    store = TokenStore(folder, owned)
     report = EncodeReport.of_dict(store.about["report"])
     logger.info("%s: %s, %s tokens%s", source.label, report, f"{report.num_tokens:,}", hint)
     for line in report.lines():
@@ -162,15 +198,17 @@ def _place(staging: Path, entry: Path) -> None:
 
 
 def _delete_unused(folder: Path) -> None:
-    """Entries, and what killed runs left of them, that were not used for a long time."""
+    """Entries that were not used for long, and what runs that were killed left a day ago or earlier."""
     for entry in folder.iterdir() if folder.is_dir() else ():
         about = entry / "about.json"
-        used = (about if about.is_file() else entry).stat().st_mtime
-        if time.time() - used > DAYS_KEPT * 86400 and (entry.name.startswith(".") or about.is_file()):
-            shutil.rmtree(entry, ignore_errors=True)
+        is_left = entry.name.startswith(".")
+        if is_left or about.is_file():
+            days = (time.time() - (entry if is_left else about).stat().st_mtime) / 86400
+            if days > (1 if is_left else DAYS_KEPT):
+                shutil.rmtree(entry, ignore_errors=True)
 
 
-def _check_space(folder: Path, files: Sequence[FileContents]) -> None:
+def _check_space(folder: Path, files: Collection[FileContents]) -> None:
     """Token ids take about as much space as their text, rarely more than twice as much."""
     with _written_to(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import fields
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,7 @@ class FileContents(NamedTuple):
 
 
 def contents_of(path: str) -> FileContents:
+    """Reads the whole file once."""
     digest = hashlib.blake2b(digest_size=16)
     num_bytes = num_lines = 0
     with open(path, "rb") as file:
@@ -41,10 +43,13 @@ def contents_of(path: str) -> FileContents:
     return FileContents(digest.hexdigest(), num_bytes, num_lines)
 
 
-def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Iterable[FileContents]) -> str:
+def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str, FileContents]) -> str:
     """A name for the samples that `encoder` makes of these files.
 
-    source: what else they depend on, as JSON can hold it: paths (they are part of `where`), columns, split, policies.
+    source: what else they depend on: its path, columns, split, policies.
+    files: by their paths, which are part of `where`.
+
+    The order of keys counts: templates print the values of `chat_template_kwargs` in theirs.
     """
     options = {field.name: getattr(encoder, field.name) for field in fields(encoder) if field.name != "tokenizer"}
     key = {
@@ -53,9 +58,11 @@ def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Iterable[Fi
         "tokenizer": _digest_of_tokenizer(encoder.tokenizer),
         "versions": _versions(),
         "source": source,
-        "files": [file.digest for file in files],
+        "files": {path: file.digest for path, file in files.items()},
     }
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    if "strftime_now" in json.dumps(encoder.tokenizer.chat_template):  # Llama 3 writes the date of the day
+        key["date"] = date.today().isoformat()
+    return hashlib.sha256(json.dumps(key, default=repr).encode()).hexdigest()[:32]
 
 
 def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

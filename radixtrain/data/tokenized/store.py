@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ import pyarrow as pa
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 
-__all__ = ["TokenStore", "TokenWriter", "packed"]
+__all__ = ["FILES", "TokenStore", "TokenWriter", "packed"]
 
 BATCHES_IN_VIEW = 64
 IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float64())
@@ -40,6 +41,8 @@ SCHEMA = pa.schema(
     }
 )
 
+FILES = ("samples.arrow", "lengths.npy", "starts.npy", "batches.npy")
+"""What a `TokenWriter` writes."""
 LISTS = ("input_ids", "loss_spans", "labels", "loss_weights")
 
 
@@ -63,7 +66,7 @@ def packed(conversations: Iterable[Sequence[Sample]]) -> pa.RecordBatch:
 class TokenWriter:
     """Writes `samples.arrow`, `lengths.npy` and `starts.npy` into a folder.
 
-    `close` returns what tells these samples from others: a digest of tokens, labels, weights and conversations.
+    `close` returns a digest of tokens, labels, weights and conversations, which other samples do not have.
     """
 
     def __init__(self, folder: Path):
@@ -89,6 +92,7 @@ class TokenWriter:
         self.digest.update(self.is_first[-1].tobytes())
 
     def close(self) -> str:
+        """Finish the files. Returns the digest."""
         self.file.close()
         is_first = np.concatenate([*self.is_first, np.ones(1, dtype=bool)])
         lengths = np.concatenate([*self.lengths, np.zeros(0, dtype=np.int64)])
@@ -98,7 +102,11 @@ class TokenWriter:
 
 
 class _Lists(NamedTuple):
-    """A column of lists without a copy: (values,), (n + 1,) offsets of the lists in them, (n,) whether one is null."""
+    """A column of n lists without a copy.
+
+    values: of all lists, back to back. offsets: (n + 1,). the first value of each list, and the end.
+    is_null: (n,), bool.
+    """
 
     values: np.ndarray
     offsets: np.ndarray
@@ -118,14 +126,17 @@ class TokenStore(Sequence[list[Sample]]):
     lengths: (num_samples,), int64. tokens of each sample.
     starts: (num_conversations + 1,), int64. the first sample of each conversation, and the end.
 
+    owned: a temporary folder, which is removed together with the store.
+
     It travels to other processes as the name of its folder.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, owned: TemporaryDirectory[str] | None = None):
         self.folder = folder
+        self.owned = owned
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}
+        return {"folder": self.folder, "owned": None}
 
     def __len__(self) -> int:
         return len(self.starts) - 1

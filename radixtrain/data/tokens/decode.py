@@ -54,8 +54,7 @@ def text_of_run(tokenizer: PreTrainedTokenizerBase, ids: IntArray, start: int, e
     A character that a border cuts belongs to the run that completes it, so the runs of a sequence join to its text.
     """
     first = max(0, start - CONTEXT)
-    head = _decode(tokenizer, ids[first:start].tolist()).rstrip(BROKEN)
-    return _decode(tokenizer, ids[first:end].tolist())[len(head) :].rstrip(BROKEN)
+    return decode_runs(tokenizer, ids[first:end], [0, start - first, end - first])[-1].rstrip(BROKEN)
 
 
 def shortened(text: str, max_characters: int) -> str:

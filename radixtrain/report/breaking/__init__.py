@@ -1,1 +1,1 @@
-"""What breaks sharing: prompts that are nearly the same and part early, and why."""
+"""What breaks sharing: near-identical prompts that part early, and why they do."""

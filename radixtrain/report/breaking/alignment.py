@@ -13,7 +13,7 @@ import numpy.typing as npt
 from radixtrain.report.breaking.repeats import MIN_RUN, SHINGLE, Hashes
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["Alignment", "Block", "Model", "align"]
+__all__ = ["Alignment", "Block", "Model", "align", "num_equal"]
 
 MAX_BLOCKS = 200  # that are put in order: the longest
 MAX_SMALL_GAP = 60  # symbols of a difference that is compared word by word
@@ -110,18 +110,18 @@ def _anchors(hashes: Hashes, model: Model) -> list[Block]:
 
 def _grown(anchors: list[Block], symbols: IntArray, model: IntArray) -> list[Block]:
     """Blocks as long as they get; one that an earlier one contains is left out. The common beginning is one of them."""
-    blocks = [Block(0, 0, _num_equal(symbols, model))]
+    blocks = [Block(0, 0, num_equal(symbols, model))]
     for block in anchors:
         last = blocks[-1]
         if block.end <= last.end and block.start - block.model == last.start - last.model:
             continue
-        back = _num_equal(symbols[: block.start][::-1], model[: block.model][::-1])
-        ahead = _num_equal(symbols[block.end :], model[block.model_end :])
+        back = num_equal(symbols[: block.start][::-1], model[: block.model][::-1])
+        ahead = num_equal(symbols[block.end :], model[block.model_end :])
         blocks.append(Block(block.start - back, block.model - back, block.length + back + ahead))
     return [block for block in blocks if block.length]
 
 
-def _num_equal(one: IntArray, other: IntArray) -> int:
+def num_equal(one: IntArray, other: IntArray) -> int:
     """Symbols with which both begin."""
     size = min(len(one), len(other))
     differs = one[:size] != other[:size]

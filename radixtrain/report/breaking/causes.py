@@ -26,7 +26,7 @@ MIN_ROWS = 10  # of each version, on average
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason for which prompts part early.
+    """A reason why prompts part early.
 
     name: as the report says it. advice: what to do, a sentence.
     moves: whether it is moved to the end of the common text; otherwise all rows get the same.
@@ -85,6 +85,7 @@ CAUSES = {
         ),
     )
 }
+DRAWN = CAUSES["the choice of the examples"]
 WHITE_SPACE = Cause("white space", "Write the same blanks and line ends in every row.", moves=False)
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|sept|oct|nov|dec)(?:uary|ruary|ch|il|e|y|ust|tember|ober|ember)?\b\.?"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.report.breaking.alignment import Alignment, Block, Model, align
+from radixtrain.report.breaking.alignment import Alignment, Block, Model, align, num_equal
 from radixtrain.report.breaking.prompts import Prompt
 from radixtrain.report.breaking.repeats import MIN_RUN, SHINGLE, Hashes, repeated_symbols, shingles
 from radixtrain.tree.arrays import IntArray
@@ -174,7 +174,7 @@ def _member(trunk: Trunk, alignment: Alignment, end: int) -> Member:
 def _mixed_family(trunks: list[Trunk]) -> Family:
     """What all have in common at their start, and then one difference up to the end of their trunks."""
     first = trunks[0]
-    common = [_num_shared(trunk.symbols, first.symbols) for trunk in trunks]
+    common = [num_equal(trunk.symbols, first.symbols) for trunk in trunks]
     start = int(np.quantile(common, 0.05, method="lower"))
     members = [
         Member(trunk, Alignment((Block(0, 0, start),) if start else (), trunk.size), first.size)
@@ -182,9 +182,3 @@ def _mixed_family(trunks: list[Trunk]) -> Family:
         if shared >= start
     ]
     return Family(first, tuple(members), first.size)
-
-
-def _num_shared(one: IntArray, other: IntArray) -> int:
-    size = min(len(one), len(other))
-    differs = one[:size] != other[:size]
-    return int(differs.argmax()) if differs.any() else size

@@ -1,4 +1,4 @@
-"""What breaks sharing: where prompts that are nearly the same part, why, and what it costs.
+"""What breaks sharing: at which token near-identical prompts part, why, and what that costs.
 
 prompts --find_families--> versions of one text --find_layout--> differences with causes --rearranged--> tokens saved
 """
@@ -6,6 +6,7 @@ prompts --find_families--> versions of one text --find_layout--> differences wit
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,7 +16,8 @@ import numpy as np
 
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.decode import shortened, text_of_run
-from radixtrain.report.breaking.causes import WHITE_SPACE, Cause
+from radixtrain.report.breaking.alignment import num_equal
+from radixtrain.report.breaking.causes import DRAWN, WHITE_SPACE, Cause
 from radixtrain.report.breaking.families import Member, find_families
 from radixtrain.report.breaking.prompts import Prompt, draw_prompts
 from radixtrain.report.breaking.rearranged import num_unique_tokens, rearranged
@@ -45,7 +47,7 @@ def find_breaks(
     *,
     max_conversations: int = 2000,
 ) -> tuple[Break, ...]:
-    """The causes for which prompts that are nearly the same part early, the most expensive first.
+    """Why near-identical prompts part early: the causes, the most expensive first.
 
     conversations: the samples of each. A prompt is what precedes the first label of a conversation's first sample; text
         without a prompt has no breaks.
@@ -93,6 +95,7 @@ def _by_cause(layouts: list[Layout]) -> list[_Finding]:
 
 def _slots(layout: Layout) -> Iterator[_Finding]:
     causes = {piece.slot.cause for pieces in layout.pieces.values() for piece in pieces if piece.slot is not None}
+    causes -= {DRAWN} if _ends_alike(layout) else set()
     for cause in sorted(causes, key=lambda cause: cause.name):
         places, forms = [], set()
         for member, pieces in layout.pieces.items():
@@ -103,6 +106,17 @@ def _slots(layout: Layout) -> Iterator[_Finding]:
                 forms.add(tuple((key, symbols.tobytes()) for key, symbols in texts))
         if places:
             yield _Finding(cause, places, len(forms))
+
+
+def _ends_alike(layout: Layout) -> bool:
+    """Whether most prompts end with the same tokens after what was aligned: then no question follows any examples.
+
+    What looks like drawn examples is then what is asked about, as code is that repeats common lines.
+    """
+    tails = Counter(
+        member.trunk.prompt.ids[pieces[-1].end :].tobytes() for member, pieces in layout.pieces.items() if pieces
+    )
+    return bool(tails) and 2 * max(tails.values()) > tails.total()
 
 
 def _blanks(layout: Layout) -> Iterator[_Finding]:
@@ -121,9 +135,7 @@ def _blanks(layout: Layout) -> Iterator[_Finding]:
 def _first_blank(member: Member, piece: Piece, usual: IntArray) -> Piece:
     """The part of a piece with its first other blank: the first token that differs, and some that follow."""
     ids = tokens_of(member, piece)
-    size = min(len(ids), len(usual))
-    differs = ids[:size] != usual[:size]
-    start = piece.start + (int(differs.argmax()) if differs.any() else size - 1)
+    start = piece.start + min(num_equal(ids, usual), len(ids) - 1, len(usual) - 1)
     return replace(piece, start=start, end=min(start + 4, piece.end))
 
 
@@ -167,18 +179,18 @@ def _break(finding: _Finding, named: tuple[str, ...], costs: _Costs, tokenizer: 
         num_values=finding.num_values,
         at_token=int(np.median(np.repeat(*map(np.array, zip(*starts, strict=True))))),
         tokens_saved=saved,
-        advice=finding.cause.advice + _alone(name, named, saved, costs),
+        advice=finding.cause.advice + _by_itself(name, named, saved, costs),
         examples=tuple(_examples(finding, costs.prompts, tokenizer)),
     )
 
 
-def _alone(name: str, named: tuple[str, ...], saved: int, costs: _Costs) -> str:
-    """What it saves if no other cause is fixed, where that is less."""
-    alone = costs.now - costs.fixed((name,))
-    if alone >= 0.8 * saved:
+def _by_itself(name: str, named: tuple[str, ...], saved: int, costs: _Costs) -> str:
+    """A sentence on what it saves if no other cause is fixed; empty if that is about as much."""
+    only_this = costs.now - costs.fixed((name,))
+    if only_this >= 0.8 * saved:
         return ""
     others = " and ".join(other for other in named if other != name)
-    return f" Alone this saves {max(0, alone):,} tokens; the rest takes a fix of {others} too."
+    return f" By itself this saves {max(0, only_this):,} tokens; the rest takes a fix of {others} too."
 
 
 def _examples(finding: _Finding, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:

@@ -89,9 +89,9 @@ class _Vocabulary:
         )
         self.symbols = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
         self.is_blank = np.array([not text.strip() for text in texts], dtype=bool)
-        alone = np.array([token in special for token in self.ids.tolist()], dtype=bool)
-        self.blank_before = np.array([text[:1].isspace() for text in texts], dtype=bool) | alone
-        self.blank_after = np.array([text[-1:].isspace() for text in texts], dtype=bool) | alone
+        is_special = np.array([token in special for token in self.ids.tolist()], dtype=bool)
+        self.blank_before = np.array([text[:1].isspace() for text in texts], dtype=bool) | is_special
+        self.blank_after = np.array([text[-1:].isspace() for text in texts], dtype=bool) | is_special
 
     def prompt(self, ids: IntArray, where: str, num_samples: int) -> Prompt:
         entries = self.ids.searchsorted(ids)

@@ -49,11 +49,10 @@ def _head(ids: IntArray, pieces: list[Piece], layout: Layout, names: set[str]) -
 
 
 def num_unique_tokens(sequences: list[IntArray], batch_size: int) -> int:
-    """Of all steps of so many sequences, in the order given: the tokens that each step computes if it is one batch."""
+    """Tokens that the steps of `batch_size` sequences compute, in the order given, if each is one micro-batch."""
     return sum(_num_unique(sequences[start : start + batch_size]) for start in range(0, len(sequences), batch_size))
 
 
 def _num_unique(sequences: list[IntArray]) -> int:
     bounds = cumulative(np.array([len(ids) for ids in sequences], dtype=np.int64))
-    by_order = sort_sequences(np.concatenate(sequences), bounds)
-    return int((by_order.lengths - by_order.lcp).sum())
+    return sort_sequences(np.concatenate(sequences), bounds).num_unique_tokens

@@ -12,7 +12,7 @@ from radixtrain.report.breaking.prompts import Prompt
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import sort_sequences
 
-__all__ = ["SHINGLE", "covered_by", "repeated_symbols", "shingles"]
+__all__ = ["SHINGLE", "repeated_symbols", "shingles"]
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -42,12 +42,12 @@ def repeated_symbols(prompts: list[Prompt], hashes: list[Hashes]) -> list[npt.ND
     values, counts = np.unique(np.concatenate([*computed, np.zeros(0, dtype=np.uint64)]), return_counts=True)
     several = values[counts > 1]
     return [
-        _long_runs(covered_by(found, several, len(prompt.symbols)))
+        _long_runs(_covered_by(found, several, len(prompt.symbols)))
         for prompt, found in zip(prompts, hashes, strict=True)
     ]
 
 
-def covered_by(hashes: Hashes, known: Hashes, num_symbols: int) -> npt.NDArray[np.bool_]:
+def _covered_by(hashes: Hashes, known: Hashes, num_symbols: int) -> npt.NDArray[np.bool_]:
     """(M,). whether a symbol is in one of the known shingles. known: sorted, distinct."""
     steps = np.zeros(num_symbols + 1, dtype=np.int64)
     found = _is_in(hashes, known).nonzero()[0]

@@ -125,7 +125,7 @@ def _merged(gaps: set[Key]) -> list[Key]:
 
 
 def _slot(key: Key, family: Family, tokenizer: PreTrainedTokenizerBase) -> Slot | None:
-    """None if all members that come so far have the same there."""
+    """None if all members that reach the place have the same there."""
     members: dict[bytes, list[Member]] = {}
     for member in family.members:
         if _passes(member, key, family.end):

@@ -241,7 +241,7 @@ class TestPlot:
         ({"kernel": "flash_attn"}, 1, "kernel='flash_attn' cannot be used: needs CUDA"),
         ({"attn_implementation": "sdpaa"}, 1, "attn_implementation: "),
         ({"csv": "nowhere/a.csv"}, 1, "csv: no such folder: nowhere"),
-        ({"ordinary": "maybe"}, 2, 'Parser key "ordinary"'),
+        ({"ordinary": "maybe"}, 2, "ordinary must be true or false; got maybe"),
         ({"ordinary": "false", "plot": "a.png"}, 1, "plot shows speed-ups, which ordinary: false leaves unmeasured"),
         ({"plot": "a.pdf"}, 1, "plot must end in .png or .svg, got a.pdf"),
     ],

@@ -69,7 +69,7 @@ def test_a_section_in_full():
 
 
 def test_a_misspelt_topic():
-    assert help_text("fit", "bath_size") == "no key 'bath_size', did you mean 'batch_size'?\n"
+    assert help_text("fit", "bath_size") == "no key 'bath_size', did you mean batch_size?\n"
 
 
 def test_everything_on_request(printed_by):

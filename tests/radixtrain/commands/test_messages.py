@@ -69,3 +69,16 @@ def test_a_command_without_a_trainer():
     assert (
         usage_message("unrecognized arguments: --outputdir=1", "export") == "no key outputdir, did you mean output_dir?"
     )
+
+
+def test_a_missing_model_and_a_word_that_is_not_true_or_false() -> None:
+    missing = """Parser key "model.model_name_or_path": Expected a <class 'str'>. Got value: None"""
+    assert usage_message(missing, "fit").startswith("model.model_name_or_path is missing: write --model.model_name")
+    maybe = """Parser key "data.split_turns": Expected a <class 'bool'>. Got value: maybe"""
+    assert usage_message(maybe, "fit") == "data.split_turns must be true or false; got maybe"
+
+
+def test_a_key_of_the_same_section_is_not_near_for_that() -> None:
+    assert usage_message("unrecognized arguments: --data.zzz 1", "fit").endswith(
+        "(`radixtrain fit --help` lists the keys)"
+    )

@@ -262,7 +262,7 @@ def test_a_misspelt_variable_of_the_config_is_no_matter_of_a_row():
     with pytest.raises(UserError) as raised:
         encoder.encode_all([chat(*TWO_TURNS)], on_error=lambda error: None)
     assert str(raised.value) == (
-        "chat_template_kwargs: the chat template reads no variable 'enable_thinkin'; did you mean enable_thinking?"
+        "chat_template_kwargs: the chat template reads no variable 'enable_thinkin', did you mean enable_thinking?"
     )
 
 
@@ -690,3 +690,17 @@ def test_load_tokenizer_says_what_is_missing(tmp_path, tokenizer):
         UserError, match=r"^chat_template_path: cannot read .*x\.jinja: not UTF-8; expected a Jinja file$"
     ):
         load_tokenizer(str(tmp_path), tmp_path / "x.jinja")
+
+
+@pytest.mark.parametrize(
+    ("mask", "ids"), [([1, 1, 1, 0, 0], [65, 66, 67]), ([0, 0, 1, 1, 1], [67, 68, 69]), ([0, 1, 1, 1, 0], [66, 67, 68])]
+)
+def test_padding_is_left_out(tokenizer, mask, ids):
+    fields = {"input_ids": [65, 66, 67, 68, 69], "labels": [65, 66, 67, 68, 69], "attention_mask": mask}
+    assert lists(ChatEncoder(tokenizer).encode(row(**fields, loss_weights=[1.0] * 5))) == [(ids, ids)]
+
+
+def test_a_hole_in_the_attention_mask_is_refused(tokenizer):
+    reason = "a.jsonl:1: attention_mask: has a 0 between two 1s; expected zeros only at the ends, for padding"
+    assert error_of(ChatEncoder(tokenizer), row(input_ids=[65, 66, 67], attention_mask=[1, 0, 1])) == reason
+    assert "no token bears loss" in error_of(ChatEncoder(tokenizer), row(input_ids=[65], attention_mask=[0]))

@@ -165,7 +165,7 @@ FILES: list[tuple[str, bytes, list[str] | str]] = [
     ("a.jsonl", line(messages="[{"), ["@:1: messages: not valid JSON: "]),
     ("a.jsonl", line(messages=turns("q", [{"type": "image_url", "image_url": "x"}])), ["only parts {type: text, text} are read, found 'image_url'"]),
     ("a.jsonl", line(messages=turns("q", "a"), images=["x.png"]), ["@:1: images: only text is read"]),
-    ("a.jsonl", line(messages=turns("q", "a"), chat_template_kwargs={"breif": 1}), ["reads no variable 'breif'; did you mean brief?"]),
+    ("a.jsonl", line(messages=turns("q", "a"), chat_template_kwargs={"breif": 1}), ["reads no variable 'breif', did you mean brief?"]),
     ("a.jsonl", line(messages=turns("q", "a"), prompt="other"), ["@:1: prompt beside messages, and it is no part of it"]),
     ("a.jsonl", line(messages=turns("q", "a"), tools="[{"), ["@:1: tools: not valid JSON"]),
     ("a.jsonl", called(name="f", arguments='{"x": 1'), ["tool_calls: call 1 of the tool 'f': arguments: not valid JSON"]),

@@ -76,7 +76,7 @@ def test_columns_for_all_sources_and_for_one(data: Callable[..., SFTData], tmp_p
 
 def test_a_wrong_source_is_named_by_its_key(data: Callable[..., SFTData], tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "ab")
-    with pytest.raises(UserError, match=r"data\.validation_file: a source has no key 'wieght'; did you mean weight\?"):
+    with pytest.raises(UserError, match=r"data\.validation_file: a source has no key 'wieght', did you mean weight\?"):
         data(path, validation_file=[{"path": path, "wieght": 2}])
 
 
@@ -130,3 +130,9 @@ def test_every_epoch_is_a_permutation(data: Callable[..., SFTData], tmp_path: Pa
         epochs.append([where for step in loader for where in step.where])
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
     assert len(np.unique(epochs[0])) == 10
+
+
+def test_weights_that_leave_nothing(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": 0.25}
+    with pytest.raises(UserError, match=r"data\.train_file: with these weights no conversation is left in an epoch"):
+        data([source])

@@ -80,3 +80,11 @@ def test_hints_without_predictions() -> None:
     unknown = [replace(each, seconds_per_epoch=None) for each in (OWN, GROUPED)]
     (hint,) = hints(unknown[0], unknown)
     assert "r = 8 in place of 2." in hint
+
+
+def test_that_nothing_is_gained_is_said() -> None:
+    assert next(hints(replace(OWN, speedup=0.8), [])).startswith(
+        "as they are, these rows gain nothing: a step takes 1.25 of the ordinary time. --dedup=false"
+    )
+    assert not list(hints(OWN, []))
+    assert not list(hints(replace(OWN, speedup=None), []))

@@ -128,7 +128,7 @@ class TestText:
         for part in (
             *("2,014,000 tokens, of which about 504,000 are computed: r = 4", "at 2x the speed", "25 min"),
             *(
-                "The best settings are batch_size 16, max_tokens 4,096, of those tried with your batch_size",
+                "The best settings are batch_size 16, max_tokens 4,096, of those tried that leave the steps",
                 "37 samples are longer than max_length 1,024",
                 "2,310 tokens",
             ),

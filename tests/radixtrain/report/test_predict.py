@@ -12,9 +12,10 @@ import torch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.report import predict as module
+from radixtrain.report.cases import Case, cases_of
 from radixtrain.report.counts import CountedStep, Counts
 from radixtrain.report.predict import Prediction, calibrated, free_bytes, predict_seconds
-from radixtrain.report.rehearsal import Case, Rehearsal, Timed, cases_of
+from radixtrain.report.rehearsal import Rehearsal, Timed
 from radixtrain.report.sharing import Draw, SampledSteps
 
 CPU = torch.device("cpu")

@@ -1,27 +1,16 @@
-"""Cases of both arms, and which of them time and memory allow."""
+"""Which cases time and memory allow, and what is timed of them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.report import rehearsal as module
-from radixtrain.report.rehearsal import Case, Rehearsal, cases_of, rehearse
-
-
-@pytest.fixture
-def features() -> list[dict[str, Any]]:
-    """One prompt of 30 tokens, answers of 3 to 8 that differ from their first token on."""
-    rng = np.random.default_rng(0)
-    prompt, found = rng.integers(0, 50, 30), []
-    for first, length in enumerate(rng.integers(3, 9, 16)):
-        ids = np.concatenate([prompt, [first], rng.integers(0, 50, length - 1)])
-        found.append({"input_ids": ids, "labels": np.where(np.arange(len(ids)) < 30, -100, ids)})
-    return found
+from radixtrain.report.cases import Case, cases_of
+from radixtrain.report.rehearsal import Rehearsal, rehearse
 
 
 @pytest.fixture
@@ -40,21 +29,6 @@ def rehearsal(tiny_qwen3: Callable[..., Any]) -> Rehearsal:
         dtype=torch.float32,
         num_layers=2,
     )
-
-
-def test_cases_are_micro_batches_of_steps_and_of_their_parts(features: list[dict[str, Any]]) -> None:
-    cases = cases_of([features], StepCollator(max_tokens=1000), None)
-    sizes = {arm: [case.counts.rows for case in cases if case.arm == arm] for arm in ("radix", "ordinary")}
-    lengths = [len(feature["input_ids"]) for feature in features]
-    assert sizes["radix"] == [30 + sum(lengths[:n]) - 30 * n for n in (1, 2, 4, 8, 16)]
-    assert sizes["ordinary"] == [n * max(lengths[:n]) for n in (1, 2, 4, 8, 16)]
-    assert [case.counts.rows for case in cases] == sorted(case.counts.rows for case in cases)
-
-
-def test_a_small_budget_gives_the_first_and_the_last_micro_batch(features: list[dict[str, Any]]) -> None:
-    cases = cases_of([features[:8]], StepCollator(max_tokens=50), None)
-    assert max(case.counts.rows for case in cases) <= 50
-    assert {case.arm for case in cases} == {"radix", "ordinary"}
 
 
 class TestRehearse:

@@ -96,8 +96,8 @@ class TestRoom:
         assert not (tmp_path / "a").exists()
 
     def test_a_full_disk(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2e9, 1e9, 1e9))
-        with pytest.raises(UserError, match=r"at least 2\.8 GB .* of about 1\.2 GB\), and 1\.0 GB are free"):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2 << 30, 1 << 30, 1 << 30))
+        with pytest.raises(UserError, match=r"at least 2\.61 GiB .* of about 1\.12 GiB\), and 1 GiB are free"):
             check_room(tmp_path, 10**8, self.FULL, True)
         check_room(tmp_path, None, self.FULL, True)
 

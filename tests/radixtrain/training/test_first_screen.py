@@ -63,7 +63,7 @@ class TestSharing:
     def test_twenty_shuffled_prompts(self):
         """The order of the run, and what another one would bring."""
         entries = dict(sharing_entries(data_of(Rows(2000, 20), max_tokens=16384)))
-        assert entries["prompts"] == "20 different ones that several conversations share"
+        assert entries["prompts"] == "20 shared by several conversations"
         assert 1.5 < float(entries["r"].split()[1]) < 2.5
         assert "data.group_by_prefix: true would give about" in entries["advice"]
 
@@ -99,8 +99,8 @@ def test_steps(max_steps, shown, tiny_qwen3):
     entries = dict(model_entries(model, trainer, 5, 2_500_000))
     assert entries["steps"].startswith(shown)
     size = sum(p.numel() for p in model.parameters()) * 4
-    assert entries["memory"].startswith(f"{4 * size / 1e6:,.1f} MB")
-    assert entries["disk"].startswith("about 2.5 MB")
+    assert entries["memory"].startswith(f"{4 * size / 2**20:,.0f} MiB")
+    assert entries["disk"].startswith("about 2 MiB")
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(4, 1), (9, 1), (10, 10), (1000, 10), (-1, 10)])

@@ -51,9 +51,10 @@ def test_no_group_of_what_shares_too_little():
     assert len(find_prefix_groups([ids for each in beginnings for ids in begun(5, each, size=500)])) == 0
 
 
-def test_copies_are_no_group():
+def test_copies_are_a_group_only_if_asked_for():
     one, other = np.concatenate([TUTOR, own()]), np.concatenate([TUTOR, own()])
     assert len(find_prefix_groups([one, one, own(), own()])) == 0
+    assert members(find_prefix_groups([one, one, own(), own()], copies=True), 1) == [0, 1]
     groups = find_prefix_groups([one, one, other, own()])
     assert len(groups) == 1 and members(groups, 1) == [0, 1, 2]
 

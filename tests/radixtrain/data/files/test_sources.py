@@ -45,12 +45,12 @@ def test_as_sources() -> None:
         ([], None, "data.train_file: expected at least one source, found an empty list"),
         (7, None, "data.train_file: expected a path or a mapping with the key path, found 7"),
         ({"name": "x"}, None, "data.train_file: expected a source with the key path, found {'name': 'x'}"),
-        ({"path": "x", "wieght": 1}, None, "data.train_file: a source has no key 'wieght'; did you mean weight?"),
+        ({"path": "x", "wieght": 1}, None, "data.train_file: a source has no key 'wieght', did you mean weight?"),
         ({"path": "x", "weight": 0}, None, "data.train_file: weight: expected a number above 0, found 0"),
         ({"path": "x", "weight": True}, None, "data.train_file: weight: expected a number above 0, found True"),
         ({"path": "x", "split": 1}, None, "data.train_file: split: expected text, found 1"),
         (["x", "x"], None, "data.train_file: x is there more than once; give each a name, or a weight to one"),
-        ("x", {"promt": "q"}, "data.columns: 'promt' is none of our columns; did you mean prompt?"),
+        ("x", {"promt": "q"}, "data.columns: 'promt' is none of our columns, did you mean prompt?"),
         ("x", {"question": "prompt"}, "data.columns: write prompt: question (our name first, then the file's)"),
         ("x", {"prompt": "q", "completion": "q"}, "data.columns: q is named more than once"),
         ("x", {"prompt": 1}, "data.columns: expected a mapping of our columns"),
@@ -78,6 +78,19 @@ def test_folders_and_globs_are_read_in_order(tmp_path: Path, monkeypatch: pytest
 def test_what_exists_is_no_glob(tmp_path: Path) -> None:
     write(tmp_path, **{"a[1]__jsonl": "this", "a1__jsonl": "other"})
     assert texts(tmp_path / "a[1].jsonl") == ["this"]
+
+
+def test_links_in_a_folder_are_followed(tmp_path: Path) -> None:
+    folder, beside = tmp_path / "data", tmp_path / "beside"
+    write(folder, a__jsonl="a")
+    write(beside, b__jsonl="b")
+    (folder / "linked").symlink_to(beside)
+    (beside / "circle").symlink_to(folder)
+    assert [Path(file).name for file in files_of(Source(str(folder)))] == ["a.jsonl", "b.jsonl"]
+    assert texts(str(folder)) == ["a", "b"]
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone\.jsonl: is a link to a file that does not exist"):
+        files_of(Source(str(folder)))
 
 
 def test_a_split_of_a_folder(tmp_path: Path) -> None:
@@ -152,3 +165,11 @@ def test_what_is_no_hub_name(path: str) -> None:
     with pytest.raises(UserError) as raised:
         read_rows(path)
     assert str(raised.value) == f"no such file: {path}"
+
+
+def test_a_file_without_a_suffix_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "data", a__jsonl="a", README="about", LICENSE="free")
+    assert texts(str(tmp_path / "data")) == ["a"]
+    (tmp_path / "data" / "part-00001").write_text("{}")
+    with pytest.raises(UserError, match="part-00001 is no data file that can be read"):
+        files_of(Source(str(tmp_path / "data")))

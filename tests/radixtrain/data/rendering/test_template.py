@@ -35,7 +35,7 @@ def test_unread_variable() -> None:
     variables = frozenset({"messages", "enable_thinking"})
     assert unread_variable({"enable_thinking": False, "documents": []}, variables) == ""
     assert unread_variable({"enable_thinkin": False}, variables) == (
-        "chat_template_kwargs: the chat template reads no variable 'enable_thinkin'; did you mean enable_thinking?"
+        "chat_template_kwargs: the chat template reads no variable 'enable_thinkin', did you mean enable_thinking?"
     )
     assert unread_variable({"date": 1}, variables).endswith("reads no variable 'date'; remove it")
     assert unread_variable({"date": 1}, None) == ""

@@ -196,3 +196,38 @@ def test_the_raw_files() -> None:
         read_rows(Source(str(RAW / "gsm8k" / "train.jsonl"), columns={"prompt": "question", "completion": "answer"}))
     )
     assert set(standard_row(plain).fields) == {"prompt", "completion"}
+
+
+TOKENS = {"input_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({**TOKENS, "loss_mask": [0, 1, 1]}, "loss_mask: is not read; name it mask (1 for a token that bears loss)"),
+        ({**TOKENS, "prompt_mask": [1, 0, 0]}, "prompt_mask: is not read; write mask"),
+        ({**TOKENS, "position_ids": [0, 1, 0]}, "position_ids: is not read: a row is one sequence"),
+        ({"text": "q", "completion": "a"}, "completion beside text: nobody would learn it"),
+        ({"text": "q", "summary": "a"}, "summary beside text: nobody would learn it"),
+        ({"messages": [*CHAT, user("r")], "answer": "b"}, "ends with a question, and answer beside it would not be"),
+        ({"prompt": "q", "completion": "a", "label": 0}, "label: says whether the completion is a good one"),
+        ({"prompt": "q", "completion": "a", "label": "False"}, "label: says whether the completion is a good one"),
+    ],
+)
+def test_what_would_be_lost_in_silence(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError) as raised:
+        standard_row(Row(fields, "a.jsonl:1"))
+    assert reason in str(raised.value)
+
+
+def test_a_question_without_an_answer_beside_it(tmp_path: Path) -> None:
+    chat = [*CHAT, user("r")]
+    assert standard_row(Row({"messages": chat, "topic": "x"}, "a:1")).unused == ("topic",)
+    assert standard_row(Row({"messages": chat, "answer": "b"}, "a:1"), answered=False).fields == {"messages": chat}
+
+
+def test_labels_and_masks_come_with_mapped_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"tokens": [1, 2], "labels": [-100, 2], "id": 7}', encoding="utf-8")
+    (row,) = read_rows(Source(str(path), columns={"input_ids": "tokens"}))
+    assert row.fields == {"input_ids": [1, 2], "labels": [-100, 2]} and row.unused == ("id",)

@@ -97,3 +97,11 @@ def test_messages_as_json() -> None:
         check_messages("hello", "a:1", "dialog")
     with pytest.raises(DataError, match=r"^a:1: dialog: not valid JSON: .*this is how Python prints a list"):
         check_messages("[{'role': 'user'}]", "a:1", "dialog")
+
+
+@pytest.mark.parametrize("key", ["train", "trainable", "loss"])
+def test_other_names_of_weight_are_refused_if_they_say_no(key: str) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: False}]
+    with pytest.raises(DataError, match=rf"turn 2 .*{key}: False is not read; write weight: 0"):
+        check_messages(turns, "a.jsonl:1")
+    check_messages([{**turn, key: True} for turn in turns], "a.jsonl:1")

@@ -181,3 +181,10 @@ def test_weights_of_a_row_without_tokens_are_refused(fields: dict[str, Any]) -> 
     with pytest.raises(DataError, match="only rows with input_ids or token_ids have them, one for each token"):
         for row in plain_rows(Row(fields, WHERE)):
             standard_row(row)
+
+
+def test_a_mask_of_another_length_than_its_node() -> None:
+    """Their sums agree, so only the node itself tells."""
+    nodes = [{"token_ids": [1, 2], "mask": [0, 0, 1]}, {"parent": 0, "token_ids": [3, 4], "mask": [1]}]
+    with pytest.raises(DataError, match="node 0: has 2 token_ids and 3 values of mask"):
+        plain_rows(Row({"nodes": nodes}, "a.jsonl:1"))

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
 from radixtrain.data.tokenized import cache, fingerprint
 from radixtrain.data.tokenized.cache import Tokenized, TokenizingOptions, tokenized
+from radixtrain.data.tokenized.store import FILES
 from radixtrain.errors import DataError, UserError
 
 CHATML = (
@@ -200,6 +202,85 @@ def test_an_interrupted_run_leaves_no_entry(
         with pytest.raises(KeyboardInterrupt):
             tokenize(chats)
     assert entries(tmp_path / "cache") == []
+    assert len(tokenize(chats).store) == 20
+
+
+@pytest.mark.parametrize("name", [*FILES, "about.json"])
+@pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "missing"])
+def test_a_damaged_entry_is_made_again(
+    name: str, damage: str, chats: Path, tokenize: Tokenize, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = ids_of(tokenize(chats))
+    (entry,) = (tmp_path / "cache").iterdir()
+    content = bytearray((entry / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (entry / name).unlink()
+    if damage != "missing":
+        (entry / name).write_bytes(content if damage == "a flipped bit" else content[: len(content) // 2])
+    again = tokenize(chats)
+    assert ids_of(again) == first
+    assert name == "about.json" or "are damaged; they are made again" in caplog.text
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+def test_a_file_that_changes_while_it_is_read(
+    chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = cache.open_rows
+    monkeypatch.setattr(cache, "open_rows", lambda source: write(chats, [chat("other", "rows")]) and read(source))
+    with pytest.raises(UserError, match=r"chats\.jsonl: changed while it was read"):
+        tokenize(chats)
+    assert entries(tmp_path / "cache") == []
+
+
+def test_a_file_of_another_name_in_a_folder(tmp_path: Path, tokenize: Tokenize) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    first = write(folder / "a.jsonl", [chat("one", "two")])
+    assert tokenize(folder).store[0][0].where == f"{first}:1"
+    first.rename(folder / "b.jsonl")
+    assert tokenize(folder).store[0][0].where == f"{folder}/b.jsonl:1"
+
+
+def test_the_order_of_a_templates_variables_counts(chats: Path, tokenize: Tokenize) -> None:
+    template = "{%- if loud %}{{- loud | tojson }}{% endif %}" + CHATML
+    loud = [{"b": 1, "a": 2}, {"a": 2, "b": 1}]
+    first, second = (tokenize(chats, template=template, chat_template_kwargs={"loud": each}) for each in loud)
+    assert first.store.folder != second.store.folder
+
+
+def test_a_template_that_writes_the_date(
+    chats: Path, tokenize: Tokenize, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> date:
+            return date(2099, 1, 2)
+
+    template = "{{- strftime_now('%Y') }}" + CHATML
+    tokenize(chats, template=template)
+    tokenize(chats, template=template)
+    monkeypatch.setattr(fingerprint, "date", Tomorrow)
+    tokenize(chats, template=template)
+    assert len(encoded) == 2
+    tokenize(chats)
+    monkeypatch.undo()
+    tokenize(chats)
+    assert len(encoded) == 3
+
+
+def test_variables_that_json_does_not_know(chats: Path, tokenize: Tokenize) -> None:
+    template = CHATML + "{%- if loud %}{% endif %}"
+    assert len(tokenize(chats, template=template, chat_template_kwargs={"loud": date(2026, 1, 1)}).store) == 20
+
+
+def test_a_folder_that_others_fill(chats: Path, tokenize: Tokenize, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenize(chats)
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cache.os, "utime", refused)
     assert len(tokenize(chats).store) == 20
 
 

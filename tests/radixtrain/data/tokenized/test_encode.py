@@ -58,3 +58,12 @@ def test_a_killed_process_is_named(encoder: Callable[..., ChatEncoder], monkeypa
     monkeypatch.setattr(encode, "_encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match=r"one of 2 tokenising processes was killed.*data\.dataset_num_proc"):
         list(encode_blocks(encoder(), lines(10), 2, skip_bad_rows=False))
+
+
+def test_a_process_ends_if_its_parent_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents, ended = iter([10, 10, 1]), []
+    monkeypatch.setattr(encode.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(encode.os, "kill", lambda *call: ended.append(call))
+    monkeypatch.setattr(encode, "SECONDS_BETWEEN_LOOKS", 0)
+    encode._end_with(10)
+    assert ended == [(os.getpid(), signal.SIGTERM)] and next(parents, None) is None

@@ -226,7 +226,7 @@ def test_two_causes_side_by_side_name_each_other(
     saved = num_unique(now) - num_unique(fixed)
     for each, other in (("a date or time", "a UUID"), ("a UUID", "a date or time")):
         assert found[each].tokens_saved == pytest.approx(saved, rel=0.2)
-        assert "Alone this saves" in found[each].advice and f"a fix of {other} too" in found[each].advice
+        assert "By itself this saves" in found[each].advice and f"a fix of {other} too" in found[each].advice
 
 
 def test_two_causes_in_different_rows(chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase) -> None:
