@@ -72,7 +72,7 @@ def one_step(folder: Path, path: Path, *options: str) -> dict[str, float]:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(output)
-    found = re.search(r"([\d,]+) tokens", output)
+    found = re.search(r"samples, ([\d,]+) tokens", output)
     tokens = float(found[1].replace(",", "")) if found else 0.0
     return {"seconds": time.perf_counter() - start, "MiB": usage.ru_maxrss / 1024, "tokens": tokens}
 
