@@ -115,7 +115,8 @@ def _tree(root: TreeNode) -> Tree:
     least = WORTH_A_LINE * max((_saved(child) for child in root.children), default=0)
     while waiting:
         node, branch = waiting.popleft()
-        shown = [child for child in node.children if _saved(child) > least][: MAX_RUNS - num_shown]
+        worth = sorted((child for child in node.children if _saved(child) > least), key=_saved, reverse=True)
+        shown = worth[: MAX_RUNS - num_shown]
         num_shown += len(shown)
         for child in shown:
             waiting.append((child, branch.add(_run(child))))
@@ -130,8 +131,13 @@ def _count_of_branches(number: int, are_others_shown: bool) -> str:
 
 
 def _saved(node: TreeNode) -> int:
-    """Tokens that its sequences share."""
-    return node.num_tokens * (node.num_sequences - 1)
+    """Tokens that its sequences share, those of the runs below it too."""
+    saved, waiting = 0, [node]
+    while waiting:
+        each = waiting.pop()
+        saved += each.num_tokens * (each.num_sequences - 1)
+        waiting += each.children
+    return saved
 
 
 def _run(node: TreeNode) -> Text:

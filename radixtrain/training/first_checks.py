@@ -88,7 +88,10 @@ def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ck
     if ckpt_path is not None or not (model_folder / "config.json").is_file():
         return ""
     if subcommand == "fit":
-        return f"{model_folder.parent} holds an earlier run: its checkpoints and {model_folder.name}/ will be replaced"
+        return (
+            f"{model_folder.parent} holds an earlier run: {model_folder.name}/ and checkpoints of the same step will "
+            f"be replaced, its other checkpoints stay"
+        )
     if (
         subcommand not in ("validate", "test", "predict")
         or Path(model_name_or_path).resolve() == model_folder.resolve()

@@ -142,3 +142,11 @@ def test_no_line_is_wider_than_the_terminal_but_the_command(width: int) -> None:
     lines = printed(report(command=command, title="t" * 150), width).splitlines()
     assert all(len(line) <= width for line in lines if "x" * 200 not in line)
     assert sum("x" * 200 in line for line in lines) == 1
+
+
+def test_the_branch_that_saves_most_below_it_comes_first() -> None:
+    long = TreeNode(text="long", num_tokens=300, num_sequences=20)
+    wide = TreeNode(text="wide", num_tokens=10, num_sequences=50, children=(replace(long, num_sequences=50),))
+    lines = printed(report(tree=TreeNode(text="", num_tokens=0, num_sequences=70, children=(long, wide)))).splitlines()
+    shown = [line for line in lines if " x " in line and " tokens  " in line]
+    assert ["wide" in line for line in shown] == [True, False, False] and "20 x 300" in shown[-1]

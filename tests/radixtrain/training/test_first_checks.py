@@ -139,7 +139,8 @@ class TestEarlierRuns:
 
     def test_what_fit_replaces(self, model):
         assert earlier_run("fit", model, "base", None) == (
-            f"{model.parent} holds an earlier run: its checkpoints and model/ will be replaced"
+            f"{model.parent} holds an earlier run: model/ and checkpoints of the same step will be replaced, its other "
+            "checkpoints stay"
         )
 
     @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
