@@ -79,7 +79,10 @@ def _check_message(message: Any, name: str, where: str) -> Message:
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         known = f"expected one of {', '.join(ROLES)}, or ShareGPT's human, gpt ..."
         raise DataError(where, f"{name}: unknown role {speaker!r}; {known}")
-    content = given.pop("value", None) if "content" not in given else given.pop("content")
+    content, value = given.pop("content", None), given.pop("value", None)
+    if content and value and content != value:
+        raise DataError(where, f"{name}: has content and value, which differ; remove one of them")
+    content = value if not content and value is not None else content
     role = SPEAKERS[speaker]
     name = f"{name} (role {speaker!r})"
     if speaker in CALLS:
@@ -89,6 +92,8 @@ def _check_message(message: Any, name: str, where: str) -> Message:
 
 def _checked(message: Message, name: str, where: str) -> Message:
     is_assistant = message["role"] == "assistant"
+    if "function_call" in message and message.get("tool_calls"):
+        raise DataError(where, f"{name}: has tool_calls and function_call; remove one of them")
     if "function_call" in message:  # what OpenAI had before tool_calls
         message["tool_calls"] = [message.pop("function_call")]
     if not message.get("tool_calls"):

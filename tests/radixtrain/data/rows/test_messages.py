@@ -105,3 +105,18 @@ def test_other_names_of_weight_are_refused_if_they_say_no(key: str) -> None:
     with pytest.raises(DataError, match=rf"turn 2 .*{key}: False is not read; write weight: 0"):
         check_messages(turns, "a.jsonl:1")
     check_messages([{**turn, key: True} for turn in turns], "a.jsonl:1")
+
+
+def test_content_and_value_of_one_turn() -> None:
+    answer = {"from": "gpt", "value": "a"}
+    assert check_messages([{"from": "human", "value": "q", "content": ""}, answer], "a:1")[0]["content"] == "q"
+    assert check_messages([{"from": "human", "value": "q", "content": "q"}, answer], "a:1")[0]["content"] == "q"
+    with pytest.raises(DataError, match="turn 1: has content and value, which differ"):
+        check_messages([{"from": "human", "value": "q", "content": "r"}, answer], "a:1")
+
+
+def test_calls_under_two_names() -> None:
+    call = {"name": "f", "arguments": "{}"}
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"function": call}], "function_call": call}
+    with pytest.raises(DataError, match=r"turn 2 .*has tool_calls and function_call; remove one"):
+        check_messages([{"role": "user", "content": "q"}, turn], "a:1")
