@@ -61,7 +61,7 @@ def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, s
         raise UserError(
             f"output_dir {output_dir}: the run writes at least {bytes_text(needed)} (the model, and checkpoints of "
             f"about {bytes_text(state)}), and {bytes_text(free)} are free; name a folder on a larger disk, or set "
-            f"trainer.enable_checkpointing: false for the model alone"
+            f"trainer.enable_checkpointing: false to keep only the model"
         )
     return needed
 

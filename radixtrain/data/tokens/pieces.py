@@ -39,7 +39,8 @@ class PieceTokenizer:
     """Turns texts into token ids, without the tokenizer's own BOS and EOS.
 
     Called with texts, returns an int64 array (L,) for each: what `tokenizer(text, add_special_tokens=False)` gives.
-    The first call compares; if they differ, a line in the log says so and whole texts are tokenised from then on.
+    The first call with an added token in a text compares; if they differ, a line in the log says so and whole texts are
+    tokenised from then on.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -53,7 +54,7 @@ class PieceTokenizer:
         if self.borders is None or not texts:
             return list(self._whole(texts))
         found = self._joined(texts, self.borders)
-        if not self.is_checked:
+        if not self.is_checked and any(map(self.borders.search, texts)):
             self.is_checked = True
             whole = list(self._whole(texts))
             if not all(map(np.array_equal, found, whole)):

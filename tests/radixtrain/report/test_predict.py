@@ -139,8 +139,8 @@ class TestPrediction:
 
     def test_a_collator_that_takes_cores_from_the_step(self) -> None:
         step = step_of(Counts(100, 0, 0), Counts(100, 0, 0), collate_seconds=7.0)
-        alone = self.FOUND.radix_seconds(step)
-        assert replace(self.FOUND, waits_for_collator=True).radix_seconds(step) == alone + 7.0
+        without = self.FOUND.radix_seconds(step)
+        assert replace(self.FOUND, waits_for_collator=True).radix_seconds(step) == without + 7.0
 
 
 def test_real_timings(tiny_qwen3: Callable[..., Any]) -> None:
