@@ -38,6 +38,7 @@ from radixtrain.tree.layout import (
     TreeLayout,
 )
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.runs import RunCost
 
 __all__ = ["RadixCollator"]
 
@@ -52,6 +53,8 @@ class RadixCollator:
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
+    run_cost: what a recurrent layer of the model costs, by which its runs are chosen in the worker; by default of
+        `step_cost`. Without either a prepared model chooses them itself, which on a device waits once a batch.
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
         an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
     return_tensors: `"pt"`; Hugging Face's collators have this field too.
@@ -94,7 +97,8 @@ class RadixCollator:
     radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
         `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With
-        `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.tree_tiles.TreeTiles`.
+        `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.tree_tiles.TreeTiles`. With `run_cost`, or the
+        `step_cost` of a model with recurrent layers, also `radix_runs_...`, see `radixtrain.tree.runs.RunTable`.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
         and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 
@@ -132,6 +136,7 @@ class RadixCollator:
     loss_on_all: bool = False
     tree_tiles: bool | tuple[int, int] = False
     shared_targets: Literal["every", "once"] = "every"
+    run_cost: RunCost | None = None
 
     def __post_init__(self) -> None:
         if self.step_cost is not None and self.min_shared_tokens != 1:
@@ -168,7 +173,7 @@ class RadixCollator:
             "input_ids": torch.from_numpy(ids[plan.gather_indices])[None],
             "position_ids": torch.tensor(plan.position_ids)[None],
             **targets,
-            **TreeLayout.from_plan(plan, tiles=self._tile_sizes).to_batch(),
+            **TreeLayout.from_plan(plan, tiles=self._tile_sizes, run_cost=self._run_cost).to_batch(),
             **chosen,
             **({LEFT_PADDED: 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
         }
@@ -178,6 +183,10 @@ class RadixCollator:
         if isinstance(self.tree_tiles, bool):
             return tile_sizes() if self.tree_tiles else None
         return self.tree_tiles
+
+    @property
+    def _run_cost(self) -> RunCost | None:
+        return self.step_cost.run_cost if self.run_cost is None and self.step_cost else self.run_cost
 
     def _plan(
         self, ids: IntArray, cu_seqlens: IntArray, positions: IntArray | None, max_tokens: int | None

@@ -13,15 +13,17 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiny import tiny_qwen3, train_tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 Chat = list[dict[str, str]]
 Code = tuple[str, str, str]  # queue, department, code
+MakeTokenizer = Callable[..., PreTrainedTokenizerBase]
+MakeModel = Callable[..., PreTrainedModel]
 
 # A department and what customers call its goods; the system prompt names departments only.
 DEPARTMENTS = {
@@ -146,25 +148,37 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_demo(output_dir: Path, seed: int = 0, rows: int = 1200, validation_rows: int = 120) -> None:
-    """Write `train.jsonl`, `validation.jsonl` and `model/` into `output_dir`: all of it or, if interrupted, nothing."""
+def write_demo(
+    output_dir: Path,
+    seed: int = 0,
+    rows: int = 1200,
+    validation_rows: int = 120,
+    make_tokenizer: MakeTokenizer = train_tokenizer,
+    make_model: MakeModel = tiny_qwen3,
+) -> None:
+    """Write `train.jsonl`, `validation.jsonl` and `model/` into `output_dir`: all of it or, if interrupted, nothing.
+
+    make_tokenizer: from the distinct texts of the chats and `vocab_size`. make_model: for a tokenizer, from a `seed`.
+    """
     if output_dir.exists() and any(output_dir.iterdir()):
         raise SystemExit(f"--output_dir {output_dir}: already there; remove it first or name another folder")
     chats = make_chats(rows + validation_rows, seed)
-    tokenizer = train_tokenizer(distinct_texts(chats), vocab_size=2048)
+    tokenizer = make_tokenizer(distinct_texts(chats), vocab_size=2048)
+    model = make_model(tokenizer, seed=seed)
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))
     try:
         write_jsonl(unfinished / "train.jsonl", chats[:rows])
         write_jsonl(unfinished / "validation.jsonl", chats[rows:])
-        num_parameters = write_model(unfinished / "model", tokenizer, seed)
+        write_model(unfinished / "model", tokenizer, model)
         unfinished.chmod(0o755)  # mkdtemp's own is for its owner only
         os.replace(unfinished, output_dir)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"{output_dir}: {rows:,} chats in train.jsonl, {validation_rows:,} in validation.jsonl")
     print(describe_lengths(tokenizer, chats))
-    print(f"{output_dir / 'model'}: Qwen3, {num_parameters:,} random weights, vocabulary of {len(tokenizer):,}")
+    weights = f"{type(model).__name__}, {model.num_parameters():,} random weights"
+    print(f"{output_dir / 'model'}: {weights}, vocabulary of {len(tokenizer):,}")
 
 
 def make_codes(rng: random.Random) -> list[Code]:
@@ -225,12 +239,10 @@ def write_jsonl(path: Path, chats: list[Chat]) -> None:
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
 
 
-def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int) -> int:
-    """Save the tokenizer and a tiny Qwen3 into `folder`; the number of its weights comes back."""
-    model = tiny_qwen3(tokenizer, layers=2, hidden=128, seed=seed)
+def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Save both so that `from_pretrained(folder)` loads them."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model.num_parameters()
 
 
 def describe_lengths(tokenizer: PreTrainedTokenizerBase, chats: list[Chat]) -> str:

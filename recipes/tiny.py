@@ -6,7 +6,7 @@ Everything but the size is the real Qwen3's: the pre-tokenizer, the special toke
 architecture. Recipes run as scripts, so their folder is on the path and `import tiny` finds this file.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -59,13 +59,19 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with Qwen3's split, special tokens and chat template.
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    chat_template: str = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with Qwen3's split, and its special tokens and chat template if none are given.
 
     Give every distinct text once: a prompt that is repeated in every row would win all the merges.
 
     texts: what to learn the merges from.
     vocab_size: upper bound on the entries, special tokens and the 256 bytes included; short texts have fewer merges.
+    special_tokens: those of Qwen3 and others after them.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -74,7 +80,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
@@ -82,7 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )

@@ -28,6 +28,13 @@ RECIPES = ROOT / "recipes"
 SYSTEM = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two, paper on shelf three."
 THINGS = {"apple": "one", "pear": "one", "plum": "one", "hammer": "two", "saw": "two", "file": "two", "card": "three"}
 FAMILIES_PAGE = ROOT / "docs" / "families.md"
+FAMILIES_HEADS = {
+    "all": ["family", "attention and layers", "float64", "float32", "ordinary float32"],
+    "recurrent": [
+        *("family", "mixer", "float64", "float32, worst tensor", "float32, median tensor"),
+        *("bfloat16, worst tensor", "bfloat16, median tensor"),
+    ],
+}
 
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
@@ -55,6 +62,46 @@ def tiny_qwen3() -> Callable[..., "Qwen3ForCausalLM"]:
             for parameter in model.parameters():
                 scale, shift = (0.2, 1.0) if parameter.ndim == 1 else (parameter.shape[-1] ** -0.5, 0.0)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + shift)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid() -> Callable[..., Any]:
+    """`tiny_hybrid(kind)`: a layer with a recurrent state and one that attends, random weights of order one.
+
+    kind: "Qwen3.5" (gated delta rule), "Bamba" (state space) or "LFM2" (short convolution).
+    """
+    import transformers
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    delta |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
+    mamba = {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "attn_layer_indices": [1],
+    }
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "Qwen3.5": ("Qwen3_5", {**delta, "layer_types": ["linear_attention", "full_attention"]}),
+        "Bamba": ("Bamba", mamba),
+        "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    }
+
+    def build(kind: str, seed: int = 0, **changes: Any) -> Any:
+        name, settings = kinds[kind]
+        config = getattr(transformers, f"{name}TextConfig" if name == "Qwen3_5" else f"{name}Config")
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**{**sizes, **heads, **settings, **changes}))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                scale = 0.2 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+                noise = torch.randn(parameter.shape, generator=generator) * scale
+                parameter.copy_(noise + torch.ones_like(noise) / 2 if parameter.ndim < 2 else noise)
         return model
 
     return build
@@ -165,7 +212,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if os.environ.get("RADIXTRAIN_WRITE_TABLE"):
         for group in sorted({each for _, each, *_ in families}):
             found = [row for _, each, *row in families if each == group]
-            write_families_table(group, found, whole=len(families) == families[0][0])
+            num_tried = sum(each != "recurrent" for _, each, *_ in families)  # those have a second row
+            write_families_table(group, found, whole=num_tried == families[0][0])
 
 
 def write_families_table(group: str, found: list[list[str]], whole: bool) -> None:
@@ -181,6 +229,6 @@ def write_families_table(group: str, found: list[list[str]], whole: bool) -> Non
         {row[0]: row for row in [*kept, *found]}.values(),
         key=lambda row: (row[2].startswith("refused"), row[0].lower()),
     )
-    head = ["family", "attention and layers", "float64", "float32", "ordinary float32"]
+    head = FAMILIES_HEADS["recurrent" if group == "recurrent" else "all"]
     table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *by_name])
     FAMILIES_PAGE.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")

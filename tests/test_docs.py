@@ -388,7 +388,7 @@ def found_module(name: str) -> bool:
 
 REPEATED = [
     r"(\d+) (?:of 253 tiny|have the same gradient)",
-    r"(\d+) (?:of 253: linear|are refused)",
+    r"(\d+) (?:of 253: sparse|are refused)",
     r"(\d+) kinds of",
     r"takes ([\d.]+ to [\d.]+) of the ordinary time",
     r"no loss differs by more than ([\d.]+e-\d)|largest difference of (?:the|a) loss [^|]*?\|? (?:is )?([\d.]+e-\d)",

@@ -17,7 +17,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -144,6 +144,16 @@ TABLE = (
         "is the option of a hook, which goes with it",
     ),
     Private(
+        "torch.nn.Module._forward_hooks_always_called",
+        ("radixtrain/hf/hooks.py",),
+        "is the option of a hook, which goes with it",
+    ),
+    Private(
+        "transformers.PreTrainedModel._gradient_checkpointing_func",
+        ("radixtrain/hf/recurrent/layers.py",),
+        "computes a layer again, without the layer's hooks",
+    ),
+    Private(
         "torch.Tensor._base",
         ("radixtrain/hf/padded/head.py",),
         "finds the hidden states that the head's input is a view of",
@@ -209,12 +219,24 @@ TABLE = (
         "reads which trainer calls the model, and whether generate() does",
     ),
 )
+
+
+def checkpointed_layer() -> nn.Module:
+    """A decoder layer of a model with activation checkpointing; the model itself has the attribute too."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=1))
+    model.activation_checkpointing_enable()
+    return model.layers[0]
+
+
 # What has an attribute only on instances. A copy of DataParallel has all of a module's, and one more.
 INSTANCES: dict[Any, Callable[[], Any]] = {
     nn.Module: lambda: nn.Linear(1, 1)._replicate_for_data_parallel(),
     PretrainedConfig: PretrainedConfig,
+    PreTrainedModel: checkpointed_layer,
     L.Trainer: lambda: L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False),
 }
+
 PRIVATE = re.compile(r"_[A-Za-z]\w*")  # not dunder names, which Python documents
 OUR_MARK = "_radix"  # attributes that we set on objects of others
 DOCUMENTED = {"_asdict", "_replace"}  # of a NamedTuple, whose methods all begin with an underscore

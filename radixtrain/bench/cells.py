@@ -11,21 +11,29 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["Cell", "GivenBatch", "Mode", "ModelShape", "Tree", "build_model", "features_of_cell"]
+__all__ = ["Cell", "Family", "GivenBatch", "Mode", "ModelShape", "Tree", "build_model", "features_of_cell"]
 
+Family = Literal["qwen3", "qwen3_5"]
 Tree = Literal["flat", "nested"]
 Mode = Literal["step", "forward"]
 SEQUENCES_IN_A_GROUP = 4  # of a nested tree
+MODELS: dict[str, type[PreTrainedModel]] = {"qwen3": Qwen3ForCausalLM, "qwen3_5": Qwen3_5ForCausalLM}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Qwen3 with random weights.
+    """A Qwen3, or a Qwen3.5, with random weights.
 
     Args:
         num_hidden_layers: layers.
@@ -37,6 +45,8 @@ class ModelShape:
         vocab_size: tokens of the vocabulary.
         tie_word_embeddings: whether the head is the embedding.
         name: in the table; null is layers x width.
+        family: qwen3; or qwen3_5, a hybrid: three of every four layers have a recurrent state, with keys and values
+            twice as wide as the model, in heads of head_dim.
     """
 
     num_hidden_layers: int = 4
@@ -48,22 +58,40 @@ class ModelShape:
     vocab_size: int = 4096
     tie_word_embeddings: bool = True
     name: str | None = None
+    family: Family = "qwen3"
+
+    def __post_init__(self) -> None:
+        if self.family not in MODELS:
+            raise UserError(f"models: family must be one of {', '.join(MODELS)}, got {self.family}")
 
     def __str__(self) -> str:
-        return self.name or f"{self.num_hidden_layers}x{self.hidden_size}"
+        hybrid = "" if self.family == "qwen3" else " hybrid"
+        return self.name or f"{self.num_hidden_layers}x{self.hidden_size}{hybrid}"
 
-    def config(self) -> Qwen3Config:
+    def config(self) -> Qwen3Config | Qwen3_5TextConfig:
         heads = self.num_attention_heads or max(1, self.hidden_size // self.head_dim)
-        return Qwen3Config(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size or 3 * self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=self.num_key_value_heads or max(1, heads // 2),
-            head_dim=self.head_dim,
-            tie_word_embeddings=self.tie_word_embeddings,
-        )
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size or 3 * self.hidden_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.num_key_value_heads or max(1, heads // 2),
+            "head_dim": self.head_dim,
+            "tie_word_embeddings": self.tie_word_embeddings,
+        }
+        return Qwen3Config(**sizes) if self.family == "qwen3" else Qwen3_5TextConfig(**sizes, **self._recurrent_sizes)
+
+    @property
+    def _recurrent_sizes(self) -> dict[str, Any]:
+        """As the small Qwen3.5 has them."""
+        heads = max(1, 2 * self.hidden_size // self.head_dim)
+        return {
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": self.head_dim,
+            "linear_value_head_dim": self.head_dim,
+        }
 
 
 @dataclass(frozen=True)
@@ -120,7 +148,7 @@ def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, att
     options = {"dtype": dtype, "attn_implementation": attn_implementation}
     try:
         with device:
-            model: Any = Qwen3ForCausalLM._from_config(shape.config(), **options)
+            model: Any = MODELS[shape.family]._from_config(shape.config(), **options)
     except (ValueError, ImportError) as error:
         raise UserError(f"attn_implementation: {first_line(error)}") from None
     return model.train()

@@ -3,9 +3,9 @@
 They are counted for a forward pass, a multiply-add as two. The backward pass costs twice as much in both arms, so the
 ratio is that of a training step.
 
-- linear layers: 2 x parameters x tokens (T against U);
-- attention: 2 x heads x (head dim of keys + of values) x (query, key) pairs a layer: `sum L (L + 1) / 2` against those
-  of the trie;
+- linear layers: 2 x parameters x tokens (T against U); recurrent ones too (`radixtrain/bench/recurrent.py`);
+- attention: 2 x heads x (head dim of keys + of values) x (query, key) pairs in each layer that attends: `sum L (L + 1)
+  / 2` against those of the trie;
 - head and loss: 2 x hidden x vocabulary x rows (labelled tokens against distinct predictors).
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from radixtrain.bench.recurrent import mixed_layers
 from radixtrain.errors import UserError
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.tree.plan import PrefixPlan
@@ -25,7 +26,7 @@ __all__ = ["StepFlops", "ordinary_flops", "unique_flops"]
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Operations of one forward pass by part."""
+    """Operations of one forward pass by part. linear: recurrent layers included, which take as much for every token."""
 
     linear: float
     attention: float
@@ -39,7 +40,8 @@ class StepFlops:
 def ordinary_flops(config: Any, plan: PrefixPlan, num_labels: int) -> StepFlops:
     """Each sequence computed in full, without padding.
 
-    config: a Hugging Face configuration of a dense decoder. UserError if it does not say its dimensions.
+    config: a Hugging Face configuration of a dense decoder, or of a hybrid one. UserError if it does not say its
+        dimensions.
     num_labels: labelled tokens.
     """
     lengths = np.diff(plan.cu_seqlens)
@@ -61,10 +63,13 @@ def _flops(config: Any, num_tokens: int, num_pairs: int, num_predictions: int) -
     model = ModelDimensions.of(config)
     if model.intermediate_size is None:
         raise UserError(f"{type(config).__name__} does not say the width of its MLP, so its flops cannot be counted")
-    parameters = model.attention_parameters + model.mlp_parameters(model.intermediate_size)
+    layers = mixed_layers(config)
+    num_attention, num_mlps = (model.num_hidden_layers * x for x in (layers.kinds.attention, layers.kinds.mlps))
+    in_mlps = num_mlps * model.mlp_parameters(model.intermediate_size)
+    parameters = num_attention * model.attention_parameters + in_mlps + layers.mixing
     per_pair = model.num_attention_heads * (model.head_dim + model.v_head_dim)
     return StepFlops(
-        linear=2.0 * model.num_hidden_layers * parameters * num_tokens,
-        attention=2.0 * model.num_hidden_layers * per_pair * num_pairs,
+        linear=2.0 * parameters * num_tokens,
+        attention=2.0 * num_attention * per_pair * num_pairs,
         head=2.0 * model.hidden_size * model.vocab_size * num_predictions,
     )

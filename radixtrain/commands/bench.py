@@ -51,7 +51,8 @@ def bench(
     Args:
         models: Qwen3 shapes with random weights: num_hidden_layers, hidden_size, intermediate_size (null: 3 x
             hidden_size), num_attention_heads (null: hidden_size / head_dim), num_key_value_heads (null: half of those),
-            head_dim, vocab_size, tie_word_embeddings, name (in the table).
+            head_dim, vocab_size, tie_word_embeddings, name (in the table), family (qwen3, or qwen3_5: a hybrid, three
+            recurrent layers for each that attends).
         prompt_length: tokens that sequences share; 0 for none.
         suffix_length: tokens of each sequence after them; these bear the loss.
         num_sequences: sequences of the batch; 1 has nothing to share.
@@ -68,8 +69,9 @@ def bench(
         ordinary: whether the ordinary arm is timed. Without it larger cells fit into memory, and the check stays: the
             ordinary arm runs once, untimed, in micro-batches of at most 16,384 tokens.
         float64_truth: compare gradients with a float64 run of the ordinary model, one sequence at a time, by the bars
-            of `radixtrain verify`; takes as long as several steps. Without it float32 is compared with the ordinary arm
-            (at most 1e-5 apart, relative L2 of each tensor), bfloat16 with the ordinary model in float32.
+            of `radixtrain verify`; takes as long as several steps. Always so for a model with recurrent layers. Without
+            it float32 is compared with the ordinary arm (at most 1e-5 apart, relative L2 of each tensor), bfloat16 with
+            the ordinary model in float32.
         max_teraflops: leave out cells whose ordinary step (or forward) takes more than so many 1e12 floating-point
             operations; a desktop core does about 0.1 of them in a second.
         num_threads: of torch on CPU; null leaves torch's choice.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.recurrent.tree_runs import TreeRuns
 from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window_on_mask
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
@@ -48,6 +50,7 @@ class RadixCall:
     chosen: the strategy for `auto`, if the collator or a calibration chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     calls: the id of every attention module that ran.
+    mixed: the id of every recurrent mixer that ran.
     """
 
     layout: TreeLayout
@@ -58,6 +61,12 @@ class RadixCall:
     chosen: str | None = None
     places: Places | None = None
     calls: list[int] = field(default_factory=list)
+    mixed: list[int] = field(default_factory=list)
+
+    @cached_property
+    def runs(self) -> TreeRuns:
+        """What recurrent mixers compute."""
+        return TreeRuns(self.layout)
 
 
 def register_attention() -> None:
@@ -204,7 +213,10 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     if options.get("dropout"):
         raise UserError(f"{layer} asks for attention dropout {options['dropout']}; set attention_dropout to 0")
     if options.get("position_bias") is not None:
-        raise UserError(f"{layer} adds a position_bias to its scores, which tree attention does not compute")
+        raise UserError(
+            f"{layer} adds a position_bias to its scores, which tree attention does not compute; train it without "
+            f"sharing (fit: dedup: false)"
+        )
     for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
         if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(

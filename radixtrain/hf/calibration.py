@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from radixtrain.attention import choose_attention
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.layer_kinds import LayerKinds, kinds_of_mixers
 from radixtrain.hf.rates import Layer, measured_rates
 from radixtrain.hf.rates_file import file_of, keep_rates, read_rates
+from radixtrain.hf.run_rates import measured_run_cost, mixers_key
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.tree.cost_model import CHOICES, Rates, StepCost
 
@@ -38,6 +42,8 @@ def calibrate(
 ) -> StepCost:
     """The cost of a layer of this model on the device of its weights, from the file or measured and kept.
 
+    In a hybrid model it is the mean layer, with what the recurrent ones cost on a tree, measured on those of the model.
+
     model: a Hugging Face decoder, or one wrapped by PEFT, on the device that trains it: a CPU or CUDA.
     attention: `auto` to choose among all strategies, or the one that will be used.
     kernel: as for `prepare_model`.
@@ -53,16 +59,24 @@ def calibrate(
     weight = next(model.parameters())
     if weight.device.type not in ("cpu", "cuda"):
         raise UserError(f"a calibration needs the model on a CPU or a CUDA device, it is on {weight.device}")
-    dimensions = ModelDimensions.of(pretrained_model_of(model).config)
+    parts = parts_of(model)
+    dimensions = ModelDimensions.of(parts.base.config)
     dtype = dtype or weight.dtype
     choice = choose_attention("cascade", kernel, weight.device, dtype, dimensions.widest_head_dim)
-    layer = Layer(model=dimensions, device=weight.device, dtype=dtype, kernel=choice.kernel)
+    layer = Layer(
+        model=dimensions,
+        device=weight.device,
+        dtype=dtype,
+        kernel=choice.kernel,
+        kinds=LayerKinds.of(parts.decoder),
+        mixers=kinds_of_mixers(parts.decoder),
+    )
     return layer.cost(rates or _known_rates(layer), CHOICES if attention == "auto" else (attention,))
 
 
 def _known_rates(layer: Layer) -> Rates:
     """The rates that this process has used before, those of the file, or measured ones."""
-    path = file_of(layer.key)
+    path = file_of(_key(layer))
     if path not in _MEASURED:
         _MEASURED[path] = read_rates(path) or _measured_and_kept(layer, path)
     return _MEASURED[path]
@@ -71,7 +85,7 @@ def _known_rates(layer: Layer) -> Rates:
 def _measured_and_kept(layer: Layer, path: Path) -> Rates:
     began = time.perf_counter()
     with torch.inference_mode(False), torch.enable_grad():  # Lightning validates and predicts in inference mode
-        rates, error = measured_rates(layer)
+        rates, error = _measured(layer)
     logger.info("calibrated in %.1f s: %s", time.perf_counter() - began, path)
     if error > MAX_ERROR:
         logger.warning(
@@ -80,4 +94,18 @@ def _measured_and_kept(layer: Layer, path: Path) -> Rates:
             100 * error,
         )
         return rates
-    return keep_rates(path, rates, layer.key)
+    return keep_rates(path, rates, _key(layer))
+
+
+def _key(layer: Layer) -> dict[str, Any]:
+    """All that the rates depend on."""
+    return {**layer.key, **({"mixers": mixers_key(layer)} if layer.mixers else {})}
+
+
+def _measured(layer: Layer) -> tuple[Rates, float]:
+    """Of attention, and of recurrent layers if the model has some, with the larger error of both."""
+    rates, error = measured_rates(layer)
+    if not layer.mixers:
+        return rates, error
+    runs, error_of_runs = measured_run_cost(layer)
+    return replace(rates, runs=runs), max(error, error_of_runs)

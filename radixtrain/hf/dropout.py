@@ -80,13 +80,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def without_dropout(model: nn.Module, allowed: Collection[str]) -> Iterator[None]:
     """Inside, nothing draws at random, so that two passes can be compared.
 
-    model: a `PreTrainedModel`, or one wrapped by PEFT. allowed: as `allow_dropout` of `prepare_model`.
+    model: a `PreTrainedModel`, or one wrapped by PEFT; any module if nothing is allowed. allowed: as `allow_dropout` of
+        `prepare_model`.
 
     Dropout modules get p = 0. What draws and is not a module stops only in evaluation mode, which is set if `allowed`
     names it.
     """
     modules = [(module, module.p) for module in model.modules() if isinstance(module, DROPOUTS)]
-    with evaluating(model) if _draws_beyond_modules(model, allowed) else nullcontext():
+    with evaluating(model) if allowed and _draws_beyond_modules(model, allowed) else nullcontext():
         for module, _ in modules:
             module.p = 0.0
         try:

@@ -30,6 +30,7 @@ from radixtrain.hf.evaluation import check_evaluation
 from radixtrain.hf.inputs import check_inputs, layout_of, split_inputs
 from radixtrain.hf.padded.head import SharedHead
 from radixtrain.hf.padded.sharing import PaddedSharing
+from radixtrain.hf.recurrent.layers import Block, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
 from radixtrain.hf.sharing import SharingWatch
 from radixtrain.hf.trainers import check_not_cut
@@ -37,6 +38,7 @@ from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
 from radixtrain.tree.layout import LEFT_PADDED, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY, TreeLayout
+from radixtrain.tree.run_layout import RUNS
 
 __all__ = ["BackboneHooks", "HeadCheck", "remove_hooks"]
 
@@ -80,7 +82,9 @@ class BackboneHooks:
 
     model: the Hugging Face model, to which trainers may add adapters.
     attention, kernel, allow_dropout: as given to `prepare_model`.
-    num_layers: decoder layers, each of which must run tree attention.
+    num_layers: decoder layers that attend, each of which must run tree attention.
+    mixers: modules with a recurrent state, each of which must run on the tree.
+    progress: the call that passes now, for blocks that pass nothing on to their mixers.
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     """
@@ -90,6 +94,8 @@ class BackboneHooks:
     kernel: str
     num_layers: int
     allow_dropout: tuple[str, ...]
+    mixers: list[nn.Module] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
     refused: str | None = None
     padded: PaddedSharing | None = None
     choices: set[tuple[str, int | None]] = field(default_factory=set)  # of collators, logged once each
@@ -104,6 +110,7 @@ class BackboneHooks:
         model = memo.get(id(self.model), self.model)
         padded = deepcopy(self.padded, memo)
         copied = replace(self, model=model, padded=padded, choices=set(self.choices), head=deepcopy(self.head, memo))
+        copied.mixers, copied.progress = deepcopy(self.mixers, memo), deepcopy(self.progress, memo)
         copied.sharing = copy(self.sharing)
         memo[id(self)] = copied
         return copied
@@ -127,7 +134,7 @@ class BackboneHooks:
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. `_before_ordinary` takes a batch without them."""
-        self.head.num_predicting = None
+        self.head.num_predicting, self.progress.call = None, None
         entries, given = split_inputs(backbone, args, kwargs)
         if not entries:
             return self._before_ordinary(backbone, args, kwargs)
@@ -140,6 +147,7 @@ class BackboneHooks:
         predictor_indices, chosen = entries.get(PREDICTOR_INDICES), self._chosen(entries)
         call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind, chosen)
         mask = no_mask(may_bind, layout.device, call)
+        self.progress.call = call
         return (), {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _before_ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,6 +162,7 @@ class BackboneHooks:
             return None
         check_adapters((self.model, backbone), self.allow_dropout)
         check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
+        self.progress.call = given["radix_call"]
         return (), given
 
     def _check(
@@ -176,14 +185,15 @@ class BackboneHooks:
         choice = CHOICES[place], entries.get(MIN_SHARED_TOKENS)
         if choice not in self.choices:
             self.choices.add(choice)
-            logger.info("a batch is fastest with attention=%s, min_shared_tokens=%s", *choice)
+            logger.info("a batch is fastest with attention=%s, min_shared_tokens=%s%s", *choice, _forks_of(entries))
         return choice[0]
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
-        call = kwargs.get("radix_call")
+        call, self.progress.call = kwargs.get("radix_call"), None
         if call is None:
             return None
+        self._check_mixers(backbone, call)
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
         if self.num_layers not in (len(call.calls), len(set(call.calls))):
             raise RuntimeError(
@@ -202,6 +212,15 @@ class BackboneHooks:
         self.head.num_predicting = predicting.shape[1] if self.head.in_model else None
         return with_rows(output, predicting)
 
+    def _check_mixers(self, backbone: nn.Module, call: RadixCall) -> None:
+        missing = [module for module in self.mixers if id(module) not in call.mixed]
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} of {len(self.mixers)} recurrent layers of {type(backbone).__name__} did not run on "
+                f"the tree, and their gradient would be wrong; the first is a {type(missing[0]).__name__}; call "
+                f"prepare_model again if the model has changed"
+            )
+
 
 def remove_hooks(model: nn.Module) -> None:
     """Remove our hooks from every module, also from a head that PEFT copied with the hooks on it."""
@@ -211,9 +230,16 @@ def remove_hooks(model: nn.Module) -> None:
             (module._forward_hooks, module._forward_hooks_with_kwargs),
         ):
             for number, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), BackboneHooks | HeadCheck | SharedHead):
+                if isinstance(getattr(hook, "__self__", None), BackboneHooks | Block | HeadCheck | SharedHead):
                     del hooks[number]
                     options.pop(number, None)
+                    module._forward_hooks_always_called.pop(number, None)
+
+
+def _forks_of(entries: Mapping[str, Any]) -> str:
+    """For the log, how many states of a recurrent layer are kept; empty if the batch has no runs."""
+    calls = entries.get(f"{RUNS}calls")
+    return "" if calls is None else f", forks of the recurrent state: {sum(call[0] for call in calls if call[2])}"
 
 
 def _check_in_force(decoder: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
+from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 from radixtrain.tree.layout import TreeLayout
 
 __all__ = [
@@ -26,6 +27,11 @@ def check_model_positions(parts: Parts) -> None:
     """Refuse a model that takes no positions, or does not count them from 0."""
     name = type(parts.backbone).__name__
     if "position_ids" not in inspect.signature(parts.backbone.forward).parameters:
+        if mixers_of(parts.decoder) and not num_attention_layers(parts.decoder):
+            raise UserError(
+                f"{name} has state-space layers only, and its class does not pass the entries of a radix batch on to "
+                f"them (it takes no positions either); train it without sharing (fit: dedup: false)"
+            )
         raise UserError(
             f"{name} does not take position_ids, so a token after a shared prefix would get the "
             f"position of its row; train it without sharing (fit: dedup: false)"

@@ -28,6 +28,8 @@ from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, p
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.report import SharingReport
 from radixtrain.hf.padded.sharing import PaddedSharing, SharingOptions
+from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
+from radixtrain.hf.recurrent.mixers import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
 
 __all__ = ["prepare_model", "prepared_options", "restore_model", "share_prefixes", "sharing_report"]
@@ -68,7 +70,8 @@ def prepare_model(
     exactly.
 
     Raises UserError, naming the layer and the reason, for a class whose head or loss does not predict next tokens, for
-    attention that is not exact (linear or sparse attention, attention dropout), for positions that are not counted
+    attention that is not exact (sparse attention, attention dropout), for a state that layers hand from token to token
+    in a way of their own, for positions that are not counted
     from 0, for adapters that do not compute each token by itself, for a dropout > 0 that draws and is not allowed, and
     for an attention or kernel that cannot run. What depends on the batch, or is added later, is refused at the first
     batch that it would change.
@@ -154,6 +157,7 @@ def restore_model(model: ModelT) -> ModelT:
     state = getattr(base, STATE, None)
     if state is not None:
         remove_hooks(base)
+        remove_mixers(base)
         delattr(base, STATE)
         delattr(backbone_of(base), PREPARED)
         _set_back(state.previous)
@@ -187,9 +191,13 @@ def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | Non
     restore_model(parts.base)
     _check_owner(parts.backbone)
     previous = _set_attention(parts)
+    progress = Progress()
+    mixers = install_mixers(parts.decoder, progress)
     hooks = BackboneHooks(
         parts.base,
-        num_layers=_num_text_layers(parts.decoder.config),
+        num_layers=num_attention_layers(parts.decoder),
+        mixers=mixers,
+        progress=progress,
         refused=why_not_next_tokens(parts),
         padded=sharing,
         **options,
@@ -207,11 +215,6 @@ def _check_owner(backbone: nn.Module) -> None:
             f"{type(backbone).__name__} is prepared already, by itself or with another model around it; call "
             f"restore_model with what was prepared first"
         )
-
-
-def _num_text_layers(config: Any) -> int:
-    """The layers that text runs through: in Llama 3.2 Vision it skips those that attend to images."""
-    return config.num_hidden_layers - len(getattr(config, "cross_attention_layers", None) or ())
 
 
 def _set_attention(parts: Parts) -> list[tuple[Any, str]]:

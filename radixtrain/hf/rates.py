@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from radixtrain.attention import tree_attention
+from radixtrain.hf.layer_kinds import ALIKE, LayerKinds
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.kernels.cascade import BUNDLE
 from radixtrain.kernels.rectangles import LONG, STRIP
@@ -28,7 +29,7 @@ from radixtrain.tree.cost_model import CHOICES, Rates, StepCost, attention_work
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["Layer", "measured_rates", "non_negative_fit"]
+__all__ = ["Layer", "fastest", "measured_rates", "non_negative_fit"]
 
 REPEATS = 4  # keep the minimum: other load can only slow a run down
 VERSION = 1  # of the file
@@ -40,12 +41,16 @@ class Layer:
     """A layer of a model on a machine: all that the rates depend on.
 
     kernel: name of the kernel that runs attention; not `auto`.
+    kinds: what the mean layer has, if layers differ.
+    mixers: a recurrent mixer of each kind, and how many of it the model has.
     """
 
     model: ModelDimensions
     device: torch.device
     dtype: torch.dtype
     kernel: str
+    kinds: LayerKinds = ALIKE
+    mixers: Sequence[tuple[nn.Module, int]] = ()
 
     @property
     def on_host(self) -> bool:
@@ -70,7 +75,9 @@ class Layer:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What the file of the rates is named by. If any of it changes, they are measured again."""
+        """What the file of the rates is named by, but for recurrent layers. If any of it changes, they are measured
+        again.
+        """
         return {
             "version": VERSION,
             "machine": _processor() if self.on_host else torch.cuda.get_device_name(self.device),
@@ -84,7 +91,8 @@ class Layer:
         }
 
     def cost(self, rates: Rates, strategies: tuple[str, ...] = CHOICES) -> StepCost:
-        parameters = self.model.attention_parameters + self.model.mlp_parameters(self.intermediate_size)
+        attention = self.kinds.attention * self.model.attention_parameters
+        parameters = attention + self.kinds.mlps * self.model.mlp_parameters(self.intermediate_size)
         return StepCost(
             rates=rates,
             on_host=self.on_host,
@@ -93,6 +101,8 @@ class Layer:
             head_dim=self.head_dim,
             row_flops=6.0 * parameters,
             strategies=strategies,
+            attention_share=self.kinds.attention,
+            mixer_share=self.kinds.mixers,
         )
 
     def random_options(self) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def measured_rates(layer: Layer) -> tuple[Rates, float]:
         run = _attention_step(layer, TreeLayout.from_plan(plan).to(layer.device))
         for strategy in CHOICES:
             rows.append(cost.counts(attention_work(plan, strategy, layer.on_host)))
-            seconds.append(_fastest(partial(run, strategy), layer.device))
+            seconds.append(fastest(partial(run, strategy), layer.device))
     counts = np.array(rows, dtype=np.float64)
     call, rectangle, pair, element = fitted = non_negative_fit(counts, np.array(seconds))
     error = float(np.sqrt(np.square(counts @ np.array(fitted) / seconds - 1).mean()))
@@ -160,13 +170,13 @@ def _seconds_per_flop(layer: Layer, rows: int = 512) -> float:
     def run() -> None:
         torch.autograd.grad(nn.functional.linear(x, weight), (x, weight), dout)
 
-    return _fastest(run, layer.device) / (6.0 * rows * hidden * width)
+    return fastest(run, layer.device) / (6.0 * rows * hidden * width)
 
 
-def _fastest(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the fastest of `REPEATS` runs, after one that does not count."""
+def fastest(run: Callable[[], None], device: torch.device, repeats: int = REPEATS) -> float:
+    """Seconds of the fastest of some runs, after one that does not count."""
     seconds = []
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + repeats):
         _wait_for(device)
         start = time.perf_counter()
         run()

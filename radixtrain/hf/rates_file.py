@@ -40,9 +40,10 @@ def read_rates(path: Path) -> Rates | None:
     """None if there is no file, or one that cannot be read: then the log says why."""
     try:
         rates = json.loads(path.read_text(encoding="utf-8"))["rates"]
-        if not all(0 <= rate < float("inf") for rate in rates.values()):
+        numbers = {**rates, **(rates.get("runs") or {}), "runs": 0}
+        if not all(0 <= rate < float("inf") for rate in numbers.values()):
             raise ValueError(f"rates must be finite and not negative, got {rates}")
-        return Rates(**rates)
+        return Rates.from_dict(rates)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

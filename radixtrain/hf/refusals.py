@@ -9,6 +9,7 @@ dropout, or noise on the embeddings, after `prepare_model`. What a layer asks it
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.positions import check_batch_positions, check_model_positions, why_padding_matters
+from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, text_layers
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
@@ -41,6 +43,11 @@ NOT_NEXT_TOKENS = {  # classes that are called causal all the same
     "MusicgenForCausalLM": "its rows are several codebooks",
     "MusicgenMelodyForCausalLM": "its rows are several codebooks",
 }
+STATEFUL = re.compile("linear|recurrent|mamba|conv|hybrid")  # in the name of a layer's kind
+NO_PROTOCOL = (
+    "whose state from token to token does not go through Hugging Face's cache (get_recurrent_state, "
+    "update_recurrent_state), so it cannot fork where rows branch"
+)
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
 
 
@@ -54,7 +61,8 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) 
     reason = None if any_head else why_not_next_tokens(parts)
     if reason:
         raise UserError(reason)
-    _check_layers(parts.name, parts.decoder.config)
+    _check_layers(parts.name, parts.decoder)
+    _check_states(parts.name, parts.decoder)
     _check_attention(parts.name, parts.decoder.config)
     if any_head:
         _check_causal(parts)
@@ -119,11 +127,18 @@ def _takes_function_from_interface(decoder: Any) -> bool:
 
 
 def _check_decoder(parts: Parts) -> None:
-    """Refuse a model that is not one causal decoder."""
+    """Refuse a model that is not one causal decoder with a head after it."""
     if getattr(parts.base.config, "is_encoder_decoder", False):
         raise UserError(
             f"{parts.name} is not a plain decoder, but an encoder and a decoder; train it without sharing (fit: "
             f"dedup: false)"
+        )
+    if parts.decoder is not parts.base and parts.decoder.get_output_embeddings() is not None:
+        path = next(path for path, module in parts.base.named_modules() if module is parts.decoder)
+        raise UserError(
+            f"{parts.name} contains a whole language model with a head of its own ({path}, a "
+            f"{type(parts.decoder).__name__}), so the rows that predict cannot be picked before the head; for rows of "
+            f"text prepare that one: prepare_model(model.{path})"
         )
 
 
@@ -144,18 +159,41 @@ def why_not_next_tokens(parts: Parts) -> str | None:
     return next((f"{name} does not predict next tokens: {why}" for why in excluded), None)
 
 
-def _check_layers(name: str, config: Any) -> None:
-    """Refuse layers of a kind that is not computed exactly. name: the class of the model."""
+def _check_layers(name: str, decoder: Any) -> None:
+    """Refuse layers of a kind that is not computed exactly. name: the class of the model.
+
+    A layer is computed exactly if its tokens meet in attention, in a mixer that speaks Hugging Face's cache protocol,
+    or not at all.
+    """
+    config = decoder.config
     if not hasattr(config, "num_hidden_layers"):
         raise UserError(
             f"{name} is not a plain decoder (one stack of num_hidden_layers); train it without sharing (fit: dedup: "
             f"false)"
         )
+    layers = text_layers(decoder)
     for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in EXACT_LAYERS:
+        is_exact = layer_type in EXACT_LAYERS or (index < len(layers) and forks_or_keeps_apart(layers[index]))
+        if not is_exact:
+            why = NO_PROTOCOL if STATEFUL.search(layer_type) else "which tree attention does not compute"
             raise UserError(
-                f"{name} layer {index} is {layer_type!r}: only {', '.join(EXACT_LAYERS)} compute a shared prefix once; "
-                f"train it without sharing (fit: dedup: false)"
+                f"{name} layer {index} is {layer_type!r}, {why}; train it without sharing (fit: dedup: false)"
+            )
+    for index, layer in enumerate(layers if mixers_of(decoder) else []):  # a hybrid may not name its kinds of layers
+        if not (forks_or_keeps_apart(layer) or any(attends(type(module)) for module in layer.modules())):
+            raise UserError(
+                f"{name} layer {index} is a {type(layer).__name__}, {NO_PROTOCOL}; train it without sharing (fit: "
+                f"dedup: false)"
+            )
+
+
+def _check_states(name: str, decoder: Any) -> None:
+    """Refuse a module that hands on a state by itself, as in RWKV and xLSTM."""
+    for path, module in decoder.named_modules():
+        if path and is_text(path) and "state" in inspect.signature(type(module).forward).parameters:
+            raise UserError(
+                f"{name} has a {type(module).__name__} ({path}), {NO_PROTOCOL}; train it without sharing (fit: dedup: "
+                f"false)"
             )
 
 

@@ -90,7 +90,7 @@ def calibrated(rehearsal: Rehearsal) -> tuple[Rehearsal, StepCost | None]:
     attention = "auto" if rehearsal.attention == "reference" else rehearsal.attention
     model = rehearsal.build(rehearsal.period, rehearsal.device)
     cost = calibrate(model, attention=attention, kernel=rehearsal.kernel, dtype=rehearsal.dtype)
-    found = replace(rehearsal, row_seconds=cost.row_flops * cost.rates.flop)
+    found = replace(rehearsal, row_seconds=cost.row_seconds)
     return found, None if rehearsal.attention == "reference" else cost
 
 

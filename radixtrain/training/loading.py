@@ -26,6 +26,11 @@ from radixtrain.hf.prepare import prepare_model
 __all__ = ["auto_class", "load_model", "load_trainable", "with_training_options"]
 
 logger = logging.getLogger(__name__)
+LOADERS: dict[Any, Any] = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+}
 
 
 def load_trainable(settings: Any) -> Any:
@@ -68,13 +73,18 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
 
 
 def auto_class(model_name_or_path: str) -> Any:
-    """transformers' loader of this checkpoint: the one for images and text if no other knows it (Qwen2.5-VL)."""
-    config = type(AutoConfig.from_pretrained(model_name_or_path))
-    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    if config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    return AutoModelForMultimodalLM if config in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
+    """transformers' loader of this checkpoint: the one that makes the class which wrote it, else the first that can.
+
+    A class for text and images keeps its tower for images: for Qwen3.5, `AutoModelForCausalLM` would leave it out.
+    """
+    config = AutoConfig.from_pretrained(model_name_or_path)
+    made = {loader: _names(mapping[type(config)]) for loader, mapping in LOADERS.items() if type(config) in mapping}
+    wrote = set(config.architectures or ())
+    return next((loader for loader, names in made.items() if wrote & names), next(iter(made), AutoModelForCausalLM))
+
+
+def _names(classes: Any) -> set[str]:
+    return {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))}
 
 
 def _enable_activation_checkpointing(model: Any) -> None:

@@ -146,7 +146,7 @@ class RadixModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_weights(self, checkpoint["state_dict"])
         rates = checkpoint.get("radixtrain_rates")
-        self.rates = None if rates is None else Rates(**rates)
+        self.rates = None if rates is None else Rates.from_dict(rates)
 
     def configure_optimizers(self) -> Any:
         optimizer = adamw(self, self.hparams)

@@ -2,15 +2,18 @@
 
     seconds = U row_flops flop + calls call + rectangles N rectangle + pairs N H pair + elements element
 
-for one layer. The rates of a machine are measured in `radixtrain/hf/rates.py`; the work of a plan is counted here:
+for one layer. In a hybrid model attention counts for the layers that attend, and recurrent layers cost what their
+`RunCost` says of their calls, rows, chunks and states. The rates of a machine are measured in
+`radixtrain/hf/rates.py`; the work of a plan is counted here:
 
 - calls: of the attention kernel;
 - rectangles: of queries and keys that they compute, N query heads each;
 - pairs: of a query and a key in them, with the hidden ones that a kernel computes;
 - elements: of the rows that are gathered, merged or added up, H to a head.
 
-A branch that is left out costs rows (`min_shared_tokens`), one that is kept costs calls and elements. Which is cheaper
-depends on the machine and on the width of the model, so it is not a constant.
+A branch that is left out costs rows (`min_shared_tokens`), one that is kept costs calls and elements, and perhaps a
+fork in a recurrent layer. Which is cheaper depends on the machine and on the width of the model, so it is not a
+constant.
 
 Pure NumPy, because the collator carries it into DataLoader workers.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +30,8 @@ from radixtrain.kernels.cascade import cascade_bounds
 from radixtrain.kernels.rectangles import LONG, STRIP
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
+from radixtrain.tree.run_choice import cheapest_runs
+from radixtrain.tree.runs import RunCost
 
 __all__ = ["CANDIDATES", "CHOICES", "AttentionWork", "Choice", "Rates", "StepCost", "attention_work"]
 
@@ -56,6 +62,7 @@ class Rates:
     pair: in one column of one head.
     element: that is moved.
     flop: of a matrix product.
+    runs: of a recurrent layer; None if the model has none.
     """
 
     call: float
@@ -63,6 +70,13 @@ class Rates:
     pair: float
     element: float
     flop: float
+    runs: RunCost | None = None
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Rates:
+        """What `dataclasses.asdict` made of rates."""
+        runs = found.get("runs")
+        return cls(**{**found, "runs": None if runs is None else RunCost(**runs)})
 
 
 @dataclass(frozen=True)
@@ -76,12 +90,14 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """The cost of one layer of a model on a machine.
+    """The cost of one layer of a model on a machine, the mean one if they differ.
 
     on_host: True if attention runs in rectangles on the CPU, False if in packed calls on a device.
     num_heads, num_key_value_heads, head_dim: of the attention, as its kernel runs it.
-    row_flops: floating-point operations of the layer's matrices on one row, forward and backward.
+    row_flops: floating-point operations of the layer's matrices on one row, forward and backward. What a recurrent
+        layer has of its own is in its `RunCost`.
     strategies: to choose from.
+    attention_share, mixer_share: layers that attend, and those with a recurrent state, over all layers.
     """
 
     rates: Rates
@@ -91,13 +107,41 @@ class StepCost:
     head_dim: int
     row_flops: float
     strategies: tuple[str, ...] = CHOICES
+    attention_share: float = 1.0
+    mixer_share: float = 0.0
+
+    @property
+    def run_cost(self) -> RunCost | None:
+        """What its recurrent layers cost; None if there are none."""
+        return self.rates.runs if self.mixer_share else None
+
+    @property
+    def row_seconds(self) -> float:
+        """Of a row of a long sequence, without attention."""
+        runs = self.run_cost
+        in_mixer = 0.0 if runs is None else self.mixer_share * (runs.row + runs.chunk / runs.chunk_rows)
+        return self.row_flops * self.rates.flop + in_mixer
 
     def seconds(self, plan: PrefixPlan, strategy: str) -> float:
         """Seconds of forward and backward. strategy: one of `CHOICES`."""
+        return self.attention_seconds(plan, strategy) + self.run_seconds(plan) + self._matrix_seconds(plan)
+
+    def attention_seconds(self, plan: PrefixPlan, strategy: str) -> float:
+        """Of attention."""
         rates = self.rates
         calls, rectangles, pairs, elements = self.counts(attention_work(plan, strategy, self.on_host))
         attention = calls * rates.call + rectangles * rates.rectangle + pairs * rates.pair + elements * rates.element
-        return attention + plan.num_rows * self.row_flops * rates.flop
+        return self.attention_share * attention
+
+    def run_seconds(self, plan: PrefixPlan) -> float:
+        """Of what a recurrent layer has in place of attention, with the forks that cost least."""
+        if self.run_cost is None:
+            return 0.0
+        runs = cheapest_runs(plan.segment_starts, plan.segment_parents, self.run_cost)
+        return self.mixer_share * runs.cost(self.run_cost)
+
+    def _matrix_seconds(self, plan: PrefixPlan) -> float:
+        return plan.num_rows * self.row_flops * self.rates.flop
 
     def counts(self, work: AttentionWork) -> tuple[int, int, int, int]:
         """How often the rates of a call, a rectangle, a pair and an element are paid, in all heads together."""
@@ -116,8 +160,9 @@ class StepCost:
         plans = {1: fewest_rows, **{tokens: plan_of(tokens) for tokens in CANDIDATES[1:] if saving < tokens}}
         if max_rows is not None:
             plans = {tokens: plan for tokens, plan in plans.items() if plan.num_rows <= max_rows or tokens == 1}
+        beside = {tokens: self.run_seconds(plan) + self._matrix_seconds(plan) for tokens, plan in plans.items()}
         choices = [
-            Choice(strategy, tokens, self.seconds(plan, strategy))
+            Choice(strategy, tokens, self.attention_seconds(plan, strategy) + beside[tokens])
             for tokens, plan in plans.items()
             for strategy in self.strategies
         ]

@@ -24,6 +24,8 @@ from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.tree_tiles import TreeTiles, tile_sizes, tree_tiles
 from radixtrain.tree.arrays import concatenate_ranges
 from radixtrain.tree.plan import PrefixPlan
+from radixtrain.tree.run_layout import RUNS, RunLayout
+from radixtrain.tree.runs import RunCost
 
 __all__ = [
     *("ADVANTAGES", "CU_SEQLENS", "INVERSE_INDICES", "LABEL_INDICES", "LEFT_PADDED", "LOSS_WEIGHTS"),
@@ -46,6 +48,7 @@ LEFT_PADDED = PREFIX + "left_padded"  # 1 if positions were counted without the 
 CU_SEQLENS = PREFIX + "cu_seqlens"  # a field of `TreeLayout`, as is the next
 INVERSE_INDICES = PREFIX + "inverse_indices"
 TILES = PREFIX + "tiles_"  # begins the keys of the lists of tiles, if `RadixCollator` was asked for them
+OPTIONAL = ("tiles", "runs")  # fields that a batch may lack
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +63,7 @@ class TreeLayout:
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
     tiles: the lists that `attention="tree"` walks, if they were asked for.
+    runs: for layers with a recurrent state, if they were asked for.
     """
 
     gather_indices: Tensor
@@ -81,13 +85,18 @@ class TreeLayout:
     max_position: int
     levels: tuple[Level, ...]
     tiles: TreeTiles | None = None
+    runs: RunLayout | None = None
 
     @classmethod
-    def from_plan(cls, plan: PrefixPlan, tiles: tuple[int, int] | None = None) -> TreeLayout:
+    def from_plan(
+        cls, plan: PrefixPlan, tiles: tuple[int, int] | None = None, run_cost: RunCost | None = None
+    ) -> TreeLayout:
         """Copies to CPU tensors. Runs in the DataLoader worker.
 
         tiles: None, or the rows of a held and of a walked block for `attention="tree"`; see `tile_sizes`.
+        run_cost: None, or what the recurrent layers of the model cost, by which their runs are chosen.
         """
+        segments = plan.segment_starts, plan.segment_parents
         return cls(
             gather_indices=_int64(plan.gather_indices),
             inverse_indices=_int64(plan.inverse_indices),
@@ -103,29 +112,33 @@ class TreeLayout:
             max_path=_longest(plan.path_cu_seqlens_k),
             max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
             tiles=None if tiles is None else tree_tiles(plan.row_subtree_ends, *tiles),
+            runs=None if run_cost is None else RunLayout.from_segments(*segments, run_cost),
             **_levels(plan),
         )
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> TreeLayout:
         """From the `radix_` entries of a batch, on whatever device they are now. KeyError names a missing one."""
-        values = {name: batch[PREFIX + name] for name in _names(cls) if name != "tiles"}
-        has_tiles = any(key.startswith(TILES) for key in batch)
+        values = {name: batch[PREFIX + name] for name in _names(cls) if name not in OPTIONAL}
+        has_tiles, has_runs = (any(key.startswith(keys) for key in batch) for keys in (TILES, RUNS))
         tiles = TreeTiles(**{name: batch[TILES + name] for name in _names(TreeTiles)}) if has_tiles else None
-        return cls(**{**values, "levels": tuple(Level(*level) for level in values["levels"]), "tiles": tiles})
+        runs = RunLayout.from_batch(batch) if has_runs else None
+        levels = tuple(Level(*level) for level in values["levels"])
+        return cls(**{**values, "levels": levels, "tiles": tiles, "runs": runs})
 
     def to_batch(self) -> dict[str, Any]:
         """The entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
-        entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name != "tiles"}
+        entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name not in OPTIONAL}
         tiles = {} if self.tiles is None else {TILES + name: getattr(self.tiles, name) for name in _names(TreeTiles)}
-        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels), **tiles}
+        runs = {} if self.runs is None else self.runs.to_batch()
+        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels), **tiles, **runs}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         values = {name: getattr(self, name) for name in _names(self)}
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in values.items()
-            if isinstance(value, Tensor | TreeTiles)
+            if isinstance(value, Tensor | TreeTiles | RunLayout)
         }
         return replace(self, **moved)
 

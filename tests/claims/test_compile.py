@@ -3,6 +3,7 @@
 The hook in front of the backbone and tree attention itself run outside the graphs (`torch.compiler.disable`): what they
 do is made of host integers and kernels of their own, and traced they would be compiled anew for every tree. So a graph
 breaks at every attention and goes on after it; layers share their graphs, whatever their number and whatever U is.
+Mixers with a recurrent state run outside as well.
 """
 
 import random
@@ -15,6 +16,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from radixtrain import RadixCollator, prepare_model
+from radixtrain.tree.runs import RunCost
 
 PROMPTS = (5, 9, 14, 21, 33, 40, 6, 27)  # tokens, each a batch with another U, B and number of levels
 
@@ -27,7 +29,7 @@ def nothing_compiled_yet() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def batch_of(length: int) -> dict[str, Any]:
+def batch_of(length: int, **options: Any) -> dict[str, Any]:
     """A prompt, half of it shared by all sequences, and a few sequences of other lengths."""
     rng = random.Random(length)
 
@@ -36,7 +38,7 @@ def batch_of(length: int) -> dict[str, Any]:
 
     prompt = draw(length)
     sequences = [prompt + draw(rng.randrange(2, 6)) for _ in range(length % 4 + 2)]
-    return RadixCollator(loss_on_all=True)(
+    return RadixCollator(loss_on_all=True, **options)(
         [{"input_ids": ids} for ids in [*sequences, prompt[: length // 2] + draw(3), draw(4)]]
     )
 
@@ -74,3 +76,35 @@ def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
         torch.compile(model, dynamic=True, backend="eager")(**batch_of(9))  # graphs are counted before any backend
         counted.append(counters["stats"]["unique_graphs"])
     assert counted[0] == counted[1], counted
+
+
+FORKS = {"run_cost": RunCost(call=0.0, row=1.0, state=0.0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: bool) -> None:
+    """After the first two batches nothing is compiled for another tree; ordinary batches in between."""
+    model = prepare_model(tiny_hybrid("Qwen3.5"))
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, dynamic=True, backend="eager")
+    ids = torch.arange(12).view(2, 6) + 3
+    ordinary = {"input_ids": ids, "labels": ids}
+    graphs = []
+    for length in PROMPTS[:4]:
+        for batch in (batch_of(length, **FORKS), ordinary):
+            results = [loss_and_gradients(model, call, batch) for call in (compiled, model)]
+            assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[1], f"graphs compiled after each batch: {graphs}"
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_a_state_generates(tiny_hybrid: Callable[..., Any]) -> None:
+    model = tiny_hybrid("Qwen3.5").eval()
+    ids = torch.arange(12).view(2, 6) + 3
+    stock = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    prepare_model(model).compile(backend="eager", dynamic=True)
+    model(**batch_of(9, **FORKS))
+    assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None), stock)

@@ -27,6 +27,7 @@ from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUD
 from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.training import module as training
 from radixtrain.training.module import RadixModule
+from radixtrain.tree.runs import RunCost
 
 ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
@@ -205,6 +206,32 @@ def test_a_window(on_meta: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
     assert windows == [None, 3]
 
 
+@pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba", "LFM2"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_layers_with_a_state(
+    tiny_hybrid: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    no_autocast_on_meta: None,
+    kind: str,
+    checkpointing: bool,
+) -> None:
+    """Their runs come with the batch. Whether a mixer can fork is tried once, which waits, and needs values."""
+    choice, varlen = AttentionChoice("cascade", "torch", "test"), kernel_without_values("torch", monkeypatch)
+    monkeypatch.setattr("radixtrain.attention.choose_attention", lambda *args, **kwargs: choice)
+    monkeypatch.setattr("radixtrain.attention._kernel", lambda *args: varlen)
+    tried: list[Any] = []
+    monkeypatch.setattr("radixtrain.hf.recurrent.layers.why_it_cannot_fork", lambda *args: tried.append(args) or "")
+    model = prepare_model(tiny_hybrid(kind).to(torch.bfloat16).to("meta").train())
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    batch = to_meta(RadixCollator(run_cost=RunCost(call=0.0, row=1.0, state=0.0))(FEATURES))
+    assert any(keeps for _, _, keeps, _ in batch["radix_runs_calls"])
+    for _ in range(2):
+        with NoWaiting("meta"):
+            model(**batch).loss.backward()
+    assert len(tried) == 1
+
+
 WAITING: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x.sum().item(),
     "tolist": lambda x: x.tolist(),
@@ -251,7 +278,7 @@ def test_the_watch_lets_pass() -> None:
 # By reading. Functions on the path from a batch on the device to its gradient, and why some may read anyway.
 ON_THE_PATH = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").glob("*.py"))),
-    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "loss", "training/module")),
+    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/run_layout", "loss", "training/module")),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
@@ -272,6 +299,9 @@ MAY_READ = {
     ("radixtrain/hf/padded/sharing.py", "_arguments"): "NumPy arrays of the plan",
     ("radixtrain/hf/padded/head.py", "*"): "NumPy arrays: which rows the head computes",
     ("radixtrain/hf/padded/packing.py", "separates_packed_sequences"): "once for each model",
+    ("radixtrain/hf/recurrent/forking.py", "why_it_cannot_fork"): "once for a mixer, a device and a dtype",
+    ("radixtrain/hf/recurrent/forking.py", "_runs"): "when the file is imported",
+    ("radixtrain/hf/recurrent/tree_runs.py", "*"): "only a batch without `run_cost`, or a mixer that cannot fork",
     ("radixtrain/hf/scores.py", "*"): "`predict` writes its results down",
     ("radixtrain/hf/head.py", "_why_not_product"): "once for each model, before its first batch",
     ("radixtrain/hf/rates.py", "*"): "a calibration, which times calls before the first batch",

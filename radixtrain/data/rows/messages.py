@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from radixtrain.data.files.rows import explain, parse
@@ -21,6 +22,11 @@ SPEAKERS = {
 }
 CALLS = ("function_call", "tool_call")  # speakers whose text is the JSON of a call
 TEXT_PARTS = ("text", "input_text", "output_text")
+MEDIA = re.compile("image|audio|video")
+NO_MEDIA = (
+    "; images, audio and video are not supported, and multimodal models are trained on rows of text: remove the part, "
+    "or the row (data.on_bad_row: skip)"
+)
 WEIGHTS_ELSEWHERE = ("train", "training", "trainable", "loss", "mask")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -154,7 +160,9 @@ def _part_text(part: Any, name: str, where: str) -> str:
     kind = part.get("type") or "text" if isinstance(part, dict) else None
     if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
         found = kind if kind and kind not in TEXT_PARTS else part
-        raise DataError(where, f"{name}: content: only parts {{type: text, text}} are read, found {repr(found)[:60]}")
+        hint = NO_MEDIA if MEDIA.search(str(found)) else ""
+        reason = f"only parts {{type: text, text}} are read, found {repr(found)[:60]}{hint}"
+        raise DataError(where, f"{name}: content: {reason}")
     text: str = part["text"]
     return text
 

@@ -21,10 +21,12 @@ from radixtrain.hf.padded.report import SharingReport
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.positions import why_padding_matters
+from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.runs import RunCost
 
 __all__ = ["PaddedSharing", "SharingOptions"]
 
@@ -50,6 +52,7 @@ class PaddedSharing:
     generates: whether the model can generate, with a cache.
     step_cost: of the model; None until it is calibrated for `auto`.
     separates: whether it separates the sequences of a packed row; None until such a row comes.
+    has_mixers: whether the model has recurrent layers; None until a call is shared.
     left_padding: why rows with padding on the left cannot be shared, empty if they can; None until such a row comes.
     """
 
@@ -58,6 +61,7 @@ class PaddedSharing:
     report: SharingReport = field(default_factory=SharingReport)
     step_cost: StepCost | None = None
     separates: bool | None = None
+    has_mixers: bool | None = None
     left_padding: str | None = None
     head: SharedHead = field(init=False)
 
@@ -133,6 +137,14 @@ class PaddedSharing:
             self.step_cost = calibrate(decoder, attention=attention, kernel=kernel, dtype=dtype)
         return self.step_cost
 
+    def _run_cost(self, decoder: Any) -> RunCost | None:
+        """What recurrent layers cost, calibrated or not; None without any. So the runs are made here, on the host."""
+        if self.has_mixers is None:
+            self.has_mixers = bool(mixers_of(decoder))
+        if not self.has_mixers:
+            return None
+        return (self.step_cost and self.step_cost.run_cost) or RunCost()
+
     def _count(self, rows: PaddedRows, plan: PrefixPlan) -> None:
         self.report.num_shared += 1
         self.report.num_places += rows.kept.size
@@ -144,7 +156,7 @@ class PaddedSharing:
     ) -> dict[str, Any]:
         """The call, with the unique tokens in place of the padded ones."""
         device = given["input_ids"].device
-        layout = TreeLayout.from_plan(plan).to(device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, run_cost=self._run_cost(decoder)).to(device, non_blocking=True)
         may_bind = window_may_bind(decoder.config, layout)
         places = Places.on(device, rows.kept, rows.places(plan))
         call = RadixCall(layout, None, self.options.attention, self.options.kernel, may_bind, strategy, places)

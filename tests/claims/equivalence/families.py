@@ -9,7 +9,7 @@ from typing import Any
 
 from tiny_models import WINDOW, tiny_model
 
-__all__ = ["CORE", "CORE_MULTIMODAL", "FAMILIES", "MULTIMODAL", "NOT_TRIED", "REST", "Family"]
+__all__ = ["CORE", "CORE_MULTIMODAL", "FAMILIES", "MULTIMODAL", "NOT_TRIED", "REST", "WHOLE", "Family"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ LINEAR = "linear attention"
 MIXTURE = "mixture of experts"
 SINKS = "sinks, sliding window"
 STATES = "state-space layers"
+WHOLE = "each row whole"  # the mixer cannot start from a state
+WHOLE_STATES = f"{STATES} ({WHOLE})"
 WINDOWS = "sliding window"
 # Without rotary positions a bias of the keys adds the same to all scores of a query, which the softmax takes out again.
 KEY_BIAS = r"(key|k_proj|Wk)\.bias"
@@ -76,7 +78,9 @@ QWEN_4_EXP = {
     "hc_lowrank": 4,
     "split_ngram_parts": 2,
 }
-HYBRID_ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"]}
+# One block of attention in two layers, on the stream and the embeddings side by side.
+SHARED_BLOCK = ["linear_attention", "hybrid"] * 2
+ZAMBA = {"layers_block_type": SHARED_BLOCK, "layer_types": SHARED_BLOCK, "attention_hidden_size": 64}
 
 CORE = [
     Family("AFMoE", "AfmoeForCausalLM", f"{WINDOWS}, {MIXTURE}"),
@@ -211,7 +215,7 @@ REST = [
     Family("Inkling", "InklingForCausalLM", f"{WINDOWS}, {MIXTURE}"),
     Family("Inkling 2", "Inkling2ForCausalLM", f"{SINKS}, {MIXTURE}"),
     Family("Jais 2", "Jais2ForCausalLM"),
-    Family("Jamba", "JambaForCausalLM", f"{STATES}, {MIXTURE}"),
+    Family("Jamba", "JambaForCausalLM", f"{WHOLE_STATES}, {MIXTURE}"),
     Family("Kimi Linear", "KimiLinearForCausalLM", f"{LINEAR}, {LATENT}, {MIXTURE}"),
     Family("Kolibri 1", "Kolibri1ForCausalLM", f"{WINDOWS}, {MIXTURE}"),
     Family("Laguna", "LagunaForCausalLM", f"{WINDOWS}, {MIXTURE}", TWO_KINDS),
@@ -261,8 +265,9 @@ REST = [
     Family("XLNet", "XLNetLMHeadModel", "relative positions"),
     Family("X-MOD", "XmodForCausalLM", LEARNED, {**DECODER, "default_language": "en_XX"}),
     Family("Youtu", "YoutuForCausalLM", LATENT),
-    Family("Zamba", "ZambaForCausalLM", f"{STATES}, shared attention", {**HYBRID_ZAMBA, "tie_word_embeddings": False}),
-    Family("Zamba 2", "Zamba2ForCausalLM", f"{STATES}, shared attention", {**HYBRID_ZAMBA, "n_mamba_heads": 4}),
+    Family("Zamba", "ZambaForCausalLM", f"{WHOLE_STATES}, shared attention", ZAMBA),
+    Family("Zamba 2", "Zamba2ForCausalLM", f"{STATES}, shared attention",
+           {**ZAMBA, "n_mamba_heads": 4, "adapter_rank": 4}),
     Family("ZAYA", "ZayaForCausalLM", f"convolutions inside attention, {MIXTURE}",
            {"num_experts_per_tok": 1, "router_hidden_size": 16}),
 ]  # fmt: skip
@@ -290,6 +295,8 @@ CORE_MULTIMODAL = [
     Family("Mistral 3", "Mistral3ForConditionalGeneration", WINDOWS),
     Family("Mllama", "MllamaForConditionalGeneration", "layers that attend to images",
            {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}}, idle=r"cross_attn|layers\.1\."),
+    Family("Nemotron-H Omni", "NemotronH_Omni_Reasoning_V3", f"{STATES}, {MIXTURE}",
+           {"vision_config": {"video_temporal_patch_size": 2, "max_img_size": 56}, "projector_hidden_size": 32}),
     Family("PaliGemma", "PaliGemmaForConditionalGeneration", "attention in both directions"),
     Family("Phi-4 multimodal", "Phi4MultimodalForCausalLM", settings={
         "audio_config": {"nemo_conv_channels": 8, "ext_pw_out_channel": 32, "num_blocks": 1}
@@ -338,8 +345,7 @@ MULTIMODAL = [
            {"text_config": {"head_dim": 16, **mrope(2, 1, 1, partial_rotary_factor=0.5)}}),
     Family("GLM-4.6V", "Glm46VForConditionalGeneration", settings=THREE_AXES),
     Family("GLM-5 next", "Glm5NextForConditionalGeneration", f"{LINEAR}, sparse attention, {MIXTURE}",
-           {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 8, "linear_num_heads": 2,
-                            "linear_head_dim": 8}}),
+           {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 8}}),
     Family("GLM-OCR", "GlmOcrForConditionalGeneration", settings=THREE_AXES),
     Family("GOT-OCR 2", "GotOcr2ForConditionalGeneration"),
     Family("Granite 4 Vision", "Granite4VisionForConditionalGeneration", "scaled logits",
@@ -377,8 +383,6 @@ MULTIMODAL = [
     Family("Muse Spark", "MuseSparkForConditionalGeneration", f"{WINDOWS}, {MIXTURE}",
            {"projector_hidden_size": 32, "text_config": {"moe_hidden_size": 32},
             "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [16] * 4, "depths": [1] * 4}}),
-    Family("Nemotron-H Omni", "NemotronH_Omni_Reasoning_V3", f"{STATES}, {MIXTURE}",
-           {"vision_config": {"video_temporal_patch_size": 2, "max_img_size": 56}, "projector_hidden_size": 32}),
     Family("Ovis 2", "Ovis2ForConditionalGeneration"),
     Family("PaddleOCR-VL", "PaddleOCRVLForConditionalGeneration", settings=THREE_AXES),
     Family("Qianfan-OCR", "QianfanOCRForConditionalGeneration"),

@@ -24,7 +24,7 @@ SMALL = {
         moe_shared_expert_intermediate_size q_lora_rank mamba_d_head mamba_head_dim mamba_headdim""",
     12: "qk_head_dim",
     8: """head_dim dim_head d_head d_kv kv_channels swa_head_dim kv_lora_rank o_lora_rank qk_nope_head_dim
-        index_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size
+        index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size
         mamba_chunk_size chunk_size hidden_size_per_layer_input num_mel_bins""",
     6: "v_head_dim",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
@@ -34,8 +34,8 @@ SMALL = {
     2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers
         num_decoder_layers depth num_key_value_heads swa_num_key_value_heads kv_n_heads num_experts_per_tok
         num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group num_expert_group zero_expert_num o_groups
-        index_n_heads linear_num_key_heads linear_num_value_heads n_mamba_heads mamba_expand spatial_merge_size
-        temporal_patch_size num_query_tokens""",
+        index_n_heads linear_num_heads linear_num_key_heads linear_num_value_heads n_mamba_heads mamba_expand
+        spatial_merge_size temporal_patch_size num_query_tokens""",
     1: """topk_group n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers
         moe_layer_start_index n_groups mamba_n_groups""",
     128: """max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_source_positions

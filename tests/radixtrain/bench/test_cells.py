@@ -22,6 +22,18 @@ class TestShape:
         assert str(ModelShape(2, 128)) == "2x128"
         assert str(ModelShape(name="Qwen3-0.6B")) == "Qwen3-0.6B"
 
+    def test_a_hybrid(self) -> None:
+        """Three recurrent layers for each that attends, their state twice as wide as the model."""
+        shape = ModelShape(4, 32, head_dim=8, vocab_size=97, family="qwen3_5")
+        config, model = shape.config(), build_model(shape, torch.device("cpu"), torch.float32, "sdpa")
+        assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"] and str(shape) == "4x32 hybrid"
+        assert model.model.layers[0].linear_attn.out_proj.weight.shape == (32, 64)
+        assert model.model.layers[3].self_attn.k_proj.weight.shape == (16, 32)
+
+    def test_an_unknown_family(self) -> None:
+        with pytest.raises(UserError, match=r"models: family must be one of qwen3, qwen3_5, got qwen4"):
+            ModelShape(family="qwen4")  # type: ignore[arg-type]
+
     def test_the_weights_are_the_same_every_time(self) -> None:
         first, second = (build_model(SHAPE, torch.device("cpu"), torch.float32, "sdpa").state_dict() for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)

@@ -38,6 +38,14 @@ def test_every_truth(dtype: torch.dtype, cell: Cell, float64_truth: bool) -> Non
     assert low <= result.error < high
 
 
+def test_recurrent_layers_are_checked_against_float64() -> None:
+    """Between two float32 runs the gradient of a decay differs by more than the bar."""
+    shape = replace(SHAPE, family="qwen3_5", num_hidden_layers=4)
+    model = build_model(shape, torch.device("cpu"), torch.float32, "sdpa")
+    (result,) = measure(model, make_work(replace(FLAT, model=shape)), Settings(("cascade",), repeats=1))
+    assert 0 < result.error < 1e-2 and 1 < result.ideal_speedup < result.r
+
+
 @pytest.fixture
 def scaled_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
     """`scaled_attention(by, backward)`: keys, or only the gradients of the keys, off by this factor."""

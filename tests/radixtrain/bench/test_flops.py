@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from transformers import BloomConfig, DeepseekV3Config, LlamaConfig
+from transformers import BloomConfig, DeepseekV3Config, Lfm2Config, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
+from radixtrain.bench import recurrent
 from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
@@ -12,6 +13,7 @@ from radixtrain.tree.plan import build_prefix_plan
 
 # One layer: q and o 8 x 8 each, k and v 8 x 4 each, gate, up and down 8 x 16 each: 576 parameters.
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10}
+LINEAR = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 4, "value_head_dim": 4, "conv_kernel_dim": 2}
 CONFIG = LlamaConfig(**SIZES, num_key_value_heads=1, head_dim=4)
 
 
@@ -35,6 +37,42 @@ def test_latent_attention_has_its_own_matrices_and_head_dims():
     flops = ordinary_flops(DeepseekV3Config(**SIZES, **dims), plan_of([[1, 2, 3]]), 2)
     assert flops.linear == 2 * 3 * (24 + 36 + 40 + 70 + 16 + 48 + 384)
     assert flops.attention == 2 * 2 * (6 + 3) * 6
+
+
+def test_a_hybrid_attends_in_some_layers_only():
+    """Of 4 layers one attends, all have an MLP, and three mix: in parameters and 3 x 2 heads x 4 x 4 of state each."""
+    linear = {f"linear_{name}": size for name, size in LINEAR.items()}
+    config = Qwen3_5TextConfig(**{**SIZES, "num_hidden_layers": 4}, num_key_value_heads=1, head_dim=4, **linear)
+    plan = plan_of([[1, 2, 3], [1, 2, 4]])
+    ordinary, unique = ordinary_flops(config, plan, num_labels=2), unique_flops(config, plan, num_predictors=1)
+    assert (ordinary.attention, unique.attention) == (4 * 8 * 12, 4 * 8 * 9)
+    matrices = 8 * (8 + 8 + 8) + 8 * 8 + 8 * (2 + 2) + 8 * 8  # q, k, v; z; a and b; o
+    others = 24 * 2 + 2 + 2 + 4  # convolution, decay, step, norm
+    mixer = matrices + others + 3 * 2 * 4 * 4
+    assert (ordinary.linear, unique.linear) == tuple(2 * n * (192 + 4 * 384 + 3 * mixer) for n in (6, 4))
+
+
+@pytest.mark.parametrize("layer_types", [["full_attention"], ["sliding_attention"]])
+def test_no_model_is_made_for_layers_that_attend(monkeypatch, layer_types):
+    monkeypatch.setattr(recurrent, "_counted", lambda config: pytest.fail("made"))
+    config = Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=4, layer_types=layer_types)
+    assert ordinary_flops(config, plan_of([[1, 2, 3]]), 2).linear == 2 * 576 * 3
+
+
+def test_a_hybrid_that_cannot_be_made(monkeypatch):
+    """The error names the configuration. It is tried once: the next time it is there."""
+    made = []
+    config = Lfm2Config(
+        **{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=1, layer_types=["conv", "full_attention"]
+    )
+    monkeypatch.setattr(recurrent, "_COUNTED", {})
+    real = recurrent.AutoModel.from_config
+    monkeypatch.setattr(recurrent.AutoModel, "from_config", lambda config: (_ for _ in ()).throw(ValueError("no")))
+    with pytest.raises(UserError, match="Lfm2Config: its recurrent layers cannot be counted: no"):
+        ordinary_flops(config, plan_of([[1, 2, 3]]), 2)
+    monkeypatch.setattr(recurrent.AutoModel, "from_config", lambda config: made.append(config) or real(config))
+    flops = [ordinary_flops(config, plan_of([[1, 2, 3]]), 2) for _ in range(2)]
+    assert flops[0] == flops[1] and len(made) == 1
 
 
 def test_a_width_that_the_configuration_does_not_say():

@@ -34,9 +34,11 @@ def test_rates_are_measured_and_kept(tiny_qwen3, folder, monkeypatch, caplog):
     assert cost.on_host and (cost.num_heads, cost.num_key_value_heads, cost.head_dim) == (4, 2, 8)
     assert cost.row_flops == 6 * (2 * 32 * (32 + 16) + 3 * 32 * 64)
     rates = asdict(cost.rates)
+    assert rates.pop("runs") is None, "no recurrent layers"
     assert all(rate >= 0 for rate in rates.values()) and rates["flop"] > 0 and rates["pair"] + rates["rectangle"] > 0
     written = json.loads(kept(folder).read_text())
-    assert written["rates"] == rates and written["torch"] == torch.__version__ and written["heads"] == [4, 2, 8]
+    assert written["rates"] == {**rates, "runs": None} and "mixers" not in written
+    assert written["torch"] == torch.__version__ and written["heads"] == [4, 2, 8]
     assert "calibrated in" in caplog.text
     monkeypatch.setattr(calibration_module, "_MEASURED", {})  # as in another process
     monkeypatch.setattr(calibration_module, "measured_rates", lambda layer: pytest.fail("measured twice"))

@@ -12,8 +12,6 @@ from transformers import (
     BartForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
     T5Config,
@@ -49,26 +47,21 @@ class TestAttention:
         with pytest.raises(UserError, match=r"attention_dropout=0\.1"):
             prepare_model(tiny_qwen3(attention_dropout=0.1))
 
-    def test_linear_attention(self):
-        config = Qwen3NextConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-        )
-        with pytest.raises(UserError, match="Qwen3NextForCausalLM layer 0 is 'linear_attention'"):
-            prepare_model(Qwen3NextForCausalLM(config))
+    @pytest.mark.parametrize(
+        ("family", "changes", "message"),
+        [
+            ("MiniMax", {"num_local_experts": 2}, "layer 1 is 'linear_attention', whose state from token to token"),
+            ("RecurrentGemma", {"lru_width": 32}, "layer 0 is 'linear_attention', whose state from token to token"),
+            ("Rwkv", {"attention_hidden_size": 32}, r"has a RwkvBlock \(blocks\.0\), whose state from token to token"),
+        ],
+    )
+    def test_a_state_that_only_the_layer_knows(self, family, changes, message):
+        with pytest.raises(UserError, match=f"{message} does not go through Hugging Face's cache .* cannot fork"):
+            prepare_model(tiny(family, **changes))
+
+    def test_state_space_layers_that_get_nothing_of_the_batch(self):
+        with pytest.raises(UserError, match=r"Mamba2Model has state-space layers only, .* radix batch on to them"):
+            prepare_model(tiny("Mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=1))
 
     @pytest.mark.parametrize(
         "rope",

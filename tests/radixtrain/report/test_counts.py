@@ -9,10 +9,12 @@ import pytest
 from radixtrain.collators.steps import StepCollator
 from radixtrain.report.counts import counted_step, ordinary_counts, plans_of, radix_counts
 from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.tree.runs import RunCost
 
 COLLATOR = StepCollator(max_tokens=60)
 RATES = Rates(call=1e-6, rectangle=1e-7, pair=1e-9, element=1e-9, flop=1e-10)
 COST = StepCost(rates=RATES, on_host=True, num_heads=4, num_key_value_heads=2, head_dim=8, row_flops=100.0)
+HYBRID = replace(COST, rates=replace(RATES, runs=RunCost()), attention_share=0.25, mixer_share=0.75)
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def features() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("step_cost", [None, COST])
+@pytest.mark.parametrize("step_cost", [None, COST, HYBRID])
 def test_both_arms_are_counted_as_they_are_collated(features: list[dict[str, Any]], step_cost: StepCost | None) -> None:
     collator = replace(COLLATOR, step_cost=step_cost)
     counted = counted_step(features, collator, step_cost)
@@ -55,13 +57,14 @@ def test_attention_without_a_calibration_is_pairs() -> None:
     assert counts == (5, 1 + 2 + 3 + 3 + 4, 3)
 
 
+@pytest.mark.parametrize("cost", [COST, HYBRID])
 def test_attention_by_the_calibration_is_what_the_layer_costs_beyond_its_matrices(
-    features: list[dict[str, Any]],
+    features: list[dict[str, Any]], cost: StepCost
 ) -> None:
-    step = StepCollator(step_cost=COST)(features)
+    step = StepCollator(step_cost=cost)(features)
     (plan,) = plans_of(features, step)
-    counts = radix_counts(step.micro_batches[0], plan, COST)
-    cheapest = min(COST.seconds(plan, strategy) for strategy in COST.strategies)
+    counts = radix_counts(step.micro_batches[0], plan, cost)
+    cheapest = min(cost.seconds(plan, strategy) for strategy in cost.strategies)
     assert counts.attention == pytest.approx(cheapest - plan.num_rows * 100.0 * 1e-10)
 
 

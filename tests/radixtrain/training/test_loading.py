@@ -6,16 +6,21 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
 )
 
 from radixtrain.errors import UserError
-from radixtrain.training.loading import load_model, load_trainable
+from radixtrain.training.loading import auto_class, load_model, load_trainable
 
 SIZES = {
     **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -68,3 +73,22 @@ def test_a_multimodal_checkpoint(tmp_path):
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(tmp_path)
     model = load_trainable(settings(tmp_path))
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("wrote", [Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM])
+def test_a_checkpoint_is_loaded_by_the_class_that_wrote_it(tmp_path, wrote):
+    """`AutoModelForCausalLM` would leave the tower for images of Qwen3.5 out, and `fit` would save the model so."""
+    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    text = {**SIZES, **linear, "linear_value_head_dim": 8, "num_hidden_layers": 4}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    is_text = wrote is Qwen3_5ForCausalLM
+    config = Qwen3_5TextConfig(**text) if is_text else Qwen3_5Config(text_config=text, vision_config=vision)
+    wrote(config).save_pretrained(tmp_path)
+    model = load_trainable(settings(tmp_path))
+    assert type(model) is wrote and model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_a_checkpoint_that_does_not_name_its_class(tmp_path):
+    """As those that were converted by hand."""
+    MixtralConfig(**SIZES).save_pretrained(tmp_path)
+    assert auto_class(str(tmp_path)) is AutoModelForCausalLM

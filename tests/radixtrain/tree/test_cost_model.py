@@ -1,6 +1,8 @@
 """The counted work of each strategy against the calls that its kernel gets, and the choice that follows from it."""
 
+import json
 import pickle
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import CANDIDATES, CHOICES, AttentionWork, Rates, StepCost, attention_work
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.runs import RunCost
 
 FREE = {"call": 0.0, "rectangle": 0.0, "pair": 0.0, "element": 0.0, "flop": 0.0}
 DEEP = [[*range(100, 100 + 40 * n), 7] for n in range(1, 8)]
@@ -25,7 +28,7 @@ def plan_of(sequences, **options):
     return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
-def cost(on_host=True, row_flops=0.0, strategies=CHOICES, **rates):
+def cost(on_host=True, row_flops=0.0, strategies=CHOICES, attention_share=1.0, mixer_share=0.0, **rates):
     return StepCost(
         rates=Rates(**{**FREE, **rates}),
         on_host=on_host,
@@ -34,6 +37,8 @@ def cost(on_host=True, row_flops=0.0, strategies=CHOICES, **rates):
         head_dim=8,
         row_flops=row_flops,
         strategies=strategies,
+        attention_share=attention_share,
+        mixer_share=mixer_share,
     )
 
 
@@ -145,6 +150,92 @@ class TestCheapest:
 
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, n, *range(20, 60)] for n in range(2, 12))]
+
+
+class TestRecurrentLayers:
+    """A trunk of 40, then 4 leaves of 3: one call for the trunk and one for the leaves, and 5 states."""
+
+    SEQUENCES = tuple([*range(100, 140), n, n, n] for n in range(4))
+    FREE_RUNS = RunCost(call=0.0, row=0.0, state=0.0)
+
+    @pytest.mark.parametrize(
+        ("rates", "seconds"),
+        [
+            ({"call": 1e-3, "row": 1.0}, 52 + 2e-3),
+            ({"row": 1.0, "state": 1e-3}, 52 + 5e-3),
+            ({"row": 1.0, "chunk": 1.0, "chunk_rows": 16}, 52 + 3 + 4),
+            ({"row": 1.0, "call": 1e6}, 4 * 43 + 1e6),
+            ({"row": 1.0, "state": 1e6}, 4 * 43),
+            ({"row": 1.0, "can_fork": False}, 4 * 43),
+        ],
+        ids=str,
+    )
+    def test_literally(self, rates, seconds):
+        runs = replace(self.FREE_RUNS, **rates)
+        plan = plan_of(self.SEQUENCES)
+        assert cost(mixer_share=1.0, runs=runs).seconds(plan, "cascade") == pytest.approx(seconds)
+        assert cost(mixer_share=0.75, runs=runs).run_seconds(plan) == pytest.approx(0.75 * seconds)
+
+    def test_attention_counts_for_the_layers_that_attend(self):
+        plan, rates = plan_of(DEEP), {"call": 1.0, "pair": 1e-3}
+        whole, quarter = (
+            cost(**rates, row_flops=2.0, flop=1.0, attention_share=share).seconds(plan, "path") for share in (1.0, 0.25)
+        )
+        rows = 2.0 * plan.num_rows
+        assert quarter - rows == pytest.approx(0.25 * (whole - rows)) and whole > rows
+
+    def test_a_branch_is_kept_if_its_fork_pays(self):
+        """Calls of attention say no to 16 branches of 8 tokens; the rows that forks save in other layers say yes."""
+        pairs = [[100 + n // 2] * 8 + [n % 2] * (n // 2 + 1) for n in range(32)]
+
+        def chosen(runs):
+            options = {"strategies": ("cascade",), "call": 1.0, "mixer_share": 1.0, "runs": runs}
+            return cost(**options).cheapest(lambda n: plan_of(pairs, min_shared_tokens=n))[0].min_shared_tokens
+
+        forks = replace(self.FREE_RUNS, row=1.0)
+        assert chosen(forks) == 1
+        assert (
+            chosen(self.FREE_RUNS) == chosen(replace(forks, state=8.0)) == chosen(replace(forks, can_fork=False)) == 16
+        )
+
+    def test_the_choice_is_the_least_of_all(self):
+        """What is chosen costs what `seconds` says, and no other costs less."""
+        step_cost = cost(
+            row_flops=3.0, flop=1.0, call=50.0, pair=1e-2, attention_share=0.25, mixer_share=0.75, runs=RunCost()
+        )
+
+        def plan(tokens):
+            return plan_of(DEEP, min_shared_tokens=tokens)
+
+        choice, _ = step_cost.cheapest(plan)
+        every = {(s, n): step_cost.seconds(plan(n), s) for s in CHOICES for n in CANDIDATES}
+        assert choice.seconds == min(every.values()) == every[choice.strategy, choice.min_shared_tokens]
+
+    def test_a_row_of_a_long_sequence(self):
+        runs = replace(self.FREE_RUNS, row=2.0, chunk=64.0)
+        assert cost(row_flops=5.0, flop=1.0).row_seconds == 5.0
+        assert cost(row_flops=5.0, flop=1.0, mixer_share=0.5, runs=runs).row_seconds == 5.0 + 0.5 * 3.0
+
+    def test_the_batch_has_its_runs(self):
+        features = [{"input_ids": ids, "labels": ids} for ids in self.SEQUENCES]
+        forks = replace(self.FREE_RUNS, row=1.0)
+        expected = {"radix_runs_calls": ((1, 40, 1, ()), (4, 3, 0, ((0, 4),)))}
+        whole = {"radix_runs_calls": ((4, 43, 0, ()),)}
+        for options, runs in (
+            ({"step_cost": cost(mixer_share=1.0, runs=forks)}, expected),
+            ({"step_cost": cost(mixer_share=1.0, runs=replace(forks, can_fork=False))}, whole),
+            ({"step_cost": cost(mixer_share=1.0, runs=forks), "run_cost": replace(forks, can_fork=False)}, whole),
+            ({"run_cost": forks}, expected),
+        ):
+            batch = RadixCollator(**options)(features)
+            assert {name: batch[name] for name in runs} == runs
+        for options in ({}, {"step_cost": cost(call=1.0)}):
+            assert not [name for name in RadixCollator(**options)(features) if name.startswith("radix_runs")]
+
+    def test_kept_rates(self):
+        for rates in (Rates(**FREE), Rates(**FREE, runs=RunCost(chunk_rows=256, can_fork=False))):
+            assert Rates.from_dict(json.loads(json.dumps(asdict(rates)))) == rates
+        assert Rates.from_dict(FREE) == Rates(**FREE), "as checkpoints were before there were runs"
 
 
 class TestInACollator:

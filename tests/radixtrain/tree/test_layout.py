@@ -78,9 +78,9 @@ def test_entries_of_a_batch():
 
 def test_dtypes_and_kinds():
     layout = layout_of(FOREST)
-    assert {field.name for field in fields(layout)} == INT64 | INT32 | INTS | {"levels", "tiles"}
+    assert {field.name for field in fields(layout)} == INT64 | INT32 | INTS | {"levels", "tiles", "runs"}
     batch = layout.to_batch()
-    assert set(batch) == {PREFIX + field.name for field in fields(layout)} - {"radix_tiles"}
+    assert set(batch) == {PREFIX + field.name for field in fields(layout)} - {"radix_tiles", "radix_runs"}
     assert {batch[PREFIX + name].dtype for name in INT64} == {torch.int64}
     assert {batch[PREFIX + name].dtype for name in INT32} == {torch.int32}
     assert {type(batch[PREFIX + name]) for name in INTS} == {int}

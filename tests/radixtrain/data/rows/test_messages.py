@@ -65,6 +65,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "weight: 1 asks for loss on the turn; only assistant turns bear loss",
     ),
     ({"role": "assistant", "content": [{"type": "audio"}]}, "only parts {type: text, text} are read, found 'audio'"),
+    (
+        {"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]},
+        "found 'image_url'; images, audio and video are not supported, and multimodal models are trained on rows of "
+        "text: remove the part, or the row (data.on_bad_row: skip)",
+    ),
+    ({"role": "user", "content": [{"image": "a.png"}]}, "found {'image': 'a.png'}; images, audio and video are not "),
     ({"from": "function_call", "value": "f(1)"}, "expected the JSON of a call, found 'f(1)'"),
     ({"from": "function_call", "value": "{'name': 'f'}"}, "this is how Python prints a list: write it with json.dumps"),
     (

@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import radixtrain.hf.attention
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf import calibration
 from radixtrain.tree.cost_model import CHOICES, Rates
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.runs import RunCost
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
@@ -119,6 +122,46 @@ class TestOptions:
         with pytest.raises(UserError, match=message):
             share_prefixes(model, **options)
         assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
+
+
+class TestRecurrentLayers:
+    """The runs are made with the plan, on the host."""
+
+    @pytest.fixture
+    def runs(self, monkeypatch) -> list[Any]:
+        """The runs of each layout that was made."""
+        made: list[Any] = []
+        make = TreeLayout.from_plan
+
+        def spy(*args: Any, **options: Any) -> TreeLayout:
+            layout = make(*args, **options)
+            made.append(layout.runs)
+            return layout
+
+        monkeypatch.setattr(TreeLayout, "from_plan", spy)
+        return made
+
+    def hybrid(self) -> Any:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+        torch.manual_seed(0)
+        return Lfm2ForCausalLM(Lfm2Config(**sizes, **layers, vocab_size=50, pad_token_id=0)).train()
+
+    def test_without_a_calibration(self, runs):
+        model = share_prefixes(self.hybrid())
+        model(**BATCH)
+        assert [len(each.calls) for each in runs] == [1], "by the default: nothing is worth a fork here"
+
+    def test_by_the_calibration(self, runs, rates, monkeypatch):
+        forks = RunCost(call=0.0, row=1.0, state=0.0)
+        monkeypatch.setattr(calibration, "measured_run_cost", lambda layer: (forks, 0.0))
+        share_prefixes(self.hybrid(), min_shared_tokens="auto")(**BATCH)
+        assert len(runs) == len(rates) == 1 and any(call.keeps for call in runs[0].calls)
+
+    @pytest.mark.parametrize("min_shared_tokens", [1, "auto"])
+    def test_layers_that_attend_need_none(self, tiny_qwen3, runs, rates, min_shared_tokens):
+        share_prefixes(tiny_qwen3(), min_shared_tokens=min_shared_tokens)(**BATCH)
+        assert runs == [None]
 
 
 class TestOutputs:

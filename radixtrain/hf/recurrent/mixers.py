@@ -1,0 +1,94 @@
+"""Which modules of a model carry a state from token to token, and which layer each of them belongs to.
+
+A *mixer* is a module whose own code speaks the cache protocol of `states.py`. None is known by its name: its source
+says so. A *block* is a decoder layer, the element of an `nn.ModuleList`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from radixtrain.hf.backbone import is_text
+
+__all__ = ["attends", "blocks_of", "forks_or_keeps_apart", "mixers_of", "num_attention_layers", "text_layers"]
+
+PROTOCOL = re.compile(r"\.(get|update)_(conv|recurrent)_state\(")
+CACHE = re.compile("cache|past|^state$")  # in the name of an argument of forward
+MIXES_TOKENS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
+
+
+def mixers_of(decoder: nn.Module) -> dict[str, nn.Module]:
+    """The mixers of the text, by path; empty for a model whose layers only attend."""
+    return {path: module for path, module in decoder.named_modules() if is_text(path) and _is_mixer(type(module))}
+
+
+def blocks_of(decoder: nn.Module, path: str) -> tuple[str, nn.Module] | None:
+    """The outermost decoder layer around a module, by its path and itself; None if there is none."""
+    parts, module = path.split("."), decoder
+    for depth, part in enumerate(parts):
+        is_list = isinstance(module, nn.ModuleList)
+        module = getattr(module, part)
+        if is_list:
+            return ".".join(parts[: depth + 1]), module
+    return None
+
+
+def text_layers(decoder: Any) -> list[nn.Module]:
+    """The decoder layers of the text in order; empty if they are not one list of num_hidden_layers."""
+    lists = [
+        module
+        for path, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and is_text(path) and len(module) == decoder.config.num_hidden_layers
+    ]
+    return list(lists[0]) if lists else []
+
+
+def num_attention_layers(decoder: Any) -> int:
+    """The decoder layers that attend: all, but for those whose tokens meet only in a mixer or not at all.
+
+    In Llama 3.2 Vision text skips the layers that attend to images.
+    """
+    config = decoder.config
+    layers = config.num_hidden_layers - len(getattr(config, "cross_attention_layers", None) or ())
+    if not mixers_of(decoder):
+        return layers
+    attending = {id(module) for block in text_layers(decoder) for module in block.modules() if attends(type(module))}
+    return len(attending)
+
+
+def forks_or_keeps_apart(block: nn.Module) -> bool:
+    """Whether the tokens of a layer meet in a mixer, or not at all: no module in it takes a cache or mixes tokens."""
+    inside = [module for module in block.modules() if module is not block]
+    return any(_is_mixer(type(module)) for module in inside) or not any(map(_mixes_tokens, inside))
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    takes = inspect.signature(type(module).forward).parameters
+    return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes))
+
+
+def _is_mixer(module_class: Any) -> bool:
+    return bool(PROTOCOL.search(_source_of(module_class)))
+
+
+def attends(module_class: Any) -> bool:
+    """Whether a module takes its attention from Hugging Face's AttentionInterface."""
+    return "attention_interface" in _source_of(module_class)
+
+
+@cache
+def _source_of(module_class: Any) -> str:
+    """The code of a class and of those it inherits from; empty for torch's, and without a source file."""
+    return "".join(_own_source(each) for each in module_class.__mro__ if not each.__module__.startswith("torch."))
+
+
+def _own_source(module_class: type) -> str:
+    try:
+        return inspect.getsource(module_class)
+    except (OSError, TypeError):
+        return ""

@@ -1,0 +1,204 @@
+"""Which runs a plan is cut into: the forks that pay, and calls of equal shape.
+
+Some choices of forks are priced by a `RunCost`, and the cheapest becomes a `RunTable`. NumPy only, as for the plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise, product
+from typing import NamedTuple
+
+import numpy as np
+
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.runs import RunCall, RunCost, RunTable
+
+__all__ = ["cheapest_runs", "runs_of_segments"]
+
+SHORTEST_FORK = 2  # rows
+SHORTEST_FROM_STATE = 2  # rows in a call
+MIN_SAVED = (2, 32, 256)  # rows that a fork has to save, to choose from
+MULTIPLES = (1, 16, 64)  # of rows, that the length of a fork may be cut to
+Pieces = tuple[tuple[int, int], ...]  # ranges of rows, [start, end), one after the other on a path
+
+
+class _Run(NamedTuple):
+    """pieces: ranges of unique rows, back to back. parent: the run it continues, -1 for none. level: forks above it."""
+
+    pieces: Pieces
+    length: int
+    parent: int
+    level: int
+    is_fork: bool
+
+
+class _Choice(NamedTuple):
+    """Runs, and which of them are computed in one call; the calls in order."""
+
+    runs: Sequence[_Run]
+    groups: list[list[int]]
+
+    def cost(self, rates: RunCost) -> float:
+        """As `RunTable.cost`, before there is a table."""
+        states = sum(run.is_fork for run in self.runs) + sum(run.parent >= 0 for run in self.runs)
+        calls = sum(rates.of_call(len(group), _call_length(self.runs, group)) for group in self.groups)
+        return calls + states * rates.state
+
+
+def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost | None = None) -> RunTable:
+    """The runs of a plan that cost least, of some choices of forks; without any fork if none pays.
+
+    segment_starts: (S+1,). segment_parents: (S,). as in `PrefixPlan`.
+    """
+    rates = rates or RunCost()
+    options: list[tuple[int | None, int]] = [(None, 1)]
+    if rates.can_fork and (segment_parents >= 0).any():
+        options += product(MIN_SAVED, MULTIPLES)
+    segments = segment_starts.tolist(), segment_parents.tolist()
+    distinct = dict.fromkeys(tuple(_runs(*segments, *option)) for option in options)
+    choices = [_choice(runs, rates) for runs in distinct]
+    return _table(min(choices, key=lambda choice: choice.cost(rates)), int(segment_starts[-1]))
+
+
+def runs_of_segments(
+    segment_starts: IntArray,
+    segment_parents: IntArray,
+    min_saved: int | None,
+    multiple: int = 1,
+    rates: RunCost | None = None,
+) -> RunTable:
+    """The runs of a plan with these forks.
+
+    min_saved: rows that a fork must save: its length times the branches after the first. None: no forks at all, each
+        leaf's whole path is one run.
+    multiple: lengths of forks are cut to a multiple of this many rows.
+    rates: by which leaves of different lengths are put into one call or several.
+    """
+    runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved, multiple))
+    return _table(_choice(runs, rates or RunCost()), int(segment_starts[-1]))
+
+
+def _choice(runs: Sequence[_Run], rates: RunCost) -> _Choice:
+    return _Choice(runs, [*_fork_groups(runs), *_leaf_groups(runs, rates)])
+
+
+class _Above(NamedTuple):
+    """What children of a segment begin with: the run they continue, its level, and rows that are in no run yet."""
+
+    run: int
+    level: int
+    pieces: Pieces
+    length: int
+
+
+def _runs(starts: list[int], parents: list[int], min_saved: int | None, multiple: int) -> Iterator[_Run]:
+    """The runs in the order of the segments that end them, so that a run comes after the one that it continues."""
+    children = Counter(parents)
+    above_children = {-1: _Above(-1, 0, (), 0)}
+    number = 0
+    for segment, (parent, own) in enumerate(zip(parents, pairwise(starts), strict=True)):
+        above = above_children[parent]
+        pieces, length = (*above.pieces, own), above.length + own[1] - own[0]
+        is_leaf = not children[segment]
+        kept = length if is_leaf else length // multiple * multiple
+        saved = kept * (children[segment] - 1)
+        is_fork = min_saved is not None and not is_leaf and kept >= SHORTEST_FORK and saved >= min_saved
+        if not (is_leaf or is_fork):
+            above_children[segment] = _Above(above.run, above.level, pieces, length)
+            continue
+        first, rest = _split(pieces, kept) if kept < length else (pieces, ())
+        yield _Run(first, kept, above.run, above.level, is_fork)
+        above_children[segment] = _Above(number, above.level + 1, rest, length - kept)
+        number += 1
+
+
+def _split(pieces: Sequence[tuple[int, int]], length: int) -> tuple[Pieces, Pieces]:
+    """The first `length` rows of some ranges, and the others."""
+    first, rest = [], []
+    for start, end in pieces:
+        cut = min(end, start + length)
+        length -= cut - start
+        first += [(start, cut)] if start < cut else []
+        rest += [(cut, end)] if cut < end else []
+    return tuple(first), tuple(rest)
+
+
+def _fork_groups(runs: Sequence[_Run]) -> Iterator[list[int]]:
+    """Forks that are computed in one call: of one level and one length; the levels in order."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, run in enumerate(runs):
+        if run.is_fork:
+            groups.setdefault((run.level, run.length), []).append(number)
+    for key in sorted(groups):
+        yield groups[key]
+
+
+def _leaf_groups(runs: Sequence[_Run], rates: RunCost) -> Iterator[list[int]]:
+    """Leaves that are computed in one call: of similar lengths, those that start from nothing by themselves."""
+    for from_state in (False, True):
+        leaves = [n for n, run in enumerate(runs) if not run.is_fork and (run.parent >= 0) == from_state]
+        leaves.sort(key=lambda number: runs[number].length)
+        lengths = np.array([_call_length(runs, [number]) for number in leaves], dtype=np.int64)
+        yield from (leaves[start:end] for start, end in pairwise(_cheapest_buckets(lengths, rates)))
+
+
+def _cheapest_buckets(lengths: IntArray, rates: RunCost) -> list[int]:
+    """Bounds of the buckets of these ascending lengths that cost least, each padded to its longest.
+
+    By dynamic programming over the distinct lengths: the best cut of the first ones, and one more bucket.
+    """
+    distinct, ends = np.unique(lengths, return_index=True)
+    ends = np.append(ends[1:], len(lengths)) if len(lengths) else ends
+    bounds = np.concatenate([[0], ends]).astype(np.int64)
+    best, last = np.zeros(len(bounds)), np.zeros(len(bounds), dtype=np.int64)
+    for end in range(1, len(bounds)):
+        costs = best[:end] + rates.of_call(bounds[end] - bounds[:end], distinct[end - 1])
+        last[end] = costs.argmin()
+        best[end] = costs[last[end]]
+    cuts = [len(bounds) - 1]
+    while cuts[-1]:
+        cuts.append(int(last[cuts[-1]]))
+    return bounds[cuts[::-1]].tolist()
+
+
+def _call_length(runs: Sequence[_Run], group: Sequence[int]) -> int:
+    """Rows of each run of a call, with padding."""
+    longest = max(runs[number].length for number in group)
+    return max(longest, SHORTEST_FROM_STATE) if runs[group[0]].parent >= 0 else longest
+
+
+def _table(choice: _Choice, num_rows: int) -> RunTable:
+    """Runs in calls; in a call by the call that their states come from."""
+    runs = choice.runs
+    place_of: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # run -> its call, its place in it
+    calls: list[RunCall] = []
+    rows, parents = [np.zeros(0, dtype=np.int64)], []
+    for group in choice.groups:
+        ordered = sorted(group, key=lambda number: (place_of[runs[number].parent], number))
+        place_of |= {number: (len(calls), place) for place, number in enumerate(ordered)}
+        above = [place_of[runs[number].parent] for number in ordered if runs[number].parent >= 0]
+        parents += [place for _, place in above]
+        length = _call_length(runs, ordered)
+        rows += [_padded_rows(runs[number], length) for number in ordered]
+        sources = tuple((call, len(list(same))) for call, same in groupby(call for call, _ in above))
+        calls.append(RunCall(len(ordered), length, int(runs[ordered[0]].is_fork), sources))
+    flat = np.concatenate(rows)
+    return RunTable(
+        calls=tuple(calls), rows=flat, places=_places(flat, num_rows), parents=np.array(parents, dtype=np.int64)
+    )
+
+
+def _padded_rows(run: _Run, length: int) -> IntArray:
+    """(length,). the rows of a run, and its last one again as padding."""
+    pieces = [np.arange(start, end) for start, end in run.pieces]
+    last = run.pieces[-1][1] - 1
+    return np.concatenate([*pieces, np.full(length - run.length, last)])
+
+
+def _places(rows: IntArray, num_rows: int) -> IntArray:
+    """(num_rows,). the first place of each row: NumPy keeps the last value that is written, so write backwards."""
+    places = np.zeros(num_rows, dtype=np.int64)
+    places[rows[::-1]] = np.arange(len(rows))[::-1]
+    return places

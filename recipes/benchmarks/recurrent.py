@@ -1,0 +1,171 @@
+"""A training step of models with a recurrent state, ordinary and on unique tokens: time, memory, and the ideal.
+
+    OMP_NUM_THREADS=1 python recipes/benchmarks/recurrent.py            # some minutes
+    python recipes/benchmarks/recurrent.py --models Qwen3.5 --hidden 256 --repeats 9
+
+Each model has random weights and the layer mix of its family: Qwen3.5 three layers of the gated delta rule and one of
+attention, Bamba the same with Mamba 2, LFM2 with short convolutions. The batches: one prompt of 512 tokens before 16
+answers of 64; three levels of sharing; and rows that share nothing, so that only what sharing costs is left. Both arms
+are those of `python -m radixtrain bench`: the same weights in turns, each step checked against the other arm before it
+is timed. The ideal is the ratio of floating-point operations. Runs are chosen by a calibration of the model, forks are
+how many states they keep.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import BambaConfig, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
+from transformers.models.auto import AutoModelForCausalLM
+
+from radixtrain import calibrate
+from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, features_of_cell
+from radixtrain.bench.environment import header
+from radixtrain.bench.measure import Measured, Settings, measure, work_of
+from radixtrain.bench.work import Work, with_choices
+from radixtrain.errors import UserError
+from radixtrain.tree.layout import TreeLayout
+
+LAYERS = 4
+HEAD_DIM = 64
+VOCAB = 4096
+
+
+class Batch(NamedTuple):
+    """Rows of one step. tree: as for `Cell`; rows of `apart` share nothing."""
+
+    rows: int
+    prompt: int
+    suffix: int
+    tree: str
+
+    def __str__(self) -> str:
+        shared = {"flat": "one prompt", "nested": "three levels", "apart": "nothing shared"}[self.tree]
+        return f"{self.rows} x ({self.prompt} + {self.suffix}), {shared}"
+
+
+BATCHES = (
+    Batch(16, 512, 64, "flat"),
+    Batch(16, 512, 64, "nested"),
+    Batch(4, 512, 64, "apart"),
+)
+
+
+def qwen3_5(hidden: int) -> PreTrainedConfig:
+    heads = hidden // HEAD_DIM
+    return Qwen3_5TextConfig(
+        **common(hidden),
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        head_dim=HEAD_DIM,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=HEAD_DIM,
+        linear_value_head_dim=HEAD_DIM,
+    )
+
+
+def bamba(hidden: int) -> PreTrainedConfig:
+    heads = hidden // HEAD_DIM
+    return BambaConfig(
+        **common(hidden),
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        attn_layer_indices=[LAYERS - 1],
+        mamba_n_heads=2 * heads,
+        mamba_d_head=HEAD_DIM,
+        mamba_d_state=128,
+    )
+
+
+def lfm2(hidden: int) -> PreTrainedConfig:
+    heads = hidden // HEAD_DIM
+    return Lfm2Config(
+        **common(hidden),
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        layer_types=["conv"] * (LAYERS - 1) + ["full_attention"],
+        block_auto_adjust_ff_dim=False,
+    )
+
+
+def common(hidden: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+MODELS: dict[str, Callable[[int], PreTrainedConfig]] = {"Qwen3.5": qwen3_5, "Bamba": bamba, "LFM2": lfm2}
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    print(header(torch.device("cpu"), "float32", options.repeats), flush=True)
+    try:
+        print_table(results(options))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--hidden", type=int, default=512, help="width; heads are 64 wide")
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args(argv)
+
+
+def results(options: argparse.Namespace) -> Iterator[tuple[str, Batch, int, Measured]]:
+    for name in options.models:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(MODELS[name](options.hidden), attn_implementation="sdpa").train()
+        step_cost = calibrate(model)
+        for batch in BATCHES:
+            work = with_choices(work_of(GivenBatch(ModelShape(), str(batch), batch.rows), rows_of(batch)), step_cost)
+            (result,) = measure(model, work, Settings(repeats=options.repeats, float64_truth=True))
+            yield name, batch, num_forks(work), result
+
+
+def rows_of(batch: Batch) -> list[dict[str, Any]]:
+    """`input_ids` and `labels` of each row; the loss is on the suffixes."""
+    shape = ModelShape(vocab_size=VOCAB)
+    if batch.tree != "apart":
+        return features_of_cell(Cell(shape, batch.prompt, batch.suffix, batch.rows, batch.tree))
+    rows = features_of_cell(Cell(shape, 0, batch.prompt + batch.suffix, batch.rows))
+    for row in rows:
+        row["labels"][: batch.prompt] = -100
+    return rows
+
+
+def num_forks(work: Work) -> int:
+    """States that a recurrent layer keeps in a step."""
+    layouts = (TreeLayout.from_batch(each.tensors) for each in work.auto or ())
+    calls = [call for layout in layouts if layout.runs for call in layout.runs.calls]
+    return sum(call.num_runs for call in calls if call.keeps)
+
+
+def print_table(lines: Iterable[tuple[str, Batch, int, Measured]]) -> None:
+    print("\n| model | batch | r | forks | ideal | speed-up | of the ideal | peak memory, MiB | error |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name, batch, forks, found in lines:
+        peaks = (f"{(peak or 0) / 2**20:,.0f}" for peak in (found.ordinary_peak_bytes, found.radix_peak_bytes))
+        print(
+            f"| {name} | {batch} | {found.r:.2f} | {forks} | {found.ideal_speedup:.2f} "
+            f"| {found.measured_speedup:.2f} ({found.lowest_speedup:.2f} to {found.highest_speedup:.2f}) "
+            f"| {found.efficiency:.2f} | {' -> '.join(peaks)} | {found.error:.1e} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

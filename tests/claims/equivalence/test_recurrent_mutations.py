@@ -1,0 +1,208 @@
+"""The tests are tested: mistakes in the runs and states of recurrent layers, each of which makes the suite fail."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor, cat
+
+import radixtrain.hf.recurrent.layers
+import radixtrain.hf.recurrent.running
+import radixtrain.tree.run_choice
+from radixtrain import RadixCollator, verify_equivalence
+from radixtrain.hf.recurrent.states import ForkedStates
+from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.run_choice import runs_of_segments
+from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunCall, RunCost, RunTable
+from radixtrain.verification.report import EquivalenceReport
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_models import tiny_model
+
+sys.path.remove(str(Path(__file__).parent))
+
+# Two prompts of four and two tokens; two branches of three below the first, with two leaves each.
+SEQUENCES = [
+    *([7, 8, 9, 10, 1, 1, 1, 2, 3], [7, 8, 9, 10, 1, 1, 1, 4, 2, 2]),
+    *([7, 8, 9, 10, 5, 6, 5, 3], [7, 8, 9, 10, 5, 6, 5, 6, 6, 1]),
+    *([20, 21, 22, 23, 24], [20, 21, 25, 26]),
+]
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in SEQUENCES]
+Table = Callable[[], RunTable]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A layer of the gated delta rule, which has a convolution and a state, and one that attends."""
+    return tiny_model("Qwen3_5ForCausalLM", {})
+
+
+def table(multiple: int = 1) -> RunTable:
+    """A fork at every branch."""
+    ids = np.concatenate(SEQUENCES)
+    plan = build_prefix_plan(ids, np.cumsum([0, *map(len, SEQUENCES)]))
+    return runs_of_segments(plan.segment_starts, plan.segment_parents, 2, multiple, RunCost(call=0.0, state=0.0))
+
+
+def verdict(model: Any, table_of: Table) -> EquivalenceReport:
+    def collate(features: Any) -> dict[str, Any]:
+        return {**RadixCollator()(features), **RunLayout.from_table(table_of()).to_batch()}
+
+    return verify_equivalence(model, FEATURES, collator=collate)
+
+
+def assert_caught(report: EquivalenceReport) -> None:
+    for precision in ("float64", "float32"):
+        assert not report[precision].passed, f"{precision} lets it through:\n{report}"
+    assert "NOT EQUAL" in str(report)
+
+
+def with_rows(right: RunTable, calls: Sequence[RunCall], rows: Any) -> RunTable:
+    """Other calls and rows; each row has its output from the first run that contains it."""
+    return replace(right, calls=tuple(calls), rows=np.asarray(rows), places=np.unique(rows, return_index=True)[1])
+
+
+def test_the_runs_that_are_mutated() -> None:
+    """Prompts of two lengths, then both branches in one call, from one state; cut to two, the leaves repeat a row."""
+    for multiple, length in ((1, 3), (2, 2)):
+        calls = table(multiple).calls
+        assert [(call.num_runs, call.length) for call in calls if call.keeps] == [(1, 2), (1, 4), (2, length)]
+
+
+@pytest.mark.parametrize("multiple", [1, 2])
+def test_without_a_mutation(model: Any, multiple: int) -> None:
+    report = verdict(model, partial(table, multiple))
+    assert report.passed and report.conclusive, str(report)
+
+
+def a_fork_from_the_wrong_parent() -> RunTable:
+    """The leaves of one branch start from the other."""
+    right = table()
+    source_of = [source for call in right.calls for source, number in call.sources for _ in range(number)]
+    swapped = [1 - parent if source == 2 else parent for source, parent in zip(source_of, right.parents, strict=True)]
+    return replace(right, parents=np.array(swapped))
+
+
+def a_state_kept_after_the_wrong_row() -> RunTable:
+    """Forks of the branches' three rows, and leaves that start after two and compute the third again."""
+    late, right = table(), table(multiple=2)
+    forks = sum(call.keeps for call in right.calls)
+    rows_late, rows = (sum(c.num_runs * c.length for c in each.calls[:forks]) for each in (late, right))
+    return with_rows(right, [*late.calls[:forks], *right.calls[forks:]], [*late.rows[:rows_late], *right.rows[rows:]])
+
+
+def rows_after_a_fork_left_out() -> RunTable:
+    """A leaf has only the rows that no run before it has."""
+    right = table(multiple=2)
+    seen: set[int] = set()
+    rows: list[int] = []
+    for run in runs_in(right):
+        own = [row for row in dict.fromkeys(run) if row not in seen]
+        seen.update(own)
+        rows += [*own, *own[-1:] * (len(run) - len(own))]
+    return with_rows(right, right.calls, rows)
+
+
+def all_rows_as_one_sequence() -> RunTable:
+    """As a recurrent layer reads a packed batch: every branch after the ones before it."""
+    rows = np.arange(len(table().places))
+    return RunTable(calls=(RunCall(1, len(rows), 0, ()),), rows=rows, places=rows, parents=np.zeros(0, dtype=np.int64))
+
+
+def segments_from_nothing() -> RunTable:
+    """No run continues another."""
+    right = table()
+    return replace(right, calls=tuple(call._replace(sources=()) for call in right.calls), parents=right.parents[:0])
+
+
+@pytest.mark.parametrize(
+    "mutated",
+    [
+        a_fork_from_the_wrong_parent,
+        a_state_kept_after_the_wrong_row,
+        rows_after_a_fork_left_out,
+        all_rows_as_one_sequence,
+        segments_from_nothing,
+    ],
+    ids=lambda mutated: mutated.__name__,
+)
+def test_mutated_runs(model: Any, mutated: Table) -> None:
+    assert_caught(verdict(model, mutated))
+
+
+def test_a_final_state_read_through_padding(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks of one level in one call, whatever their lengths."""
+
+    def by_level(runs: Sequence[Any]) -> Iterator[list[int]]:
+        forks = sorted((run.level, number) for number, run in enumerate(runs) if run.is_fork)
+        for _, group in groupby(forks, key=lambda fork: fork[0]):
+            yield [number for _, number in group]
+
+    monkeypatch.setattr(radixtrain.tree.run_choice, "_fork_groups", by_level)
+    assert [(call.num_runs, call.length) for call in table().calls if call.keeps] == [(2, 4), (2, 3)]
+    assert_caught(verdict(model, table))
+
+
+def forget_the_left_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution reads zeros before the first row of a run."""
+    update = ForkedStates.update_conv_state
+
+    def forgetful(self: ForkedStates, conv_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        self.past = {kind: state for kind, state in self.past.items() if kind[0] != "conv"}
+        return update(self, conv_states, *args, **options)
+
+    monkeypatch.setattr(ForkedStates, "update_conv_state", forgetful)
+
+
+def miss_one_child(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each state has its gradient from all of its children but the first of a call."""
+    past_of = radixtrain.hf.recurrent.running._past
+
+    def without_the_first(*args: Any) -> Any:
+        past = past_of(*args)
+        return {key: cat([x[:1].detach(), x[1:]]) if key[0] == kind else x for key, x in past.items()}
+
+    monkeypatch.setattr(radixtrain.hf.recurrent.running, "_past", without_the_first)
+
+
+MUTATED_STATES = [
+    pytest.param(forget_the_left_context, False, id="a convolution that forgets its left context"),
+    pytest.param(partial(miss_one_child, kind="conv"), True, id="a gradient that misses one child, convolution"),
+    pytest.param(partial(miss_one_child, kind="recurrent"), True, id="a gradient that misses one child, state"),
+]
+
+
+@pytest.mark.parametrize(("mutate", "same_loss"), MUTATED_STATES)
+def test_mutated_states(
+    model: Any, monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Any], None], same_loss: bool
+) -> None:
+    monkeypatch.setattr(radixtrain.hf.recurrent.layers, "why_it_cannot_fork", lambda *args: "")
+    mutate(monkeypatch)
+    report = verdict(model, table)
+    assert (report["float64"].loss_error <= report["float64"].loss_bar) == same_loss, "the forward pass is right"
+    assert_caught(report)
+
+
+@pytest.mark.parametrize("mutate", [mutated.values[0] for mutated in MUTATED_STATES], ids=["conv", "child", "child 2"])
+def test_mutated_states_are_not_even_used(
+    model: Any, monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trial of a mixer before its first fork finds them, and it computes whole sequences."""
+    mutate(monkeypatch)
+    report = verdict(model, table)
+    assert report.passed and report.conclusive, str(report)
+    assert "computes every sequence from its first token on" in caplog.text
+
+
+def runs_in(given: RunTable) -> Iterator[list[int]]:
+    rows = iter(given.rows.tolist())
+    for call in given.calls:
+        for _ in range(call.num_runs):
+            yield [next(rows) for _ in range(call.length)]

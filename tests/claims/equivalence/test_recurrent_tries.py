@@ -1,0 +1,212 @@
+"""Layers with a recurrent state fork exactly: over generated tries the gradient is that of each sequence by itself.
+
+One tiny model for each kind of mixer. In float64 the bar is a relative L2 error of 1e-12 for every parameter tensor and
+for the loss; in float32 the worst tensor over all tries is at most twice as far from the truth as that of the ordinary
+padded batch. Forks are forced, because on rows as short as these none would pay. RADIXTRAIN_TRIES sets how many tries
+are drawn, of which each model gets a fifth.
+"""
+
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain.hf.recurrent.tree_runs import parents_of
+from radixtrain.testing import labelled_features
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.run_choice import runs_of_segments
+from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunCost
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import (
+    Features,
+    Gradients,
+    float64_throughout,
+    float64_truth,
+    gradients_of,
+    ordinary_padded,
+    radix_batch,
+)
+from radixtrain.verification.report import Rung
+
+sys.path.insert(0, str(Path(__file__).parent))
+from families import FAMILIES, Family
+
+sys.path.remove(str(Path(__file__).parent))
+
+TRIES = max(1, int(os.environ.get("RADIXTRAIN_TRIES", "50")) // 5)
+BAR = 1e-12
+# Mixer -> a class that has it.
+MIXERS = {
+    "gated delta rule": "Qwen3_5ForCausalLM",
+    "delta rule, a gate for each channel": "KimiLinearForCausalLM",
+    "Mamba 2": "BambaForCausalLM",
+    "short convolution": "Lfm2ForCausalLM",
+    "Mamba 2 beside attention": "FalconH1ForCausalLM",
+    "Mamba, whole sequences": "JambaForCausalLM",
+    "convolutions before attention": "ZayaForCausalLM",
+}
+
+
+@dataclass(frozen=True)
+class Forks:
+    """How the runs of a batch are chosen.
+
+    min_saved, multiple: as for `runs_of_segments`; a min_saved of 0 takes the default cost.
+    call: what a call costs, in rows, by which leaves share calls.
+    """
+
+    min_saved: int | None
+    multiple: int = 1
+    call: float = 0.0
+
+    def batch(self, features: Features, **options: Any) -> dict[str, Any]:
+        """A radix batch with these runs."""
+        if self.min_saved == 0:
+            return RadixCollator(run_cost=RunCost(), **options)(features)
+        batch = RadixCollator(**options)(features)
+        return {**batch, **RunLayout.from_table(self._table(TreeLayout.from_batch(batch))).to_batch()}
+
+    def _table(self, layout: TreeLayout) -> Any:
+        starts = layout.segment_starts.numpy().astype("int64")
+        parents = parents_of(starts, layout.subtree_ends.numpy())
+        return runs_of_segments(starts, parents, self.min_saved, self.multiple, RunCost(call=self.call, state=0.0))
+
+
+EVERY_BRANCH = Forks(2)
+CHOICES = {
+    "a fork at every branch": EVERY_BRANCH,
+    "a fork at every branch, leaves in one call": Forks(2, call=1000.0),
+    "forks of a multiple of four": Forks(2, 4, call=10.0),  # the rows after it are computed again
+    "forks of a multiple of three": Forks(2, 3),
+    "forks that save six rows": Forks(6),
+    "both": Forks(6, 4),  # a fork may end above the segment that it was made for
+    "no forks": Forks(None),
+    "the default cost": Forks(0),
+}
+TRUNK = [1, 2, 3, 1, 1, 2, 0, 3, 2, 1, 3, 0, 0, 1]
+CASES = {
+    "single-token segments": [TRUNK[:6], [*TRUNK[:6], 0], [*TRUNK[:6], 0, 0], [*TRUNK[:6], 0, 1], [*TRUNK[:6], 3]],
+    "a fork at every token": [[*TRUNK[:length], (TRUNK[length] + 1) % 4, 2] for length in range(1, 9)],
+    "segments shorter than the convolution": [
+        *([*TRUNK[:2], 0, 0, *end] for end in ([1, 1], [1, 2], [3, 0])),
+        *([*TRUNK[:2], 1, 3, *end] for end in ([2], [0, 0], [0, 1])),
+    ],
+    "identical rows": [TRUNK[:9]] * 3,
+    "a prefix of another": [TRUNK[:4], TRUNK[:9], TRUNK, TRUNK[:1]],
+    "only the first token shared": [[1, 2, 3, 1, 1], [1, 3, 0, 2], [1, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]],
+    "a deep comb": [[*TRUNK[:length], (TRUNK[length - 1] + 2) % 4, length % 4] for length in range(2, 14, 2)],
+    "longer than a chunk": [[*TRUNK * 2, *end] for end in ([1], [2, 3], [0, 1, *TRUNK])],  # of 8 rows: Mamba 2
+    "longer than a chunk of 64": [[*TRUNK * 5, *end] for end in ([1], [2, 3], [0, 1, *TRUNK * 5])],
+}
+
+
+def tiny(model_class: str) -> Any:
+    family: Family = next(each for each in FAMILIES if each.model_class == model_class)
+    return family.build()
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_cases(mixer: str) -> None:
+    """Every case, with a fork at every branch and with rows that are computed again."""
+    model = tiny(MIXERS[mixer])
+    for name, sequences in CASES.items():
+        features = [{"input_ids": ids, "labels": ids} for ids in sequences]
+        truth = float64_truth(restore_model(model), features)
+        for forks in (EVERY_BRANCH, CHOICES["forks of a multiple of four"]):
+            rung = in_float64(model, truth, forks.batch(features))
+            assert rung.worst.radix <= BAR and rung.loss_error <= BAR, f"{name}, {forks}: {rung.worst}"
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_generated_tries(
+    set_checkpointing: Callable[[Any, bool], None], print_after: Callable[[str, str], None], mixer: str
+) -> None:
+    model = tiny(MIXERS[mixer])
+    float64: list[Rung] = []
+    float32: list[Rung] = []
+    num_forks: list[int] = []
+
+    @settings(max_examples=TRIES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        features=labelled_features(min_sequences=3, max_length=14),
+        trunk=st.sampled_from([TRUNK[:length] for length in (0, 1, 2, 3, 6, 12)]),
+        forks=st.sampled_from([EVERY_BRANCH, EVERY_BRANCH, *CHOICES.values()]),
+        min_shared_tokens=st.sampled_from([1, 1, 1, 3]),
+        pad_to_multiple_of=st.sampled_from([None, 4]),
+        checkpointing=st.booleans(),
+    )
+    def one_try(features: Features, trunk: list[int], forks: Forks, checkpointing: bool, **options: Any) -> None:
+        features = [features[0], *(after(trunk, feature) for feature in features[1:])]
+        assume(states_kept(EVERY_BRANCH.batch(features, **options)))
+        set_checkpointing(restore_model(model), checkpointing)
+        batch = forks.batch(features, **options)
+        num_forks.append(states_kept(batch))
+        truth = float64_truth(model, features)
+        rung = in_float64(model, truth, batch)
+        assert rung.worst.radix <= BAR and rung.loss_error <= BAR, f"{forks}: {rung.worst}"
+        float64.append(rung)
+        float32.append(in_float32(model, truth, batch, features))
+
+    one_try()
+    print_after(
+        "recurrent layers: error against each sequence by itself", f"{mixer}: {figures(float64, float32, num_forks)}"
+    )
+    assert sum(number > 0 for number in num_forks) >= len(num_forks) / 2, "hardly a try has a fork"
+    never = set.intersection(*({tensor.name for tensor in rung.dead} for rung in float64))
+    assert not never, f"no try proves anything of {never}"
+    assert worst_of(float32) <= 2 * max(rung.worst_ordinary for rung in float32)
+
+
+def after(trunk: list[int], feature: dict[str, list[int]]) -> dict[str, list[int]]:
+    """A feature with tokens before it that others have too; every other one of them bears loss."""
+    more = {"input_ids": trunk, "labels": [-100 if place % 2 else token for place, token in enumerate(trunk)]}
+    if "position_ids" not in feature:
+        return {name: more[name] + feature[name] for name in more}
+    places = [*range(len(trunk)), *(place + len(trunk) for place in feature["position_ids"])]
+    return {**{name: more[name] + feature[name] for name in more}, "position_ids": places}
+
+
+def states_kept(batch: dict[str, Any]) -> int:
+    return sum(num_runs for num_runs, _, keeps, _ in batch["radix_runs_calls"] if keeps)
+
+
+def in_float64(model: Any, truth: Gradients, batch: dict[str, Any]) -> Rung:
+    """All gradients by radix against the truth, in float64."""
+    with float64_throughout(restore_model(model)):
+        radix = gradients_of(prepare_model(model), lambda: radix_batch(model, batch))
+    restore_model(model)
+    return compare_gradients("float64", truth, truth, radix)
+
+
+def in_float32(model: Any, truth: Gradients, batch: dict[str, Any], features: Features) -> Rung:
+    """The same in float32, beside the ordinary padded batch. The model is not prepared, before and after."""
+    ordinary = gradients_of(model, lambda: ordinary_padded(model, features))
+    radix = gradients_of(prepare_model(model), lambda: radix_batch(model, batch))
+    restore_model(model)
+    rung = compare_gradients("float32", truth, ordinary, radix)
+    assert math.isfinite(rung.worst.radix), rung.worst
+    return rung
+
+
+def worst_of(rungs: list[Rung]) -> float:
+    return max(rung.worst.radix for rung in rungs)
+
+
+def figures(float64: list[Rung], float32: list[Rung], num_forks: list[int]) -> str:
+    forked, states = sum(number > 0 for number in num_forks), sum(num_forks)
+    worst, ordinary = worst_of(float32), max(rung.worst_ordinary for rung in float32)
+    median = statistics.median(t.radix / t.ordinary for rung in float32 for t in rung.alive if t.ordinary)
+    return (
+        f"{len(float64)} tries, {forked} with forks ({states} states): float64 {worst_of(float64):.1e}; float32 "
+        f"{worst:.1e}, ordinary {ordinary:.1e} ({worst / ordinary:.2f}x), median {median:.2f}x"
+    )

@@ -1,0 +1,349 @@
+"""Whether a mixer can fork: what the trial lets pass, what it catches, and that nothing else notices it.
+
+Kernels are stood in for where transformers would pick them up: a module of the package's name, with the kernel's own
+signature, from which a fresh copy of the modelling code is imported.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.hf.recurrent.forking import why_it_cannot_fork
+from radixtrain.hf.recurrent.mixers import mixers_of
+from radixtrain.tree.runs import RunCost
+from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
+
+LOST = "the gradient of rows before a fork does not come through the state"
+IGNORED = "the value of rows after a fork ignores the state"
+FORKS = RunCost(call=0.0, row=1.0, state=0.0)
+PROMPT = [7, 8, 9, 1, 2, 3, 11, 4, 6, 5]
+FEATURES = [{"input_ids": [*PROMPT, *rest]} for rest in ([4, 5, 6, 10, 21], [4, 5, 12, 13], [31])]
+KINDS = ["Qwen3.5", "Bamba", "LFM2"]
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "order one": lambda model: model,
+    "fresh": lambda model: type(model)(model.config),
+    "tiny": lambda model: scaled(model, 1e-3),
+    "large": lambda model: scaled(model, 10.0),
+    "zero": lambda model: scaled(model, 0.0),
+}
+
+
+def scaled(model: nn.Module, factor: float) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+def tried(module: nn.Module, dtype: torch.dtype = torch.float32) -> str | None:
+    given = {"hidden_states": torch.zeros(1, 9, 32, dtype=dtype)}
+    return why_it_cannot_fork(module, type(module).forward.__get__(module), given)
+
+
+def mixer_of(model: Any) -> Any:
+    (mixer,) = mixers_of(model.model).values()
+    return mixer
+
+
+class TestStockMixers:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("weights", WEIGHTS)
+    @pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
+    def test_all_can(self, tiny_hybrid: Callable[..., Any], kind: str, weights: str, mode: str) -> None:
+        torch.manual_seed(0)
+        mixer = mixer_of(WEIGHTS[weights](tiny_hybrid(kind)))
+        dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
+        with torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext():
+            assert tried(mixer.to(dtype), dtype) == ""
+
+    def test_mamba_cannot(self) -> None:
+        """Its first version takes no state that it would start from."""
+        from transformers import JambaConfig
+        from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+
+        config = JambaConfig(hidden_size=32, mamba_d_state=4, mamba_dt_rank=2, use_mamba_kernels=False)
+        assert tried(JambaMambaMixer(config, 0)) == LOST
+
+
+class Ignores(torch.autograd.Function):
+    """The value of a state, but no gradient in either direction, as of a kernel that has no backward for it."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor) -> Tensor:
+        return state.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: Tensor) -> Tensor:
+        return state.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise NotImplementedError("no backward pass yet\nand a second line")
+
+
+def written_into(state: Tensor) -> Tensor:
+    with torch.no_grad():
+        state.mul_(0.5)
+    return state
+
+
+def not_a_number(state: Tensor) -> Tensor:
+    return state + torch.zeros_like(state).fill_(torch.nan)
+
+
+def asserts(state: Tensor) -> Tensor:
+    raise AssertionError("only float16")
+
+
+# What a kernel does with the state that it starts from or leaves, and why it cannot fork.
+BAD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "ignores": (torch.zeros_like, IGNORED),
+    "detaches": (Tensor.detach, LOST),
+    "returns no gradient": (Ignores.apply, LOST),
+    "writes in place": (written_into, IGNORED),
+    "is not a number": (not_a_number, IGNORED),
+    "raises in backward": (Raises.apply, "NotImplementedError: no backward pass yet"),
+    "asserts": (asserts, "AssertionError: only float16"),
+}
+
+SCALES = "writes in place", "leaves"  # a kernel whose final state is half as large is another one, not a bad one
+
+
+class StandIn:
+    """A package with one kernel. reads, leaves: what it does with the state it starts from, and with the final one."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.reads: Callable[[Tensor], Tensor] = lambda state: state
+        self.leaves: Callable[[Tensor], Tensor] = lambda state: state
+
+    def run(self, kernel: Callable[..., Any], name: str, state: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        output = kernel(*args, **kwargs, **{name: None if state is None else self.reads(state)})
+        if not isinstance(output, tuple) or output[1] is None:
+            return output
+        return output[0], self.leaves(output[1])
+
+
+def delta_rule(stand_in: StandIn) -> Callable[..., Any]:
+    """With the signature of flash-linear-attention 0.6."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
+
+    def chunk_gated_delta_rule(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any = None, initial_state: Any = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+        cu_seqlens: Any = None, cu_seqlens_cpu: Any = None, chunk_indices: Any = None, cp_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        assert cu_seqlens is None and scale is None
+        given = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        kernel = stock.torch_chunk_gated_delta_rule
+        return stand_in.run(kernel, "initial_state", initial_state, q, k, v, g=g, beta=beta, **given)
+
+    return chunk_gated_delta_rule
+
+
+def chunk_scan(stand_in: StandIn) -> Callable[..., Any]:
+    """With the signature of mamba-ssm 2."""
+    from transformers.models.bamba import modeling_bamba as stock
+
+    def mamba_chunk_scan_combined(
+        x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any = None, z: Any = None, dt_bias: Any = None,
+        initial_states: Any = None, seq_idx: Any = None, cu_seqlens: Any = None, dt_softplus: bool = False,
+        dt_limit: Any = (0.0, float("inf")), return_final_states: bool = False, return_varlen_states: bool = False,
+    ) -> Any:  # fmt: skip
+        assert z is None and seq_idx is None and not return_varlen_states
+        given = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        given["return_final_states"] = return_final_states
+        kernel = stock.mamba2_chunk_scan
+        return stand_in.run(kernel, "initial_states", initial_states, x, dt, A, B, C, chunk_size, **given)
+
+    return mamba_chunk_scan_combined
+
+
+def convolution(stand_in: StandIn) -> Callable[..., Any]:
+    """With the signature of causal-conv1d 1; a mixer hands it the columns of the state as rows before the first."""
+    from transformers.models.lfm2 import modeling_lfm2 as stock
+
+    def causal_conv1d_fn(
+        x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, initial_states: Any = None,
+        return_final_states: bool = False, final_states_out: Any = None, activation: Any = None,
+    ) -> Any:  # fmt: skip
+        assert seq_idx is None and not return_final_states
+        stand_in.calls += 1
+        return stock.causal_conv1d_fn(stand_in.reads(x), weight, bias, activation=activation)
+
+    return causal_conv1d_fn
+
+
+KERNELS: dict[str, tuple[str, str, Callable[[StandIn], Callable[..., Any]]]] = {
+    "Qwen3.5": ("fla.ops.gated_delta_rule", "qwen3_5", delta_rule),
+    "Bamba": ("mamba_ssm.ops.triton.ssd_combined", "bamba", chunk_scan),
+    "LFM2": ("causal_conv1d", "lfm2", convolution),
+}
+
+
+@pytest.fixture
+def with_kernel(
+    tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], tuple[Any, StandIn]]]:
+    """`with_kernel(kind)`: the tiny model on a kernel of a package that stands in for the real one."""
+    fresh: list[str] = []
+
+    def build(kind: str) -> tuple[Any, StandIn]:
+        path, family, make = KERNELS[kind]
+        stand_in, stock = StandIn(), tiny_hybrid(kind)
+        kernel = make(stand_in)
+        parts = path.split(".")
+        modules = [ModuleType(".".join(parts[: depth + 1])) for depth in range(len(parts))]
+        for parent, child in pairwise(modules):
+            setattr(parent, child.__name__.rpartition(".")[2], child)
+        setattr(modules[-1], kernel.__name__, kernel)
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        name = f"transformers.models.{family}.modeling_{family}"
+        spec = importlib.util.spec_from_file_location(f"{name}_with_kernel", sys.modules[name].__file__)
+        assert spec and spec.loader
+        copied = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = copied
+        fresh.append(spec.name)
+        spec.loader.exec_module(copied)
+        model = getattr(copied, type(stock).__name__)(stock.config)
+        model.load_state_dict(stock.state_dict())
+        return model, stand_in
+
+    yield build
+    for name in fresh:
+        del sys.modules[name]
+
+
+class TestKernels:
+    @pytest.mark.parametrize("kind", KERNELS)
+    def test_a_good_one_forks(self, with_kernel: Any, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+        model, stand_in = with_kernel(kind)
+        truth = float64_truth(model, FEATURES)
+        assert stand_in.calls > 0
+        assert tried(mixer_of(model)) == ""
+        assert_exact(model, truth)
+        assert not caplog.records
+
+    @pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba"])
+    @pytest.mark.parametrize(
+        ("what", "where"), [(what, where) for what in BAD for where in ("reads", "leaves") if (what, where) != SCALES]
+    )
+    def test_a_bad_one_cannot(self, with_kernel: Any, kind: str, what: str, where: str) -> None:
+        model, stand_in = with_kernel(kind)
+        state, reason = BAD[what]
+        setattr(stand_in, where, state)
+        assert (tried(mixer_of(model)) or "").startswith(reason)
+
+    @pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba"])
+    def test_a_bad_one_is_exact_all_the_same(
+        self, with_kernel: Any, kind: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It computes whole sequences, and a warning names the reason."""
+        model, stand_in = with_kernel(kind)
+        truth = float64_truth(model, FEATURES)
+        stand_in.reads, reason = BAD["detaches"]
+        assert_exact(model, truth)
+        (record,) = [each for each in caplog.records if each.name.startswith("radixtrain")]
+        assert f"of layer 0 computes every sequence from its first token on: {reason}" in record.message
+
+
+def assert_exact(model: Any, truth: Any) -> None:
+    prepare_model(model)
+    with float64_throughout(model):
+        found = gradients_of(
+            model, lambda: radix_batch(model, RadixCollator(run_cost=FORKS, loss_on_all=True)(FEATURES))
+        )
+    assert all((found.tensors[name] - x).norm() <= 1e-12 * x.norm() for name, x in truth.tensors.items())
+
+
+class Nothing(nn.Module):
+    """A mixer whatever of which reaches no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None) -> Tensor:
+        if cache_params is not None:
+            cache_params.get_recurrent_state(0)
+            cache_params.update_recurrent_state(hidden_states.sum(1), 0)
+        return self.proj(hidden_states * 0)
+
+
+def test_nothing_flows() -> None:
+    assert tried(Nothing()) is None
+
+
+class TestNothingElseNotices:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("error", [False, True])
+    def test_weights_and_gradients(
+        self, tiny_hybrid: Callable[..., Any], kind: str, error: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The weights are the same tensors again, after an error too."""
+        mixer = mixer_of(tiny_hybrid(kind))
+        first, *rest = mixer.parameters()
+        first.grad = torch.ones_like(first)
+        rest[0].requires_grad_(False)
+        before = [(p.data_ptr(), p.clone(), p.requires_grad, p._version) for p in mixer.parameters()]
+        state = torch.get_rng_state()
+        if error:
+            monkeypatch.setattr(nn.Linear, "forward", asserts)
+            assert (tried(mixer) or "").startswith("TypeError")
+        else:
+            assert tried(mixer) == ""
+        assert torch.equal(torch.get_rng_state(), state)
+        for parameter, (place, value, wants, version) in zip(mixer.parameters(), before, strict=True):
+            assert (parameter.data_ptr(), parameter.requires_grad, parameter._version) == (place, wants, version)
+            assert torch.equal(parameter, value)
+        assert torch.equal(first.grad, torch.ones_like(first))
+        assert not any(parameter.grad is not None for parameter in rest)
+
+    @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+    def test_modes(self, tiny_hybrid: Callable[..., Any], without: Callable[[], Any]) -> None:
+        mixer = mixer_of(tiny_hybrid("Qwen3.5")).eval()
+        with without():
+            wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            assert tried(mixer) == ""
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == wanted
+        assert not any(module.training for module in mixer.modules())
+
+    def test_autocast_keeps_no_copies(self, tiny_hybrid: Callable[..., Any]) -> None:
+        """It would cast a weight once, and use the copy for the rest of the pass."""
+        mixer = mixer_of(tiny_hybrid("Qwen3.5"))
+        hidden = torch.randn(1, 9, 32)
+        with torch.autocast("cpu", torch.bfloat16):
+            stock = mixer(hidden)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert tried(mixer) == ""
+            assert torch.is_autocast_cache_enabled()
+            assert torch.equal(mixer(hidden), stock)
+
+    def test_dropout_does_not_draw(self, tiny_hybrid: Callable[..., Any]) -> None:
+        """An adapter's, which the trial would take for a lost gradient."""
+        mixer = mixer_of(tiny_hybrid("Qwen3.5"))
+        dropout = nn.Dropout(0.5)
+        mixer.in_proj_qkv = nn.Sequential(dropout, mixer.in_proj_qkv)
+        state = torch.get_rng_state()
+        assert tried(mixer) == ""
+        assert torch.equal(torch.get_rng_state(), state)
+        assert dropout.training and dropout.p == 0.5

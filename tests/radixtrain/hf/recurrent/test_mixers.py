@@ -1,0 +1,160 @@
+"""Which modules are mixers, and what their layers are, on tiny models of Hugging Face."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.recurrent.mixers import (
+    blocks_of,
+    forks_or_keeps_apart,
+    mixers_of,
+    num_attention_layers,
+    text_layers,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "claims" / "equivalence"))
+from families import FAMILIES
+
+sys.path.remove(str(Path(__file__).parents[3] / "claims" / "equivalence"))
+
+# Class -> the mixers by path, the layers that attend, and which layers compute a shared prefix once.
+MODELS = {
+    "Qwen3_5ForCausalLM": ({"layers.0.linear_attn": "Qwen3_5GatedDeltaNet"}, 1, [True, False]),
+    "FalconH1ForCausalLM": (
+        {"layers.0.mamba": "FalconH1Mixer", "layers.1.mamba": "FalconH1Mixer"},
+        2,
+        [True, True],
+    ),  # both attend too
+    "NemotronHForCausalLM": (
+        {"layers.0.mixer": "NemotronHMamba2Mixer"},
+        1,
+        [True, True, False, True],
+    ),  # a mixer, experts, attention, an MLP
+    "Lfm2ForCausalLM": ({"layers.0.conv": "Lfm2ShortConv"}, 1, [True, False]),
+    "JambaForCausalLM": (
+        {"layers.0.mamba": "JambaMambaMixer", "layers.1.mamba": "JambaMambaMixer"},
+        0,
+        [True, True],
+    ),
+    "ZayaForCausalLM": (
+        {"layers.0.self_attn.qkv_proj": "ZayaCCAProjection", "layers.1.self_attn.qkv_proj": "ZayaCCAProjection"},
+        2,
+        [True, True],
+    ),
+    "Qwen3ForCausalLM": ({}, 2, [False, False]),
+    "MiniMaxForCausalLM": ({}, 2, [False, False]),  # its linear attention has a cache of its own
+}
+
+
+@cache
+def decoder_of(model_class):
+    family = next(each for each in FAMILIES if each.model_class == model_class)
+    return parts_of(family.build()).decoder
+
+
+@pytest.mark.parametrize("model_class", MODELS)
+def test_models(model_class):
+    decoder, (mixers, num_attending, exact) = decoder_of(model_class), MODELS[model_class]
+    found = mixers_of(decoder)
+    assert {path: type(module).__name__ for path, module in found.items()} == mixers
+    assert num_attention_layers(decoder) == num_attending
+    assert [forks_or_keeps_apart(layer) for layer in text_layers(decoder)] == exact
+    for path, module in found.items():
+        assert decoder.get_submodule(path) is module
+        block_path, block = blocks_of(decoder, path)
+        assert block_path == ".".join(path.split(".")[:2])
+        assert block is decoder.get_submodule(block_path) is text_layers(decoder)[int(path.split(".")[1])]
+
+
+def test_a_shared_block_counts_once_and_its_layers_hold_the_mixers():
+    """In Zamba 2 one attention block is in several layers, each with a mixer of its own inside."""
+    decoder = decoder_of("Zamba2ForCausalLM")
+    layers = text_layers(decoder)
+    shared = [layer.shared_transformer.self_attn for layer in layers if hasattr(layer, "shared_transformer")]
+    assert num_attention_layers(decoder) == len({id(module) for module in shared}) > 0
+    assert [blocks_of(decoder, path)[1] for path in mixers_of(decoder)] == layers, "the layer, and not a part of it"
+    assert all(map(forks_or_keeps_apart, layers))
+
+
+def test_only_those_of_the_text():
+    """The vision encoder's convolutions and layers are none of ours."""
+    decoder = decoder_of("Qwen3_5ForConditionalGeneration")
+    assert list(mixers_of(decoder)) == ["layers.0.linear_attn"]
+    assert num_attention_layers(decoder) == 1
+
+
+def test_layers_that_attend_to_images_are_not_counted():
+    assert num_attention_layers(decoder_of("MllamaForCausalLM")) == 2
+    assert len(text_layers(decoder_of("MllamaForCausalLM"))) == 3
+
+
+class Protocol(nn.Module):
+    """Speaks it."""
+
+    def forward(self, x, cache_params=None):
+        return x if cache_params is None else cache_params.update_conv_state(x, 0)
+
+
+class Inherits(Protocol):
+    pass
+
+
+class Mentions(nn.Module):
+    """Passes a cache on, whose has_previous_state it asks; that is no mixer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Protocol()
+
+    def forward(self, x, past_key_values=None):
+        assert not past_key_values.has_previous_state(0)
+        return self.inner(x, past_key_values)
+
+
+def test_by_its_source_or_that_of_what_it_inherits_from():
+    model = nn.ModuleDict({"one": Protocol(), "two": Inherits(), "three": Mentions(), "four": nn.Conv1d(2, 2, 3)})
+    assert list(mixers_of(model)) == ["one", "two", "three.inner"]
+
+
+def test_a_class_without_a_source_file():
+    """Typed at a prompt, as it were."""
+    namespace = {"nn": nn}
+    exec("class Typed(nn.Module):\n    def forward(self, x, state=None): return x.update_conv_state(x)", namespace)
+    assert mixers_of(nn.ModuleList([namespace["Typed"]()])) == {}
+
+
+def test_a_mixer_outside_of_every_list_has_no_block():
+    model = nn.ModuleDict({"mixer": Protocol(), "layers": nn.ModuleList([Mentions()])})
+    assert blocks_of(model, "mixer") is None
+    assert blocks_of(model, "layers.0.inner") == ("layers.0", model["layers"][0])
+
+
+def test_a_list_in_a_layer_is_not_the_layer():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"parts": nn.ModuleList([Protocol()])})])})
+    assert blocks_of(model, "layers.0.parts.0") == ("layers.0", model["layers"][0])
+
+
+@pytest.mark.parametrize(
+    ("inside", "exact"),
+    [
+        pytest.param([nn.Linear(2, 2), nn.LayerNorm(2)], True, id="tokens apart"),
+        pytest.param([Protocol()], True, id="a mixer"),
+        pytest.param([Mentions()], True, id="a mixer, deeper"),
+        pytest.param([nn.Conv1d(2, 2, 3)], False, id="a convolution without a state"),
+        pytest.param([nn.LSTM(2, 2)], False, id="a recurrent layer of torch"),
+        pytest.param([nn.MultiheadAttention(2, 1)], False, id="attention of torch"),
+    ],
+)
+def test_a_layer(inside, exact):
+    assert forks_or_keeps_apart(nn.Sequential(*inside)) == exact
+
+
+@pytest.mark.parametrize("argument", ["past_key_values", "past_key_value", "cache_params", "layer_past", "state"])
+def test_a_module_that_takes_a_cache_may_mix_tokens(argument):
+    namespace = {"nn": nn}
+    exec(f"class Custom(nn.Module):\n    def forward(self, x, {argument}=None): return x", namespace)
+    assert not forks_or_keeps_apart(nn.Sequential(namespace["Custom"]()))

@@ -1,0 +1,246 @@
+"""A mixer on the runs of a tree against the same mixer on each sequence by itself."""
+
+import inspect
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+
+from radixtrain.hf.recurrent.running import arguments_by_name, run_on_tree
+from radixtrain.hf.recurrent.states import ForkedStates
+from radixtrain.testing import ragged_batches
+from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.run_choice import runs_of_segments
+from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunCall, RunCost
+
+CHANNELS, WIDTH = 2, 3
+ROWS_ONLY = RunCost(call=0.0, row=1.0, state=0.0)
+DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
+THREE_CHILDREN = [[1, 1, 1, end, 5] for end in (2, 3, 4)]
+
+
+class Decay(nn.Module):
+    """h_t = a h_(t-1) + c_t of a causal convolution c of x, three wide; it speaks Hugging Face's cache protocol."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.decay = nn.Parameter(torch.rand(CHANNELS, generator=generator, dtype=torch.float64))
+        self.taps = nn.Parameter(torch.randn(CHANNELS, 1, WIDTH, generator=generator, dtype=torch.float64))
+
+    def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        assert attention_mask is None
+        x = hidden_states.transpose(1, 2)
+        state = x.new_zeros(x.shape[:2])
+        if cache_params is not None:
+            previous = cache_params.get_recurrent_state(0)
+            state = state if previous is None else previous
+            x = cache_params.update_conv_state(x, 0, conv_kernel_size=WIDTH)
+        mixed = nn.functional.conv1d(nn.functional.pad(x, (WIDTH - 1, 0)), self.taps, groups=CHANNELS)
+        states = []
+        for column in mixed[..., -hidden_states.shape[1] :].unbind(-1):
+            state = self.decay * state + column
+            states.append(state)
+        if cache_params is not None:
+            cache_params.update_recurrent_state(state, 0)
+        return torch.stack(states, dim=1)
+
+
+class Gated(Decay):
+    """Its output is two tensors, one of them None if there is no gate; it takes arguments that count rows."""
+
+    def forward(self, hidden_states, gates=None, past_key_values=None, scale=1.0, places=None, conv_mask=None):
+        assert conv_mask is None
+        mixed = scale * super().forward(hidden_states, past_key_values)
+        if gates is None:
+            return mixed, None
+        first, (second, _) = gates
+        return mixed * first, (mixed + second) * places[..., None]
+
+
+def plan_of(sequences, **options):
+    ids = [token for sequence in sequences for token in sequence]
+    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
+
+
+def runs_of(plan, min_saved=2, multiple=1, rates=ROWS_ONLY):
+    segments = plan.segment_starts, plan.segment_parents
+    return RunLayout.from_table(runs_of_segments(*segments, min_saved, multiple, rates))
+
+
+def sequences_by_themselves(mixer, x, plan):
+    """(1, T, channels): the mixer on the rows of one sequence after another."""
+    inverse = torch.tensor(plan.inverse_indices)
+    bounds = plan.cu_seqlens.tolist()
+    outputs = [mixer(x[:, inverse[start:end]]) for start, end in pairwise(bounds) if end > start]
+    return torch.cat(outputs, dim=1), inverse
+
+
+def inputs(num_rows, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, num_rows, CHANNELS, generator=generator, dtype=torch.float64)
+
+
+def on_tree(mixer, x, runs):
+    return run_on_tree(mixer, mixer.forward, {"hidden_states": x}, runs)
+
+
+def test_literally():
+    """Without a convolution and with a decay of 1 a state is the sum of the path: 1 2 -> 3 | 4."""
+    mixer = Decay()
+    with torch.no_grad():
+        mixer.decay.fill_(1.0)
+        mixer.taps.copy_(torch.tensor([0.0, 0.0, 1.0]))
+    plan = plan_of([[1, 2, 3], [1, 2, 4]])
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)[None, :, None].expand(1, 4, CHANNELS)
+    runs = RunLayout(
+        calls=(RunCall(1, 2, 1, ()), RunCall(2, 2, 0, ((0, 2),))),
+        rows=torch.tensor([0, 1, 2, 2, 3, 3]),
+        places=torch.tensor([0, 1, 2, 4]),
+        parents=torch.tensor([0, 0]),
+    )
+    assert on_tree(mixer, x, runs)[0, :, 0].tolist() == [1.0, 3.0, 6.0, 7.0]
+    assert runs.calls == runs_of(plan).calls
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sequences=ragged_batches(),
+    min_saved=st.sampled_from([None, 2, 2, 6]),
+    multiple=st.sampled_from([1, 2, 3]),
+    call=st.sampled_from([0.0, 100.0]),
+    padding=st.sampled_from([None, 4]),
+)
+@example(DEEP, 2, 1, 0.0, None)
+@example(THREE_CHILDREN, 2, 2, 0.0, None)
+@example([[1], [1], [2]], 2, 1, 0.0, None)
+def test_values_and_gradients_are_those_of_each_sequence(sequences, min_saved, multiple, call, padding):
+    mixer, plan = Decay(), plan_of(sequences, pad_to_multiple_of=padding)
+    x = inputs(plan.num_rows).requires_grad_()
+    expected, inverse = sequences_by_themselves(mixer, x, plan)
+    output = on_tree(mixer, x, runs_of(plan, min_saved, multiple, RunCost(call=call, state=0.0)))
+    assert output.shape == x.shape
+    torch.testing.assert_close(output[:, inverse], expected, rtol=1e-13, atol=1e-13)
+    weights = torch.linspace(-1, 2, expected.numel(), dtype=torch.float64).reshape(expected.shape)
+    sources = [x, *mixer.parameters()]
+    wanted = torch.autograd.grad((expected * weights).sum(), sources)
+    found = torch.autograd.grad((output[:, inverse] * weights).sum(), sources)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "multiple"), [(THREE_CHILDREN, 1), (DEEP, 1), (THREE_CHILDREN, 2)], ids=["wide", "deep", "cut"]
+)
+def test_gradcheck(sequences, multiple):
+    """A state that three runs start from, and states of states."""
+    plan = plan_of(sequences)
+    runs, mixer = runs_of(plan, multiple=multiple), Decay()
+    assert any(call.sources for call in runs.calls)
+    assert len(runs.parents.unique()) < len(runs.parents), "parents repeat"
+
+    def of(x, decay, taps):
+        given = {"hidden_states": x}
+        return run_on_tree(
+            mixer, lambda **named: torch.func.functional_call(mixer, parameters(decay, taps), (), named), given, runs
+        )
+
+    def parameters(decay, taps):
+        return {"decay": decay, "taps": taps}
+
+    sources = inputs(plan.num_rows).requires_grad_(), mixer.decay, mixer.taps
+    assert gradcheck(of, sources)
+    assert gradgradcheck(of, sources)
+
+
+def test_non_contiguous_rows():
+    plan, mixer = plan_of(DEEP), Decay()
+    wide = torch.randn(plan.num_rows, 1, 3 * CHANNELS, dtype=torch.float64).transpose(0, 1)[..., ::3]
+    assert not wide.is_contiguous()
+    runs = runs_of(plan)
+    assert torch.equal(on_tree(mixer, wide, runs), on_tree(mixer, wide.contiguous(), runs))
+
+
+def test_the_same_bits_every_time():
+    plan, mixer = plan_of(DEEP), Decay().float()
+    x = inputs(plan.num_rows).float().requires_grad_()
+
+    def gradients():
+        return torch.autograd.grad(on_tree(mixer, x, runs_of(plan)).square().sum(), [x, *mixer.parameters()])
+
+    assert all(map(torch.equal, gradients(), gradients()))
+
+
+class TestArguments:
+    def given(self, plan):
+        """Arguments as a layer passes them: hidden rows, nested rows, integer rows, a scale and a mask of U x U."""
+        rows = plan.num_rows
+        return {
+            "hidden_states": inputs(rows),
+            "gates": (inputs(rows, 2), (inputs(rows, 3), None)),
+            "places": torch.tensor(plan.position_ids)[None],
+            "scale": 2.0,
+            "conv_mask": torch.zeros(1, rows, dtype=torch.bool),
+        }
+
+    def test_rows_reach_the_mixer_with_the_rows_of_the_runs(self):
+        mixer, plan = Gated(), plan_of(DEEP)
+        given = self.given(plan)
+        two, plus = run_on_tree(mixer, mixer.forward, given, runs_of(plan))
+        state = 2 * run_on_tree(Decay(), Decay().forward, {"hidden_states": given["hidden_states"]}, runs_of(plan))
+        first, (second, _) = given["gates"]
+        torch.testing.assert_close(two, state * first)
+        torch.testing.assert_close(plus, (state + second) * given["places"][..., None])
+
+    def test_none_among_the_outputs(self):
+        mixer, plan = Gated(), plan_of(DEEP)
+        mixed, nothing = run_on_tree(mixer, mixer.forward, {"hidden_states": inputs(plan.num_rows)}, runs_of(plan))
+        assert mixed.shape == (1, plan.num_rows, CHANNELS)
+        assert nothing is None
+
+    def test_what_counts_no_rows_is_passed_as_it_is(self):
+        seen = []
+
+        def forward(**given):
+            seen.append(given)
+            return given["hidden_states"]
+
+        plan = plan_of(DEEP)
+        others = {"table": torch.zeros(7, 3), "flag": True, "nothing": None, "two_rows": torch.zeros(2, plan.num_rows)}
+        runs = runs_of(plan)
+        run_on_tree(Decay(), forward, {"hidden_states": inputs(plan.num_rows), **others}, runs)
+        assert len(seen) == len(runs.calls)
+        for named, call in zip(seen, runs.calls, strict=True):
+            assert all(named[name] is value for name, value in others.items())
+            assert named["hidden_states"].shape == (call.num_runs, call.length, CHANNELS)
+
+    def test_only_calls_that_fork_have_a_cache(self):
+        """The others are ordinary calls of a mixer, by its training kernels."""
+        seen = []
+
+        def forward(hidden_states, cache_params):
+            seen.append(cache_params)
+            return Decay()(hidden_states, cache_params)
+
+        plan = plan_of([[1, 1, 1, 2], [1, 1, 1, 3], [4, 4]])
+        runs = runs_of(plan)
+        run_on_tree(Decay(), forward, {"hidden_states": inputs(plan.num_rows)}, runs)
+        kinds = [ForkedStates if call.keeps or call.sources else type(None) for call in runs.calls]
+        assert [type(each) for each in seen] == kinds == [ForkedStates, type(None), ForkedStates]
+
+    def test_the_cache_of_the_model_is_not_used(self):
+        mixer, plan = Decay(), plan_of(DEEP)
+        given = {"hidden_states": inputs(plan.num_rows), "cache_params": "a cache of generation"}
+        output = run_on_tree(mixer, mixer.forward, given, runs_of(plan))
+        assert torch.equal(output, on_tree(mixer, given["hidden_states"], runs_of(plan)))
+
+    def test_by_name(self):
+        mixer = Gated()
+        assert list(inspect.signature(type(mixer).forward).parameters)[1:3] == ["hidden_states", "gates"]
+        named = arguments_by_name(mixer, ("rows", "gate"), {"scale": 3.0, "radix_call": "a call"})
+        assert named == {"hidden_states": "rows", "gates": "gate", "scale": 3.0}
