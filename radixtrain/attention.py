@@ -17,6 +17,8 @@ compute it (`kernels/varlen.py`). A window binds if it is shorter than the longe
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,7 +38,7 @@ from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["EVERYWHERE", "STRATEGIES", "AttentionChoice", "choose_attention", "tree_attention"]
+__all__ = ["EVERYWHERE", "STRATEGIES", "AttentionChoice", "choose_attention", "tree_attention", "unlogged"]
 
 EVERYWHERE = ("cascade", "path", "expand", "reference")  # in any floating dtype, on any device
 STRATEGIES = (*EVERYWHERE, "tree")
@@ -134,6 +136,18 @@ def choose_attention(
         _LOGGED.add(choice)
         logger.info("%s", choice)
     return choice
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Choices made inside are not logged, and are still new after it: a measurement tries what no model runs with."""
+    logged, disabled = set(_LOGGED), logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+        _LOGGED.intersection_update(logged)
 
 
 @lru_cache(maxsize=64)  # every layer asks for the same

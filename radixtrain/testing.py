@@ -1,4 +1,4 @@
-"""For tests, of this library and of its users: generated tries, and bars for rounding errors.
+"""For tests, of this library and of its users: generated tries, forced forks, and bars for rounding errors.
 
 An error is measured against a float64 truth. Its bar follows from the error of an ordinary implementation in the same
 dtype, so it is derived, not tuned. `assert_within_reference_error` is for tensors, `assert_equivalent` for the report
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from radixtrain.tree.runs import RunCost
+
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from radixtrain.verification.report import EquivalenceReport
 
 __all__ = [
+    "FREE_FORKS",
     "assert_equivalent",
     "assert_within_reference_error",
     "flash_attention_by_the_book",
@@ -28,6 +31,8 @@ __all__ = [
     "ragged_batches",
     "relative_error",
 ]
+# Only rows cost something, so recurrent layers fork at nearly every branch, in rows of any length.
+FREE_FORKS = RunCost(call=0.0, row=1.0, state=0.0)
 # A sequence that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.
 ALIVE = [1, 0, 1, 1, 0, 0, 1, 0]
 

@@ -1,5 +1,4 @@
-"""Write the demo with a tiny Qwen3.5 in place of the Qwen3: a hybrid, three layers with a recurrent state for each that
-attends.
+"""Write the demo with a tiny Qwen3.5 in place of the Qwen3: three layers with a recurrent state for each that attends.
 
     python recipes/qwen3_5.py                                # writes runs/qwen3_5
     python -m radixtrain fit --config configs/qwen3_5.yaml

@@ -2,11 +2,12 @@
 
 A mixer multiplies and adds with each of its parameters once, and with each number of its state three times: what the
 state says of the token is taken out, the token is put in, and the output is read. That is the gated delta rule (Gated
-Delta Networks, 2024, section 3),
+Delta Networks, arXiv 2412.06464, section 3),
 
     S_t = a_t (S_{t-1} - b_t (S_{t-1} k_t) k_t') + b_t v_t k_t',    o_t = S_t q_t;
 
-a state space (Mamba-2, 2024) takes nothing out. Kernels that work in chunks do more.
+a state space (Mamba 2, arXiv 2405.21060) takes nothing out, and is counted the same. Kernels that work in chunks do
+more.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ _COUNTED: dict[str, MixedLayers] = {}  # by the configuration, because it is ask
 
 @dataclass(frozen=True, kw_only=True)
 class MixedLayers:
-    """The layers of a model. mixing: multiply-adds of all its mixers for a token."""
+    """The layers of a model.
+
+    kinds: what its mean layer has. mixing: multiply-adds of all its mixers for a token.
+    """
 
     kinds: LayerKinds = ALIKE
     mixing: int = 0
 
 
 def mixed_layers(config: Any) -> MixedLayers:
-    """The layers that a configuration describes. UserError if the model cannot be made from it."""
+    """The layers of the model that a configuration describes. UserError if it cannot be made."""
     config = config.get_text_config()
     if all(kind in EXACT_LAYERS for kind in getattr(config, "layer_types", None) or ()):
         return MixedLayers()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.training.checkpoint import check_model_folder, read_checkpoint, save_hf_folder
@@ -37,6 +39,8 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
 
 def run(argv: Sequence[str]) -> None:
     """The command line of `export`."""
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # PEFT asks by transformers' former name
     parser = ArgumentParser(prog="radixtrain export", exit_on_error=False)
     parser.add_function_arguments(export)
     folder = export(**parser.parse_args(list(argv)[1:]).as_dict())

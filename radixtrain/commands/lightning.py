@@ -267,5 +267,6 @@ def _quiet() -> None:
         "LightningCLI's args",
         "infer the batch indices",
         "pre-optimization",
+        "is_gradient_checkpointing",  # PEFT asks by transformers' former name
     ):
         warnings.filterwarnings("ignore", f".*{noise}")

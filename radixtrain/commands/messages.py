@@ -17,6 +17,9 @@ CLASSES = {
     "trainer.callbacks": ("EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "Timer"),
 }
 
+# A key inside of the value of another one, with one of a few words.
+NESTED = r'Parser key "([^"]+)": .*? Parser key "([^"]+)": (Expected a \S+Literal\[.*?\]\. Got value: \S+)'
+
 
 def usage_message(text: str, command: str) -> str:
     """The message for people. text: jsonargparse's. A message of a kind that is not known stays, on one line."""
@@ -31,7 +34,11 @@ def usage_message(text: str, command: str) -> str:
         return _unknown_keys(unknown[1], command)
     if in_a_file := re.search(r"does not accept option '([^']+)'", line):
         return _unknown_keys(f"--{in_a_file[1]}", command)
+    if inside := re.match(NESTED, line):
+        return _wrong_value(f"{inside[1]}.{inside[2]}", inside[3], command)
     wrong = re.match(r'Parser key "([^"]+)": (.*)', line)
+    if wrong and (option := re.search(r"Option '([^']+)' is not accepted", wrong[2])):
+        return f"no key {option[1]} in {wrong[1]} (`radixtrain {command} --help {wrong[1]}` lists the keys)"
     return _wrong_value(wrong[1], wrong[2], command) or line if wrong else line
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from radixtrain.attention import choose_attention
+from radixtrain.attention import choose_attention, unlogged
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.layer_kinds import LayerKinds, kinds_of_mixers
@@ -62,7 +62,8 @@ def calibrate(
     parts = parts_of(model)
     dimensions = ModelDimensions.of(parts.base.config)
     dtype = dtype or weight.dtype
-    choice = choose_attention("cascade", kernel, weight.device, dtype, dimensions.widest_head_dim)
+    with unlogged():
+        choice = choose_attention("cascade", kernel, weight.device, dtype, dimensions.widest_head_dim)
     layer = Layer(
         model=dimensions,
         device=weight.device,
@@ -78,13 +79,20 @@ def _known_rates(layer: Layer) -> Rates:
     """The rates that this process has used before, those of the file, or measured ones."""
     path = file_of(_key(layer))
     if path not in _MEASURED:
-        _MEASURED[path] = read_rates(path) or _measured_and_kept(layer, path)
+        rates = _MEASURED[path] = read_rates(path) or _measured_and_kept(layer, path)
+        if rates.runs is not None and not rates.runs.can_fork:
+            logger.warning(
+                "%s cannot start from a state with a gradient, so recurrent layers compute every sequence from its "
+                "first token on; all else is shared",
+                " and ".join(sorted({type(mixer).__name__ for mixer, _ in layer.mixers})),
+            )
     return _MEASURED[path]
 
 
 def _measured_and_kept(layer: Layer, path: Path) -> Rates:
     began = time.perf_counter()
-    with torch.inference_mode(False), torch.enable_grad():  # Lightning validates and predicts in inference mode
+    # Lightning validates and predicts in inference mode
+    with unlogged(), torch.inference_mode(False), torch.enable_grad():
         rates, error = _measured(layer)
     logger.info("calibrated in %.1f s: %s", time.perf_counter() - began, path)
     if error > MAX_ERROR:

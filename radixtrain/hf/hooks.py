@@ -30,7 +30,7 @@ from radixtrain.hf.evaluation import check_evaluation
 from radixtrain.hf.inputs import check_inputs, layout_of, split_inputs
 from radixtrain.hf.padded.head import SharedHead
 from radixtrain.hf.padded.sharing import PaddedSharing
-from radixtrain.hf.recurrent.layers import Block, Progress
+from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
 from radixtrain.hf.sharing import SharingWatch
 from radixtrain.hf.trainers import check_not_cut
@@ -84,7 +84,7 @@ class BackboneHooks:
     attention, kernel, allow_dropout: as given to `prepare_model`.
     num_layers: decoder layers that attend, each of which must run tree attention.
     mixers: modules with a recurrent state, each of which must run on the tree.
-    progress: the call that passes now, for blocks that pass nothing on to their mixers.
+    progress: the call that passes now, for layers that pass nothing on to their mixers.
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     """
@@ -230,7 +230,7 @@ def remove_hooks(model: nn.Module) -> None:
             (module._forward_hooks, module._forward_hooks_with_kwargs),
         ):
             for number, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), BackboneHooks | Block | HeadCheck | SharedHead):
+                if isinstance(getattr(hook, "__self__", None), BackboneHooks | HeadCheck | LayerHooks | SharedHead):
                     del hooks[number]
                     options.pop(number, None)
                     module._forward_hooks_always_called.pop(number, None)

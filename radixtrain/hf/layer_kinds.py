@@ -15,9 +15,10 @@ __all__ = ["ALIKE", "LayerKinds", "kinds_of_mixers"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKinds:
-    """Of one layer on average. 1, 1 and 0 in a model without recurrent layers.
+    """What the mean layer has: 1, 1 and 0 in a model without recurrent layers.
 
-    attention: times that it attends. mlps: times that it has an MLP or experts. mixers: with a recurrent state in it.
+    attention, mlps: layers that attend, and those with an MLP or experts, over all layers.
+    mixers: modules with a recurrent state, over all layers.
     """
 
     attention: float = 1.0
@@ -26,7 +27,7 @@ class LayerKinds:
 
     @classmethod
     def of(cls, decoder: Any) -> LayerKinds:
-        """Counted in the blocks of a text decoder, one that several layers share as often as they run it."""
+        """Counted in the layers of a text decoder; a module that several layers share counts for each of them."""
         num_mixers, layers = len(mixers_of(decoder)), text_layers(decoder)
         if not num_mixers or not layers:
             return ALIKE

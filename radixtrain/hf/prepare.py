@@ -70,11 +70,10 @@ def prepare_model(
     exactly.
 
     Raises UserError, naming the layer and the reason, for a class whose head or loss does not predict next tokens, for
-    attention that is not exact (sparse attention, attention dropout), for a state that layers hand from token to token
-    in a way of their own, for positions that are not counted
-    from 0, for adapters that do not compute each token by itself, for a dropout > 0 that draws and is not allowed, and
-    for an attention or kernel that cannot run. What depends on the batch, or is added later, is refused at the first
-    batch that it would change.
+    attention that is not exact (sparse attention, attention dropout), for recurrent layers whose state does not go
+    through Hugging Face's cache, for positions that are not counted from 0, for adapters that do not compute each token
+    by itself, for a dropout > 0 that draws and is not allowed, and for an attention or kernel that cannot run. What
+    depends on the batch, or is added later, is refused at the first batch that it would change.
     """
     parts = parts_of(model)
     options = _options(attention, kernel, allow_dropout)
@@ -192,7 +191,11 @@ def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | Non
     _check_owner(parts.backbone)
     previous = _set_attention(parts)
     progress = Progress()
-    mixers = install_mixers(parts.decoder, progress)
+    try:
+        mixers = install_mixers(parts.decoder, progress)
+    except UserError:
+        _set_back(previous)
+        raise
     hooks = BackboneHooks(
         parts.base,
         num_layers=num_attention_layers(parts.decoder),

@@ -75,9 +75,7 @@ class Layer:
 
     @property
     def key(self) -> dict[str, Any]:
-        """What the file of the rates is named by, but for recurrent layers. If any of it changes, they are measured
-        again.
-        """
+        """What the rates of attention depend on. It names their file: if any of it changes, they are measured again."""
         return {
             "version": VERSION,
             "machine": _processor() if self.on_host else torch.cuda.get_device_name(self.device),
@@ -174,7 +172,7 @@ def _seconds_per_flop(layer: Layer, rows: int = 512) -> float:
 
 
 def fastest(run: Callable[[], None], device: torch.device, repeats: int = REPEATS) -> float:
-    """Seconds of the fastest of some runs, after one that does not count."""
+    """Seconds of the fastest of `repeats` runs, after one that does not count."""
     seconds = []
     for _ in range(1 + repeats):
         _wait_for(device)

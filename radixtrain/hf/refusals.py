@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -171,16 +172,31 @@ def _check_layers(name: str, decoder: Any) -> None:
             f"{name} is not a plain decoder (one stack of num_hidden_layers); train it without sharing (fit: dedup: "
             f"false)"
         )
-    layers = text_layers(decoder)
-    for index, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+    layers, layer_types = text_layers(decoder), getattr(config, "layer_types", None) or ()
+    mixers = set(mixers_of(decoder).values())
+    for index, layer_type in enumerate(layer_types):
         is_exact = layer_type in EXACT_LAYERS or (index < len(layers) and forks_or_keeps_apart(layers[index]))
-        if not is_exact:
+        is_stateful = index < len(layers) and STATEFUL.search(layer_type)
+        if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer by its name only
             why = NO_PROTOCOL if STATEFUL.search(layer_type) else "which tree attention does not compute"
             raise UserError(
                 f"{name} layer {index} is {layer_type!r}, {why}; train it without sharing (fit: dedup: false)"
             )
-    for index, layer in enumerate(layers if mixers_of(decoder) else []):  # a hybrid may not name its kinds of layers
-        if not (forks_or_keeps_apart(layer) or any(attends(type(module)) for module in layer.modules())):
+    if mixers:
+        _check_hybrid(name, layers, layer_types)
+
+
+def _check_hybrid(name: str, layers: list[nn.Module], layer_types: Sequence[str]) -> None:
+    """As `_check_layers`, by the modules of the layers: a hybrid may name no kinds of layers, or the wrong ones."""
+    for index, layer in enumerate(layers):
+        if any(attends(type(module)) for module in layer.modules()):
+            continue
+        if index < len(layer_types) and layer_types[index] in EXACT_LAYERS:
+            raise UserError(
+                f"{name} layer {index} is {layer_types[index]!r} and does not take its attention from "
+                f"AttentionInterface, so it cannot be reached; train it without sharing (fit: dedup: false)"
+            )
+        if not forks_or_keeps_apart(layer):
             raise UserError(
                 f"{name} layer {index} is a {type(layer).__name__}, {NO_PROTOCOL}; train it without sharing (fit: "
                 f"dedup: false)"
@@ -188,7 +204,7 @@ def _check_layers(name: str, decoder: Any) -> None:
 
 
 def _check_states(name: str, decoder: Any) -> None:
-    """Refuse a module that hands on a state by itself, as in RWKV and xLSTM."""
+    """Refuse a module that takes its state as an argument, as in RWKV and xLSTM."""
     for path, module in decoder.named_modules():
         if path and is_text(path) and "state" in inspect.signature(type(module).forward).parameters:
             raise UserError(
@@ -220,6 +236,8 @@ def _check_attention(name: str, config: Any) -> None:
 def _check_causal(parts: Parts) -> None:
     """Refuse an encoder, by its attention modules and by the masks that its source makes."""
     layers = [module for path, module in parts.decoder.named_modules() if _is_attention(module) and is_text(path)]
+    if not layers and mixers_of(parts.decoder):  # a state goes only forward
+        return
     flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
     if not layers or (flags and not any(flags)) or not _makes_causal_mask(parts.decoder):
         raise UserError(

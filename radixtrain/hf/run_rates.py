@@ -1,8 +1,8 @@
 """What a recurrent layer costs on a machine, measured: the `RunCost` by which its forks are chosen.
 
 The mixers of the model run on a few small trees, forward and backward, with the kernels that they have. The rates are
-fitted to the times as those of attention are (`radixtrain/hf/rates.py`). Kernels pad each run to chunks of their own
-length, which nothing says: the length that fits best is taken.
+fitted to the times as those of attention are (`radixtrain/hf/rates.py`). Kernels pad each run to chunks, of a
+length that they do not report: the one that fits best is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNKS = (64, 128, 256)  # rows; of the kernels in transformers and of those tha
 KERNELS = ("transformers", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels")  # that a mixer may run
 # Rows that all runs continue, runs, rows of each: short runs and long ones, whole chunks and a row more, and forks.
 TREES = ((0, 1, 2), (0, 1, 64), (0, 1, 256), (0, 8, 8), (0, 4, 64), (0, 2, 129), (64, 8, 8), (64, 2, 64))
-REPEATS = 2  # the minimum counts; a mixer takes far longer than attention does
+REPEATS = 2  # keep the minimum; a mixer takes far longer than attention does
 
 
 def mixers_key(layer: Layer) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import (
     AutoModelForMultimodalLM,
 )
 
-from radixtrain.errors import UserError, first_line
+from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.hf.adapters import check_not_shared
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.prepare import prepare_model
@@ -63,7 +64,7 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) ->
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = first_line(error)
         if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
-            reason = "sdpa has no soft-cap and no sinks; set model.attn_implementation: eager"
+            reason = "its class has no sdpa attention; set model.attn_implementation: eager"
         raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UserError(
@@ -116,12 +117,45 @@ def _with_lora(model: nn.Module, settings: Any) -> Any:
         lora_dropout=settings.lora_dropout,
         target_modules=settings.lora_target_modules,
     )
+    linear = _names_of_linear(model)  # PEFT changes the model before it refuses it
     try:
-        adapted = get_peft_model(model, config)
+        adapted: Any = get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"model.lora_...: {first_line(error)}") from None
+        raise UserError(_why_not_adapted(error, settings.lora_target_modules, linear)) from None
+    _check_all_found(settings.lora_target_modules, adapted.base_model.targeted_module_names, linear)
     check_not_shared(adapted)
     return adapted
+
+
+def _check_all_found(targets: Any, found: list[str], linear: list[str]) -> None:
+    """Refuse a name without a layer: PEFT passes over it in silence if another one has some."""
+    names = targets if isinstance(targets, list) else []
+    missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in found)]
+    if missing:
+        raise UserError(
+            f"model.lora_target_modules: no layer has the name {missing[0]!r}{did_you_mean(missing[0], linear)}"
+        )
+
+
+def _names_of_linear(model: Any) -> list[str]:
+    """What `all-linear` stands for: the last names of the linear layers, without the head."""
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    return sorted({path.rpartition(".")[2] for path, x in modules if isinstance(x, nn.Linear) and x is not head})
+
+
+def _why_not_adapted(error: ValueError, targets: Any, linear: list[str]) -> str:
+    """PEFT's reason. If it finds no layer, or refuses one that `all-linear` has chosen, those that can be named are."""
+    if "not found in the base model" in str(error):
+        return f"model.lora_target_modules: no layer has a name of {targets}; linear layers are {', '.join(linear)}"
+    refused = re.search(r"Module '(\w+)' is incompatible with Mamba", str(error))
+    if not refused or targets != "all-linear":
+        return f"model.lora_...: {first_line(error)}"
+    others = ", ".join(name for name in linear if name != refused[1])
+    return (
+        f"model.lora_target_modules: all-linear has {refused[1]}, which PEFT refuses for the Mamba layers of this "
+        f"model; name the others: [{others}]"
+    )
 
 
 def _num_parameters(model: nn.Module) -> tuple[int, int]:

@@ -134,7 +134,7 @@ class StepCost:
         return self.attention_share * attention
 
     def run_seconds(self, plan: PrefixPlan) -> float:
-        """Of what a recurrent layer has in place of attention, with the forks that cost least."""
+        """Of the mixers of recurrent layers, with the forks that cost least; 0 without any."""
         if self.run_cost is None:
             return 0.0
         runs = cheapest_runs(plan.segment_starts, plan.segment_parents, self.run_cost)

@@ -1,6 +1,6 @@
 """Which runs a plan is cut into: the forks that pay, and calls of equal shape.
 
-Some choices of forks are priced by a `RunCost`, and the cheapest becomes a `RunTable`. NumPy only, as for the plan.
+Several choices of forks are priced by a `RunCost`, and the cheapest becomes a `RunTable`. NumPy only, as for the plan.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class _Choice(NamedTuple):
 
 
 def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost | None = None) -> RunTable:
-    """The runs of a plan that cost least, of some choices of forks; without any fork if none pays.
+    """The runs of a plan that cost least among several choices of forks; without any fork if none pays.
 
-    segment_starts: (S+1,). segment_parents: (S,). as in `PrefixPlan`.
+    segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
+    rates: what the layers cost; by default `RunCost()`.
     """
     rates = rates or RunCost()
     options: list[tuple[int | None, int]] = [(None, 1)]
@@ -71,10 +72,11 @@ def runs_of_segments(
 ) -> RunTable:
     """The runs of a plan with these forks.
 
+    segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
     min_saved: rows that a fork must save: its length times the branches after the first. None: no forks at all, each
         leaf's whole path is one run.
     multiple: lengths of forks are cut to a multiple of this many rows.
-    rates: by which leaves of different lengths are put into one call or several.
+    rates: decides which leaves of different lengths share a call; by default `RunCost()`.
     """
     runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved, multiple))
     return _table(_choice(runs, rates or RunCost()), int(segment_starts[-1]))

@@ -20,12 +20,17 @@ RUNS = "radix_runs_"  # begins the keys of the runs in a batch
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunLayout:
-    """A `RunTable` on a device: `rows`, `places` and `parents` are int64 tensors, `calls` are host ints."""
+    """A `RunTable` on a device: `calls` are host ints, the others int64 tensors of the same shapes."""
 
     calls: tuple[RunCall, ...]
     rows: Tensor
     places: Tensor
     parents: Tensor
+
+    @property
+    def num_forks(self) -> int:
+        """States that are kept."""
+        return sum(call.num_runs for call in self.calls if call.keeps)
 
     @classmethod
     def from_segments(cls, starts: IntArray, parents: IntArray, rates: RunCost | None = None) -> RunLayout:
@@ -34,6 +39,7 @@ class RunLayout:
 
     @classmethod
     def from_table(cls, table: RunTable) -> RunLayout:
+        """As CPU tensors that share the memory of the table."""
         return cls(
             calls=table.calls,
             rows=torch.from_numpy(table.rows),
@@ -57,6 +63,7 @@ class RunLayout:
         return {RUNS + "calls": tuple(tuple(call) for call in self.calls), **tensors}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RunLayout:
+        """The same runs with their tensors on a device."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("rows", "places", "parents")
         }

@@ -6,13 +6,13 @@ state of the run above it, or from nothing. The run above is a *fork*: its final
 continue it start from a copy.
 
     segments        forks at every branch         only the first one worth it
-    A ─┬─ B ─┬─ C   A │ B │ C    4 runs           A │ B C      3 runs, B is computed twice
+    A ─┬─ B ─┬─ C   A │ B │ C    5 runs           A │ B C      4 runs, B is computed twice
        │     └─ D         │ D                       │ B D
        └─ E           │ E                           │ E
 
 Every row of the plan has its output from exactly one run; the others that contain it only carry its state on, so values
 and gradients are those of each sequence by itself, whichever forks are chosen. A fork costs a state to keep and a call
-or more; no fork costs rows that are computed again. `RunCost` decides.
+or more; without it rows are computed again. `RunCost` decides.
 
 Runs are computed in calls of equal shape:
 
@@ -21,9 +21,10 @@ Runs are computed in calls of equal shape:
 - last of all the leaves of every level, sorted by length and padded on the right: nothing follows them.
 
 No call has one row after a state, so no fork is shorter than two rows and a leaf of one row is padded: Hugging Face's
-mixers take that for a step of generation, which writes into the state in place and has no gradient in some kernels.
+mixers take one for a step of generation, which writes into the state in place and has no gradient in some kernels.
 
-NumPy only, as for the plan.
+The layers: gated delta rule (arXiv 2412.06464, section 3), Mamba 2 (arXiv 2405.21060), short convolutions. NumPy only,
+as for the plan.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["RunCall", "RunCost", "RunTable"]
 class RunCost:
     """What recurrent layers cost, forward and backward; in seconds, or in rows if nothing was measured.
 
-    call: of the layer, whatever its size.
+    call: of the layer, of any size.
     row: computed, a padded one included.
     chunk: of `chunk_rows` rows of a run, a last one with fewer included: kernels pad each run to whole chunks.
     state: kept, or handed to a run.
@@ -55,7 +56,7 @@ class RunCost:
     can_fork: bool = True
 
     def of_call(self, num_runs: Any, length: Any) -> Any:
-        """What calls cost without their states. num_runs, length: numbers or arrays."""
+        """What calls of these shapes cost without their states. num_runs, length: numbers, or arrays that broadcast."""
         chunks = -(-length // self.chunk_rows)
         return self.call + num_runs * (length * self.row + chunks * self.chunk)
 

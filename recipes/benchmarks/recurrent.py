@@ -5,10 +5,10 @@
 
 Each model has random weights and the layer mix of its family: Qwen3.5 three layers of the gated delta rule and one of
 attention, Bamba the same with Mamba 2, LFM2 with short convolutions. The batches: one prompt of 512 tokens before 16
-answers of 64; three levels of sharing; and rows that share nothing, so that only what sharing costs is left. Both arms
-are those of `python -m radixtrain bench`: the same weights in turns, each step checked against the other arm before it
-is timed. The ideal is the ratio of floating-point operations. Runs are chosen by a calibration of the model, forks are
-how many states they keep.
+answers of 64; three levels of sharing; and rows that share nothing, which show what the code for sharing costs. Both
+arms are those of `python -m radixtrain bench`: the same weights in turns, and gradients are compared before anything is
+timed. The ideal is the ratio of floating-point operations. A calibration of the model chooses the runs; *forks* are the
+states that they keep in a layer.
 """
 
 import argparse
@@ -150,8 +150,7 @@ def rows_of(batch: Batch) -> list[dict[str, Any]]:
 def num_forks(work: Work) -> int:
     """States that a recurrent layer keeps in a step."""
     layouts = (TreeLayout.from_batch(each.tensors) for each in work.auto or ())
-    calls = [call for layout in layouts if layout.runs for call in layout.runs.calls]
-    return sum(call.num_runs for call in calls if call.keeps)
+    return sum(layout.runs.num_forks for layout in layouts if layout.runs)
 
 
 def print_table(lines: Iterable[tuple[str, Batch, int, Measured]]) -> None:

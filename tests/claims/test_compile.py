@@ -16,7 +16,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.tree.runs import RunCost
+from radixtrain.testing import FREE_FORKS
 
 PROMPTS = (5, 9, 14, 21, 33, 40, 6, 27)  # tokens, each a batch with another U, B and number of levels
 
@@ -78,9 +78,6 @@ def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
     assert counted[0] == counted[1], counted
 
 
-FORKS = {"run_cost": RunCost(call=0.0, row=1.0, state=0.0)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: bool) -> None:
@@ -93,7 +90,7 @@ def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: boo
     ordinary = {"input_ids": ids, "labels": ids}
     graphs = []
     for length in PROMPTS[:4]:
-        for batch in (batch_of(length, **FORKS), ordinary):
+        for batch in (batch_of(length, run_cost=FREE_FORKS), ordinary):
             results = [loss_and_gradients(model, call, batch) for call in (compiled, model)]
             assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
         graphs.append(counters["stats"]["unique_graphs"])
@@ -106,5 +103,5 @@ def test_a_compiled_model_with_a_state_generates(tiny_hybrid: Callable[..., Any]
     ids = torch.arange(12).view(2, 6) + 3
     stock = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
     prepare_model(model).compile(backend="eager", dynamic=True)
-    model(**batch_of(9, **FORKS))
+    model(**batch_of(9, run_cost=FREE_FORKS))
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None), stock)

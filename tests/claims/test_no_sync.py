@@ -25,9 +25,10 @@ from radixtrain.attention import AttentionChoice
 from radixtrain.collators.steps import StepCollator
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.ragged import VarlenKernel
+from radixtrain.testing import FREE_FORKS
 from radixtrain.training import module as training
 from radixtrain.training.module import RadixModule
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree.run_layout import RunLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
@@ -224,8 +225,8 @@ def test_layers_with_a_state(
     model = prepare_model(tiny_hybrid(kind).to(torch.bfloat16).to("meta").train())
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    batch = to_meta(RadixCollator(run_cost=RunCost(call=0.0, row=1.0, state=0.0))(FEATURES))
-    assert any(keeps for _, _, keeps, _ in batch["radix_runs_calls"])
+    batch = to_meta(RadixCollator(run_cost=FREE_FORKS)(FEATURES))
+    assert RunLayout.from_batch(batch).num_forks
     for _ in range(2):
         with NoWaiting("meta"):
             model(**batch).loss.backward()

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain import attention as attention_module
-from radixtrain.attention import EVERYWHERE, STRATEGIES, AttentionChoice, choose_attention, tree_attention
+from radixtrain.attention import EVERYWHERE, STRATEGIES, AttentionChoice, choose_attention, tree_attention, unlogged
 from radixtrain.errors import UserError
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.looping import EagerKernel
@@ -690,6 +690,15 @@ class TestChoice:
                 q, k, v, _ = inputs(plan, torch.float32)
                 tree_attention(q, k, v, plan)
         assert caplog.messages == ["attention=cascade, kernel=torch (cascade: no row is copied; torch: on cpu)"]
+
+    def test_a_measurement_is_not_logged_and_counts_as_new(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
+            with unlogged():
+                choose_attention("path", "auto", CPU, torch.float32, 8)
+            assert not caplog.messages
+            for _ in range(2):
+                choose_attention("path", "auto", CPU, torch.float32, 8)
+        assert caplog.messages == ["attention=path, kernel=torch (path: by name; torch: on cpu)"]
 
     def test_a_choice_that_was_forgotten_is_not_logged_again(self, caplog: pytest.LogCaptureFixture) -> None:
         """More calls of different head dims than are remembered, and one line."""

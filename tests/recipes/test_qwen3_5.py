@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.__main__ import main
+from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree.run_layout import RunLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT, MULTIMODAL = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
@@ -99,9 +100,9 @@ def test_adapters_in_the_recurrent_layers(folder: Path) -> None:
     assert module.model is not None
     tokens = torch.randint(20, 300, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [[*tokens[:cut], 7, 9, n] for cut in (40, 70) for n in range(11, 14)]
-    collator = RadixCollator(run_cost=RunCost(call=0.0, row=1.0, state=0.0))
+    collator = RadixCollator(run_cost=FREE_FORKS)
     features = [{"input_ids": row, "labels": row} for row in rows]
-    assert sum(keeps for _, _, keeps, _ in collator(features)["radix_runs_calls"]) > 1
+    assert RunLayout.from_batch(collator(features)).num_forks > 1
     report = verify_equivalence(module.model, features, collator=collator, precisions=["float64"])
     assert report.passed, report
 

@@ -52,7 +52,7 @@ class PaddedSharing:
     generates: whether the model can generate, with a cache.
     step_cost: of the model; None until it is calibrated for `auto`.
     separates: whether it separates the sequences of a packed row; None until such a row comes.
-    has_mixers: whether the model has recurrent layers; None until a call is shared.
+    has_mixers: whether the model has recurrent layers; None until a call is shared, because the check reads sources.
     left_padding: why rows with padding on the left cannot be shared, empty if they can; None until such a row comes.
     """
 
@@ -138,7 +138,7 @@ class PaddedSharing:
         return self.step_cost
 
     def _run_cost(self, decoder: Any) -> RunCost | None:
-        """What recurrent layers cost, calibrated or not; None without any. So the runs are made here, on the host."""
+        """What recurrent layers cost, calibrated or by default, to choose the runs on the host; None without any."""
         if self.has_mixers is None:
             self.has_mixers = bool(mixers_of(decoder))
         if not self.has_mixers:

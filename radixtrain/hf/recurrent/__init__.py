@@ -1,1 +1,1 @@
-"""Layers with a recurrent state on unique tokens: their state forks where the tree does."""
+"""Layers with a recurrent state on unique tokens: their state forks at branches of the tree."""

@@ -1,10 +1,11 @@
 """Whether a mixer can fork: tried on a few random rows, with the kernels that it runs with.
 
 A mixer that starts from a state has to read it and to return its gradient, and the gradient of the state that it
-leaves. Not all do: Mamba's first version does not read it, and a kernel may be made for generation, where no gradient
-is needed. Whoever cannot fork is still exact on whole sequences.
+leaves. Not all do: Mamba's first version does not read it, and a kernel for generation may have no gradient. A mixer
+that cannot fork is still exact on whole sequences.
 
-The weights are random as well: fresh ones, or those of a mixer whose state fades fast, may hide a state that is lost.
+The weights are random as well: with fresh ones, or with those of a mixer whose state fades fast, a lost state may not
+show.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ REPLACED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # weig
 
 
 def why_it_cannot_fork(module: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
-    """Why runs of this mixer cannot start from a state; empty if they can, None if nothing flows in it, so who knows.
+    """Why runs of this mixer cannot start from a state; empty if they can, None if zero gradients leave it open.
 
-    forward: of the mixer. given: its arguments on unique rows, whose tensors are replaced by random ones.
+    module: the mixer; its weights are replaced while this runs. forward: its `forward`.
+    given: its arguments on unique rows, the hidden rows first; random ones take the place of tensors (1, U, ...).
     """
     device = next(iter(given.values())).device
     with _unnoticed(), _random_weights(module, device), without_dropout(module, ()):
@@ -57,10 +59,10 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    """With gradients, whatever is on outside, and so that nothing outside sees what is computed inside.
+    """With gradients, also under `no_grad`, and hidden from what is on outside.
 
-    Activation checkpointing would count the saved tensors, and does not run this again. Autocast would go on with the
-    16-bit copies of the random weights.
+    Activation checkpointing would count the saved tensors, and does not run this again. Autocast would keep the 16-bit
+    copies of the random weights.
     """
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -75,7 +77,7 @@ def _unnoticed() -> Iterator[None]:
 def _random_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Weights of order one inside, then the mixer's own again. Gradients and the global random state stay."""
     generator = torch.Generator(device).manual_seed(1)
-    kinds = (Tensor, nn.Parameter)  # others are sharded or quantized, and keep their values
+    kinds = (Tensor, nn.Parameter)  # subclasses are sharded or quantized, and keep their values
     own = [
         (parameter, parameter.data)
         for parameter in module.parameters()
@@ -147,6 +149,7 @@ def _runs(calls: tuple[RunCall, ...], rows: list[int], parents: list[int]) -> Ru
     )
 
 
-STEM, *TWIGS = list(range(ABOVE)), [ABOVE + n for n in range(BELOW)], [ABOVE + BELOW + n for n in range(BELOW)]
-WHOLE = _runs((RunCall(2, ABOVE + BELOW, 0, ()),), [*STEM, *TWIGS[0], *STEM, *TWIGS[1]], [])
-FORKED = _runs((RunCall(1, ABOVE, 1, ()), RunCall(2, BELOW, 0, ((0, 2),))), [*STEM, *TWIGS[0], *TWIGS[1]], [0, 0])
+TRUNK = list(range(ABOVE))
+ONE, OTHER = [ABOVE + n for n in range(BELOW)], [ABOVE + BELOW + n for n in range(BELOW)]
+WHOLE = _runs((RunCall(2, ABOVE + BELOW, 0, ()),), [*TRUNK, *ONE, *TRUNK, *OTHER], [])
+FORKED = _runs((RunCall(1, ABOVE, 1, ()), RunCall(2, BELOW, 0, ((0, 2),))), [*TRUNK, *ONE, *OTHER], [0, 0])

@@ -1,7 +1,7 @@
 """Which modules of a model carry a state from token to token, and which layer each of them belongs to.
 
 A *mixer* is a module whose own code speaks the cache protocol of `states.py`. None is known by its name: its source
-says so. A *block* is a decoder layer, the element of an `nn.ModuleList`.
+says so. A *layer* is a decoder layer, the element of an `nn.ModuleList`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from radixtrain.hf.backbone import is_text
 
-__all__ = ["attends", "blocks_of", "forks_or_keeps_apart", "mixers_of", "num_attention_layers", "text_layers"]
+__all__ = ["attends", "forks_or_keeps_apart", "layer_around", "mixers_of", "num_attention_layers", "text_layers"]
 
 PROTOCOL = re.compile(r"\.(get|update)_(conv|recurrent)_state\(")
 CACHE = re.compile("cache|past|^state$")  # in the name of an argument of forward
@@ -27,14 +27,14 @@ def mixers_of(decoder: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in decoder.named_modules() if is_text(path) and _is_mixer(type(module))}
 
 
-def blocks_of(decoder: nn.Module, path: str) -> tuple[str, nn.Module] | None:
-    """The outermost decoder layer around a module, by its path and itself; None if there is none."""
-    parts, module = path.split("."), decoder
-    for depth, part in enumerate(parts):
+def layer_around(decoder: nn.Module, path: str) -> nn.Module | None:
+    """The outermost decoder layer around the module of this path; None if there is none."""
+    module = decoder
+    for part in path.split("."):
         is_list = isinstance(module, nn.ModuleList)
         module = getattr(module, part)
         if is_list:
-            return ".".join(parts[: depth + 1]), module
+            return module
     return None
 
 
@@ -57,17 +57,18 @@ def num_attention_layers(decoder: Any) -> int:
     layers = config.num_hidden_layers - len(getattr(config, "cross_attention_layers", None) or ())
     if not mixers_of(decoder):
         return layers
-    attending = {id(module) for block in text_layers(decoder) for module in block.modules() if attends(type(module))}
+    attending = {id(module) for layer in text_layers(decoder) for module in layer.modules() if attends(type(module))}
     return len(attending)
 
 
-def forks_or_keeps_apart(block: nn.Module) -> bool:
+def forks_or_keeps_apart(layer: nn.Module) -> bool:
     """Whether the tokens of a layer meet in a mixer, or not at all: no module in it takes a cache or mixes tokens."""
-    inside = [module for module in block.modules() if module is not block]
+    inside = [module for module in layer.modules() if module is not layer]
     return any(_is_mixer(type(module)) for module in inside) or not any(map(_mixes_tokens, inside))
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
+    """Whether tokens may meet in a module: it convolves or attends, or its `forward` takes a cache."""
     takes = inspect.signature(type(module).forward).parameters
     return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes))
 

@@ -1,6 +1,7 @@
-"""A mixer on the runs of a tree: its own `forward`, called once for each group of runs.
+"""A mixer on the runs of a tree: its own `forward`, called once for each `RunCall`.
 
-U unique rows; R runs of length L in a call.
+A state goes from one call to the next through the argument for Hugging Face's cache (`states.py`), so the formula is
+the mixer's own, and so are its kernels. U unique rows; R runs of length L in a call.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from radixtrain.errors import UserError
 from radixtrain.hf.recurrent.states import ForkedStates, States
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.run_layout import RunLayout
 from radixtrain.tree.runs import RunCall
 
-__all__ = ["cache_argument", "run_on_tree"]
+__all__ = ["arguments_by_name", "cache_argument", "run_on_tree"]
 
 Forward = Callable[..., Any]
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
@@ -28,8 +30,12 @@ MASK = re.compile("mask")  # in the name of an argument: runs have no padding th
 def run_on_tree(module: nn.Module, forward: Forward, given: Mapping[str, Any], runs: RunLayout) -> Any:
     """What a mixer returns for U unique rows, each computed after the rows above it on its path.
 
-    forward: of the mixer. given: its arguments by name, tensors of (1, U, ...) as the layer passes them.
-    Returns what the mixer returns, (1, U, ...).
+    module: the mixer. forward: its `forward`, or what stands in for that.
+    given: its arguments by name, as the layer passes them. Tensors (1, U, ...), also in tuples, are cut into runs, a
+        mask becomes None, anything else is passed as it is.
+    runs: of the batch, on the device of the rows.
+
+    Returns what the mixer returns, one tensor or a tuple, each (1, U, ...) in the dtype that the mixer gives it.
     """
     cache = cache_argument(module)
     given = {name: None if MASK.search(name) else value for name, value in given.items()}
@@ -51,7 +57,7 @@ def _split(runs: RunLayout) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
 
 
 def _past(kept: Sequence[States], call: RunCall, parents: Tensor) -> States:
-    """The states that the runs of a call start from. `gather_rows` adds up the gradients of children in their order."""
+    """The states that the runs of a call start from. `gather_rows` sums the gradients of children in their order."""
     numbers = parents.split([number for _, number in call.sources])
     past: dict[tuple[str, int], list[Tensor]] = {}
     for (source, _), places in zip(call.sources, numbers, strict=True):
@@ -81,13 +87,30 @@ def _joined(outputs: Sequence[Any], runs: RunLayout) -> Any:
 
 
 def cache_argument(module: nn.Module) -> str:
-    parameters = inspect.signature(type(module).forward).parameters
-    return next(name for name in CACHE_ARGUMENTS if name in parameters)
+    """The name of the argument by which a mixer takes Hugging Face's cache. UserError if it has no such argument."""
+    return next(name for name in CACHE_ARGUMENTS if name in _arguments_of(module))
+
+
+def _arguments_of(module: nn.Module) -> list[str]:
+    """The arguments of a mixer's `forward`, as the first class names them that names the cache.
+
+    A subclass may pass on what it gets by `*args` and `**kwargs`.
+    """
+    for each in type(module).__mro__:
+        own = vars(each).get("forward")
+        names = list(inspect.signature(own).parameters) if own else []
+        if not set(CACHE_ARGUMENTS).isdisjoint(names):
+            return names
+    raise UserError(
+        f"{type(module).__name__} has a recurrent state, and its forward does not name the cache that it gets "
+        f"({' or '.join(CACHE_ARGUMENTS)}), so its state cannot fork; name it, or train without sharing (fit: dedup: "
+        f"false)"
+    )
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of the mixer, without the call of the batch, which its runs stand for."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    names = _arguments_of(module)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     given.pop("radix_call", None)
     return given

@@ -1,9 +1,10 @@
 """The cache that a mixer talks to while it runs on a tree.
 
-transformers gives all layers with a state one protocol: the mixer asks its cache for `get_conv_state` and
-`get_recurrent_state`, and hands it `update_conv_state`, which returns the earlier columns with the new ones, and
-`update_recurrent_state`. `ForkedStates` speaks it for one call on several runs: it serves each run the state that it
-starts from and keeps the final ones, both with their gradients. Nothing is written in place.
+transformers has one protocol for all layers with a state, the methods of `transformers.cache_utils.Cache`. A mixer
+reads its states by `get_conv_state` and `get_recurrent_state`, and leaves new ones by `update_conv_state`, which
+returns the earlier columns with the new ones, and by `update_recurrent_state`. `ForkedStates` speaks it for one call on
+several runs: it gives each run the state that it starts from and keeps the final ones, both with their gradients.
+Nothing is written in place.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class ForkedStates:
         self.final: States = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last columns of the inputs of a convolution, (runs, channels, width)."""
+        """The last columns of the inputs of a convolution: (runs, channels, width). None: start from nothing."""
         return self.past.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state: (runs, ...) in the shape and dtype that the mixer left. None: start from nothing."""
         return self.past.get(("recurrent", state_idx))
 
     def update_conv_state(
@@ -46,7 +48,10 @@ class ForkedStates:
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Keep the last `conv_kernel_size` columns, with zeros before a sequence that has fewer. Returns all."""
+        """Keep the last `conv_kernel_size` columns, with zeros before a sequence that has fewer.
+
+        conv_states: (runs, channels, length). the new columns. Returns the earlier ones and these.
+        """
         past = self.past.get(("conv", state_idx))
         columns = conv_states if past is None else torch.cat([past, conv_states], dim=-1)
         width = conv_kernel_size or conv_states.shape[-1]
@@ -57,6 +62,7 @@ class ForkedStates:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
+        """Keep a final state, (runs, ...), and return it."""
         self.final["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
@@ -65,4 +71,5 @@ class ForkedStates:
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the runs start from states."""
         return bool(self.past)

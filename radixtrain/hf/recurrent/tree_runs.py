@@ -34,14 +34,14 @@ class TreeRuns:
     @cached_property
     def whole(self) -> RunLayout:
         """Runs without forks: each sequence from its first token on, as an ordinary batch has them."""
-        if not any(call.keeps for call in self.forked.calls):
+        if not self.forked.num_forks:
             return self.forked
         table = runs_of_segments(*self._segments, min_saved=None)
         return RunLayout.from_table(table).to(self.layout.device, non_blocking=True)
 
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray]:
-        """`segment_starts` and `segment_parents` of the plan, on the host."""
+        """`segment_starts` (S+1,) and `segment_parents` (S,) of the plan, on the host."""
         starts, ends = (
             x.cpu().numpy().astype(np.int64) for x in (self.layout.segment_starts, self.layout.subtree_ends)
         )
@@ -49,7 +49,10 @@ class TreeRuns:
 
 
 def parents_of(segment_starts: IntArray, subtree_ends: IntArray) -> IntArray:
-    """(S,). The segment that each one continues, -1 at a root: in pre-order the last one whose subtree goes on."""
+    """(S,), int64. The segment that each one continues, -1 at a root: in pre-order the last one whose subtree goes on.
+
+    segment_starts, subtree_ends: (S+1,) and (S,). as in `PrefixPlan`.
+    """
     ends, above, parents = subtree_ends.tolist(), [-1], []
     for segment, start in enumerate(segment_starts[:-1].tolist()):
         while len(above) > 1 and ends[above[-1]] <= start:

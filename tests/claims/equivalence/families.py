@@ -37,7 +37,7 @@ LINEAR = "linear attention"
 MIXTURE = "mixture of experts"
 SINKS = "sinks, sliding window"
 STATES = "state-space layers"
-WHOLE = "each row whole"  # the mixer cannot start from a state
+WHOLE = "each sequence whole"  # the mixer cannot start from a state
 WHOLE_STATES = f"{STATES} ({WHOLE})"
 WINDOWS = "sliding window"
 # Without rotary positions a bias of the keys adds the same to all scores of a query, which the softmax takes out again.

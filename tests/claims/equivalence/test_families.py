@@ -26,7 +26,7 @@ from radixtrain import RadixCollator, prepare_model, restore_model, verify_equiv
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.recurrent.mixers import mixers_of
-from radixtrain.tree.runs import RunCost
+from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
@@ -46,7 +46,7 @@ FEATURES = [
     {"input_ids": [7, 8, 9, 6, 6, 6, 13, 14], "labels": [-100, 8, 9, 6, 6, 6, 13, 14]},
     {"input_ids": [30, 31, 32, 33, 34, 35, 36], "labels": [30, 31, 32, 33, 34, 35, 36]},
 ]
-FORKING = RadixCollator(run_cost=RunCost(call=0.0, row=1.0, state=0.0))
+FORKING = RadixCollator(run_cost=FREE_FORKS)
 MODELS = 9  # with other weights, for each family with a recurrent state: the rounding of one has luck
 NUMBER = r"\d\.\de-\d\d"
 # What the table says of an error: a pattern of its message, and few words, in which ... is the group of the pattern.

@@ -89,8 +89,10 @@ CHOICES = {
     "forks of a multiple of four": Forks(2, 4, call=10.0),  # the rows after it are computed again
     "forks of a multiple of three": Forks(2, 3),
     "forks that save six rows": Forks(6),
-    "both": Forks(6, 4),  # a fork may end above the segment that it was made for
-    "no forks": Forks(None),
+    "forks of a multiple of four that save six rows": Forks(
+        6, 4
+    ),  # a fork may end above the segment that it was made for
+    "no fork": Forks(None),
     "the default cost": Forks(0),
 }
 TRUNK = [1, 2, 3, 1, 1, 2, 0, 3, 2, 1, 3, 0, 0, 1]
@@ -147,10 +149,10 @@ def test_generated_tries(
     )
     def one_try(features: Features, trunk: list[int], forks: Forks, checkpointing: bool, **options: Any) -> None:
         features = [features[0], *(after(trunk, feature) for feature in features[1:])]
-        assume(states_kept(EVERY_BRANCH.batch(features, **options)))
+        assume(RunLayout.from_batch(EVERY_BRANCH.batch(features, **options)).num_forks)
         set_checkpointing(restore_model(model), checkpointing)
         batch = forks.batch(features, **options)
-        num_forks.append(states_kept(batch))
+        num_forks.append(RunLayout.from_batch(batch).num_forks)
         truth = float64_truth(model, features)
         rung = in_float64(model, truth, batch)
         assert rung.worst.radix <= BAR and rung.loss_error <= BAR, f"{forks}: {rung.worst}"
@@ -174,10 +176,6 @@ def after(trunk: list[int], feature: dict[str, list[int]]) -> dict[str, list[int
         return {name: more[name] + feature[name] for name in more}
     places = [*range(len(trunk)), *(place + len(trunk) for place in feature["position_ids"])]
     return {**{name: more[name] + feature[name] for name in more}, "position_ids": places}
-
-
-def states_kept(batch: dict[str, Any]) -> int:
-    return sum(num_runs for num_runs, _, keeps, _ in batch["radix_runs_calls"] if keeps)
 
 
 def in_float64(model: Any, truth: Gradients, batch: dict[str, Any]) -> Rung:

@@ -29,13 +29,13 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.hf.padded.sharing import PaddedSharing
+from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree.run_layout import RunLayout
 
-FORK_ALWAYS = RunCost(call=0.0, row=1.0, state=0.0)
 LORA = LoraConfig(r=4, target_modules=["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"], task_type="CAUSAL_LM")
 SGD = {"optim": "sgd", "learning_rate": 1e-2}  # in three steps of AdamW two ordinary runs differ by 1.6e-5
-COLLATOR = RadixCollator(run_cost=FORK_ALWAYS)
+COLLATOR = RadixCollator(run_cost=FREE_FORKS)
 META = torch.device("meta")
 
 Row = dict[str, list[int]]
@@ -77,7 +77,7 @@ def _rows_of(pair: dict[str, str], tokenizer: Any) -> Iterator[Row]:
 
 
 def num_forks(batch: dict[str, Any]) -> int:
-    return sum(num_runs for num_runs, _, keeps, _ in batch["radix_runs_calls"] if keeps)
+    return RunLayout.from_batch(batch).num_forks
 
 
 def test_every_batch_has_nested_forks(rows):
@@ -120,7 +120,7 @@ class TestTrainers:
 
     def test_dpo(self, hybrid, preferences, tokenizer, tmp_path, table, monkeypatch):
         """With `share_prefixes`, which makes the runs itself."""
-        monkeypatch.setattr(PaddedSharing, "_run_cost", lambda *_: FORK_ALWAYS)
+        monkeypatch.setattr(PaddedSharing, "_run_cost", lambda *_: FREE_FORKS)
 
         def build(share: Share) -> DPOTrainer:
             arguments = DPOConfig(**settings(tmp_path, **SGD, beta=BETA))

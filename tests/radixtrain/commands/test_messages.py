@@ -78,6 +78,20 @@ def test_a_missing_model_and_a_word_that_is_not_true_or_false() -> None:
     assert usage_message(maybe, "fit") == "data.split_turns must be true or false; got maybe"
 
 
+def test_a_word_inside_of_a_value() -> None:
+    text = (
+        'Parser key "models": Does not validate against any of the Union subtypes\nErrors:\n  - Problem with given '
+        "class_path 'radixtrain.bench.cells.ModelShape':\n    Parser key \"family\": Expected a "
+        "typing.Literal['qwen3', 'qwen3_5']. Got value: qwen35\n  - Expected a <class 'list'>\n"
+        "Given value type: <class 'dict'>\nGiven value: {'family': 'qwen35'}"
+    )
+    unknown = text[: text.index('Parser key "family')] + "Option 'num_layers' is not accepted"
+    no_key = "no key num_layers in models (`radixtrain bench --help models` lists the keys)"
+    assert usage_message(unknown, "bench") == no_key
+    expected = "models.family must be one of qwen3, qwen3_5; got qwen35, did you mean qwen3_5?"
+    assert usage_message(text, "bench") == expected
+
+
 def test_a_key_of_the_same_section_is_not_near_for_that() -> None:
     assert usage_message("unrecognized arguments: --data.zzz 1", "fit").endswith(
         "(`radixtrain fit --help` lists the keys)"

@@ -26,7 +26,7 @@ def decoder_of(config):
         pytest.param(
             NemotronHConfig(**DENSE, **MAMBA, layers_block_type=LAYERS),
             LayerKinds(attention=0.25, mlps=0.5, mixers=0.25),
-            id="one thing a layer",
+            id="a mixer, an MLP or attention",
         ),
         pytest.param(
             Zamba2Config(
@@ -40,7 +40,7 @@ def decoder_of(config):
                 mamba_ngroups=1,
             ),
             LayerKinds(attention=0.5, mlps=0.5, mixers=1.0),
-            id="a shared block",
+            id="shared attention",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import radixtrain.hf.refusals
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, prepare_model, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.refusals import check_choice
 
@@ -58,6 +58,31 @@ class TestAttention:
     def test_a_state_that_only_the_layer_knows(self, family, changes, message):
         with pytest.raises(UserError, match=f"{message} does not go through Hugging Face's cache .* cannot fork"):
             prepare_model(tiny(family, **changes))
+
+    def test_a_mixer_that_takes_no_cache(self, tiny_hybrid):
+        """It looked like a layer whose tokens do not meet."""
+
+        class OwnMixer(torch.nn.Module):
+            def forward(self, hidden_states, **kwargs):
+                return hidden_states.cumsum(1)
+
+        kinds = ["linear_attention", "linear_attention", "full_attention"]
+        model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds)
+        model.model.layers[1].linear_attn = OwnMixer()
+        with pytest.raises(UserError, match="layer 1 is 'linear_attention', whose state from token to token"):
+            prepare_model(model)
+
+    def test_attention_of_its_own_in_a_hybrid(self, tiny_hybrid):
+        """Nobody counted it: it read all unique rows as one sequence."""
+
+        class OwnAttention(torch.nn.Module):
+            def forward(self, hidden_states, **kwargs):
+                return hidden_states.cumsum(1), None
+
+        model = tiny_hybrid("Qwen3.5")
+        model.model.layers[1].self_attn = OwnAttention()
+        with pytest.raises(UserError, match="layer 1 is 'full_attention' and does not take its attention from"):
+            prepare_model(model)
 
     def test_state_space_layers_that_get_nothing_of_the_batch(self):
         with pytest.raises(UserError, match=r"Mamba2Model has state-space layers only, .* radix batch on to them"):
@@ -174,6 +199,10 @@ class TestBothDirections:
         )
         with pytest.raises(UserError, match="GitForCausalLM does not take its attention from AttentionInterface"):
             prepare_model(transformers.GitForCausalLM(config))
+
+    def test_a_state_goes_only_forward(self, tiny_hybrid):
+        """A hybrid without any attention was said to attend in both directions."""
+        share_prefixes(tiny_hybrid("Qwen3.5", layer_types=["linear_attention"] * 2))
 
 
 class TestChunks:

@@ -141,6 +141,19 @@ class TestKept:
         monkeypatch.setattr(calibration, "measured_run_cost", lambda layer: pytest.fail("measured twice"))
         assert calibrate(qwen3_5()) == cost
 
+    def test_that_no_layer_forks_is_said_in_every_process(self, folder, monkeypatch, caplog):
+        """The worker asks for no forks then, so no layer tries one and says why."""
+        monkeypatch.setattr(calibration, "measured_run_cost", lambda layer: (replace(RUNS, can_fork=False), 0.0))
+        for _ in range(2):
+            monkeypatch.setattr(calibration, "_MEASURED", {})
+            caplog.clear()
+            for _ in range(2):
+                calibrate(jamba())
+            assert [each.message for each in caplog.records if each.levelno >= logging.WARNING] == [
+                "JambaMambaMixer cannot start from a state with a gradient, so recurrent layers compute every sequence "
+                "from its first token on; all else is shared"
+            ]
+
     @pytest.mark.parametrize("runs", ['{"call": -1.0}', '{"call": NaN}', '{"calls": 1.0}', "[1.0]"])
     def test_broken_rates_are_measured_again(self, folder, monkeypatch, caplog, runs):
         calibrate(qwen3_5())

@@ -1,5 +1,6 @@
 """What the command line refuses to load, and what it loads."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -50,11 +53,30 @@ def test_a_router_without_its_loss_is_loaded(tmp_path):
 
 def test_sinks_need_eager_beside_the_tree(tmp_path):
     GptOssForCausalLM(GptOssConfig(**SIZES)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"sdpa has no soft-cap and no sinks; set model\.attn_implementation: eager"):
+    with pytest.raises(UserError, match=r"its class has no sdpa attention; set model\.attn_implementation: eager"):
         load_model(str(tmp_path), "float32", "sdpa")
     model = load_trainable(settings(tmp_path, attn_implementation="eager"))
     assert model.config._attn_implementation == "radix_eager"
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_all_linear_without_the_layer_that_peft_refuses(tmp_path):
+    """PEFT says to remove it from `target_modules`, which has no list then."""
+    mamba = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+    FalconH1ForCausalLM(FalconH1Config(**SIZES, **mamba)).save_pretrained(tmp_path)
+    lora = {"use_peft": True, "lora_r": 2, "lora_alpha": 4, "lora_dropout": 0.0}
+    others = ["down_proj", "gate_proj", "in_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    reason = "all-linear has out_proj, which PEFT refuses for the Mamba layers of this model; name the others: "
+    with pytest.raises(UserError, match=re.escape(f"{reason}[{', '.join(others)}]")):
+        load_trainable(settings(tmp_path, **lora, lora_target_modules="all-linear"))
+    with pytest.raises(
+        UserError, match=r"no layer has a name of \['in_prj'\]; linear layers are down_proj, .*in_proj, "
+    ):
+        load_trainable(settings(tmp_path, **lora, lora_target_modules=["in_prj"]))
+    with pytest.raises(UserError, match=r"no layer has the name 'in_prj', did you mean in_proj\?"):
+        load_trainable(settings(tmp_path, **lora, lora_target_modules=["q_proj", "in_prj"]))
+    adapted = load_trainable(settings(tmp_path, **lora, lora_target_modules=others))
+    assert {path.split(".")[-4] for path, x in adapted.named_parameters() if x.requires_grad} == set(others)
 
 
 def test_float16_weights_need_a_loss_scale(tmp_path):

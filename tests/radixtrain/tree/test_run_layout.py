@@ -13,14 +13,13 @@ from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
 
 from radixtrain import RadixCollator
-from radixtrain.testing import ragged_batches
+from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.run_choice import cheapest_runs
 from radixtrain.tree.run_layout import RunLayout
 from radixtrain.tree.runs import RunCall, RunCost
 
-ROWS_ONLY = RunCost(call=0.0, row=1.0, state=0.0)
 TENSORS = ("rows", "places", "parents")
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 NO_FORK = [[1, 2, 3], [4, 5]]
@@ -31,7 +30,7 @@ def plan_of(sequences, **options):
     return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
-def runs_of(sequences, rates=ROWS_ONLY):
+def runs_of(sequences, rates=FREE_FORKS):
     plan = plan_of(sequences)
     return RunLayout.from_segments(plan.segment_starts, plan.segment_parents, rates)
 
@@ -63,7 +62,7 @@ def test_entries_of_a_batch():
 
 def test_it_is_the_table_of_the_plan():
     plan = plan_of(FOREST)
-    table = cheapest_runs(plan.segment_starts, plan.segment_parents, ROWS_ONLY)
+    table = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
     for runs in (RunLayout.from_table(table), runs_of(FOREST)):
         assert runs.calls == table.calls
         assert [getattr(runs, name).tolist() for name in TENSORS] == [getattr(table, name).tolist() for name in TENSORS]
@@ -71,7 +70,7 @@ def test_it_is_the_table_of_the_plan():
 
 
 @settings(max_examples=40, deadline=None)
-@given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([ROWS_ONLY, RunCost()]))
+@given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([FREE_FORKS, RunCost()]))
 def test_round_trip_through_a_batch_and_a_pickle(sequences, rates):
     runs = runs_of(sequences, rates)
     batch = {"input_ids": None, **runs.to_batch()}
@@ -125,7 +124,7 @@ def test_a_lost_entry_is_named(name):
 
 class TestInATreeLayout:
     def test_only_if_they_were_asked_for(self):
-        layout, without = (TreeLayout.from_plan(plan_of(FOREST), run_cost=cost) for cost in (ROWS_ONLY, None))
+        layout, without = (TreeLayout.from_plan(plan_of(FOREST), run_cost=cost) for cost in (FREE_FORKS, None))
         more = layout.to_batch().keys() - without.to_batch().keys()
         assert more == {f"radix_runs_{name}" for name in ("calls", *TENSORS)}
         assert contents(layout.runs) == contents(runs_of(FOREST))
@@ -134,21 +133,21 @@ class TestInATreeLayout:
 
     @pytest.mark.parametrize("tiles", [None, (16, 16)], ids=["without tiles", "with tiles"])
     def test_round_trip(self, tiles):
-        layout = TreeLayout.from_plan(plan_of(FOREST), tiles=tiles, run_cost=ROWS_ONLY)
+        layout = TreeLayout.from_plan(plan_of(FOREST), tiles=tiles, run_cost=FREE_FORKS)
         again = TreeLayout.from_batch(layout.to_batch())
         assert contents(again.runs) == contents(layout.runs)
         assert (again.tiles is None) == (tiles is None)
         assert again.levels == layout.levels
 
     def test_to(self):
-        layout = TreeLayout.from_plan(plan_of(FOREST), run_cost=ROWS_ONLY)
+        layout = TreeLayout.from_plan(plan_of(FOREST), run_cost=FREE_FORKS)
         moved = layout.to("meta")
         assert {getattr(moved.runs, name).device.type for name in TENSORS} == {"meta"}
         assert moved.runs.calls == layout.runs.calls
         assert layout.runs.rows.device.type == "cpu"
 
     def test_a_lost_entry_is_named(self):
-        batch = TreeLayout.from_plan(plan_of(FOREST), run_cost=ROWS_ONLY).to_batch()
+        batch = TreeLayout.from_plan(plan_of(FOREST), run_cost=FREE_FORKS).to_batch()
         del batch["radix_runs_rows"]
         with pytest.raises(KeyError, match="radix_runs_rows"):
             TreeLayout.from_batch(batch)
@@ -157,8 +156,8 @@ class TestInATreeLayout:
 def test_the_collator_makes_them_of_its_rows():
     """Padding rows and a branch that it does not share included."""
     features = [{"input_ids": ids, "labels": ids} for ids in FOREST]
-    batch = RadixCollator(run_cost=ROWS_ONLY, min_shared_tokens=3, pad_to_multiple_of=8)(features)
+    batch = RadixCollator(run_cost=FREE_FORKS, min_shared_tokens=3, pad_to_multiple_of=8)(features)
     plan = plan_of(FOREST, min_shared_tokens=3, pad_to_multiple_of=8)
-    runs = RunLayout.from_segments(plan.segment_starts, plan.segment_parents, ROWS_ONLY)
+    runs = RunLayout.from_segments(plan.segment_starts, plan.segment_parents, FREE_FORKS)
     assert contents(RunLayout.from_batch(batch)) == contents(runs)
     assert len(runs.places) == batch["input_ids"].shape[1]

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixtrain.testing import ragged_batches
+from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.run_choice import MIN_SAVED, MULTIPLES, cheapest_runs, runs_of_segments
 from radixtrain.tree.runs import RunCall, RunCost, RunTable
 
-ROWS_ONLY = RunCost(call=0.0, row=1.0, state=0.0)  # nothing but rows costs anything: forks pay at once
 CALLS_ONLY = RunCost(call=1.0, row=0.0, state=0.0)
 # The drawing of the module: A = [0, 3), B = [3, 5), C = [5, 7), D = [7, 10), E = [10, 12).
 DRAWN = np.array([0, 3, 5, 7, 10, 12]), np.array([-1, 0, 1, 1, 0])
@@ -84,7 +83,7 @@ class TestTheDrawing:
         )
 
     def test_leaves_of_one_length_when_only_rows_cost(self):
-        assert contents(runs_of_segments(*DRAWN, min_saved=2, rates=ROWS_ONLY)) == (
+        assert contents(runs_of_segments(*DRAWN, min_saved=2, rates=FREE_FORKS)) == (
             (
                 *(RunCall(1, 3, 1, ()), RunCall(1, 2, 1, ((0, 1),))),
                 *(RunCall(2, 2, 0, ((0, 1), (1, 1))), RunCall(1, 3, 0, ((1, 1),))),
@@ -104,7 +103,7 @@ class TestTheDrawing:
         )
 
     def test_without_forks(self):
-        table = runs_of_segments(*DRAWN, min_saved=None, rates=ROWS_ONLY)
+        table = runs_of_segments(*DRAWN, min_saved=None, rates=FREE_FORKS)
         assert contents(table) == (
             (RunCall(1, 5, 0, ()), RunCall(1, 7, 0, ()), RunCall(1, 8, 0, ())),
             [*(0, 1, 2, 10, 11), *(0, 1, 2, 3, 4, 5, 6), *(0, 1, 2, 3, 4, 7, 8, 9)],
@@ -151,13 +150,13 @@ class TestTheDrawing:
     ],
 )
 def test_small_batches(sequences, calls, rows):
-    table = runs_of_segments(*segments_of(sequences), min_saved=2, rates=ROWS_ONLY)
+    table = runs_of_segments(*segments_of(sequences), min_saved=2, rates=FREE_FORKS)
     assert (table.calls, table.rows.tolist()) == (calls, rows)
-    assert contents(cheapest_runs(*segments_of(sequences), ROWS_ONLY)) == contents(table)
+    assert contents(cheapest_runs(*segments_of(sequences), FREE_FORKS)) == contents(table)
 
 
 def test_padding_rows_of_the_plan_are_a_run_of_their_own():
-    table = runs_of_segments(*segments_of([[7, 8, 1], [7, 8, 2]], pad_to_multiple_of=7), min_saved=2, rates=ROWS_ONLY)
+    table = runs_of_segments(*segments_of([[7, 8, 1], [7, 8, 2]], pad_to_multiple_of=7), min_saved=2, rates=FREE_FORKS)
     assert table.calls == (RunCall(1, 2, 1, ()), RunCall(1, 3, 0, ()), RunCall(2, 2, 0, ((0, 2),)))
     assert table.rows.tolist() == [0, 1, 4, 5, 6, 2, 2, 3, 3]
 
@@ -165,7 +164,7 @@ def test_padding_rows_of_the_plan_are_a_run_of_their_own():
 def test_forks_of_different_lengths_are_different_calls():
     """Two prompts of three and of two tokens, each with two answers, and one of the first length again."""
     prompts = [[1, 1, 1], [2, 2], [3, 3, 3]]
-    table = runs_of_segments(*segments_of([[*prompt, end] for prompt in prompts for end in (8, 9)]), 2, 1, ROWS_ONLY)
+    table = runs_of_segments(*segments_of([[*prompt, end] for prompt in prompts for end in (8, 9)]), 2, 1, FREE_FORKS)
     assert table.calls == (RunCall(1, 2, 1, ()), RunCall(2, 3, 1, ()), RunCall(6, 2, 0, ((0, 2), (1, 4))))
     assert table.parents.tolist() == [0, 0, 0, 0, 1, 1]
 
@@ -180,7 +179,7 @@ def test_a_fork_that_ends_above_its_segment():
     """The trunk of 20 rows is not worth a fork, but with 3 more before 4 branches 16 of them are."""
     trunk = [*range(100, 120)]
     starts, parents = segments_of([[*trunk, 1], *([*trunk, 2, 3, 4, end] for end in (5, 6, 7, 8))])
-    table = runs_of_segments(starts, parents, 32, 16, ROWS_ONLY)
+    table = runs_of_segments(starts, parents, 32, 16, FREE_FORKS)
     assert table.calls == (RunCall(1, 16, 1, ()), RunCall(1, 21, 0, ()), RunCall(4, 8, 0, ((0, 4),)))
     rest = [16, 17, 18, 19, 21, 22, 23]
     assert table.rows.tolist() == [*range(16), *range(21), *(row for leaf in range(24, 28) for row in [*rest, leaf])]
@@ -200,8 +199,8 @@ forks = {"min_saved": st.sampled_from([None, 2, 2, 3, 6, 10]), "multiple": st.sa
 
 @settings(max_examples=200, deadline=None)
 @given(**plans, **forks)
-@example(DEEP, {}, ROWS_ONLY, 2, 1)
-@example(COMB, {}, ROWS_ONLY, 2, 1)
+@example(DEEP, {}, FREE_FORKS, 2, 1)
+@example(COMB, {}, FREE_FORKS, 2, 1)
 @example(COMB, {}, CALLS_ONLY, 2, 3)
 def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, rates, min_saved, multiple):
     """No row missing, none twice, the order right; and each row has its output from one place in one run."""
@@ -227,8 +226,8 @@ def test_every_run_is_on_the_root_path_of_its_rows(sequences, options, rates, mi
 
 @settings(max_examples=200, deadline=None)
 @given(**plans, **forks)
-@example(DEEP, {}, ROWS_ONLY, 2, 1)
-@example(COMB, {}, ROWS_ONLY, 2, 2)
+@example(DEEP, {}, FREE_FORKS, 2, 1)
+@example(COMB, {}, FREE_FORKS, 2, 2)
 def test_forks_and_their_sources(sequences, options, rates, min_saved, multiple):
     table = runs_of_segments(*segments_of(sequences, **options), min_saved, multiple, rates)
     continued = [np.zeros(call.num_runs, dtype=np.int64) for call in table.calls]
@@ -274,8 +273,8 @@ def test_with_a_fork_at_every_branch_only_single_rows_are_computed_twice(sequenc
     times = np.bincount([row for call in calls for run in call for row in run.rows], minlength=int(starts[-1]))
     children = np.bincount(parents[parents >= 0], minlength=len(parents))
     for segment, (start, end) in enumerate(pairwise(starts.tolist())):
-        alone = children[segment] and end - start == 1
-        assert alone or (times[start:end] == 1).all()
+        is_too_short = children[segment] and end - start == 1
+        assert is_too_short or (times[start:end] == 1).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -319,8 +318,8 @@ def test_equal_lengths_share_a_call():
 def test_similar_lengths_share_a_call_if_calls_are_dear():
     lengths = [5, 6, 7, 90, 91, 92]
     assert [(call.num_runs, call.length) for call in _flat(lengths, RunCost(call=64.0)).calls] == [(3, 7), (3, 92)]
-    assert len(_flat(lengths, ROWS_ONLY).calls) == 6
+    assert len(_flat(lengths, FREE_FORKS).calls) == 6
 
 
-def _flat(lengths, rates=ROWS_ONLY) -> RunTable:
+def _flat(lengths, rates=FREE_FORKS) -> RunTable:
     return runs_of_segments(np.cumsum([0, *lengths]), np.full(len(lengths), -1), 2, 1, rates)

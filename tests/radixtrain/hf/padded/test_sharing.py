@@ -5,15 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import radixtrain.hf.attention
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf import calibration
+from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.cost_model import CHOICES, Rates
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.runs import RunCost
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
@@ -141,22 +140,15 @@ class TestRecurrentLayers:
         monkeypatch.setattr(TreeLayout, "from_plan", spy)
         return made
 
-    def hybrid(self) -> Any:
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-        layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-        torch.manual_seed(0)
-        return Lfm2ForCausalLM(Lfm2Config(**sizes, **layers, vocab_size=50, pad_token_id=0)).train()
-
-    def test_without_a_calibration(self, runs):
-        model = share_prefixes(self.hybrid())
+    def test_without_a_calibration(self, tiny_hybrid, runs):
+        model = share_prefixes(tiny_hybrid("LFM2").train())
         model(**BATCH)
         assert [len(each.calls) for each in runs] == [1], "by the default: nothing is worth a fork here"
 
-    def test_by_the_calibration(self, runs, rates, monkeypatch):
-        forks = RunCost(call=0.0, row=1.0, state=0.0)
-        monkeypatch.setattr(calibration, "measured_run_cost", lambda layer: (forks, 0.0))
-        share_prefixes(self.hybrid(), min_shared_tokens="auto")(**BATCH)
-        assert len(runs) == len(rates) == 1 and any(call.keeps for call in runs[0].calls)
+    def test_by_the_calibration(self, tiny_hybrid, runs, rates, monkeypatch):
+        monkeypatch.setattr(calibration, "measured_run_cost", lambda layer: (FREE_FORKS, 0.0))
+        share_prefixes(tiny_hybrid("LFM2").train(), min_shared_tokens="auto")(**BATCH)
+        assert len(runs) == len(rates) == 1 and runs[0].num_forks
 
     @pytest.mark.parametrize("min_shared_tokens", [1, "auto"])
     def test_layers_that_attend_need_none(self, tiny_qwen3, runs, rates, min_shared_tokens):

@@ -1,7 +1,7 @@
-"""Whether a mixer can fork: what the trial lets pass, what it catches, and that nothing else notices it.
+"""Whether a mixer can fork: what the trial lets pass, what it catches, and that nothing outside of it changes.
 
-Kernels are stood in for where transformers would pick them up: a module of the package's name, with the kernel's own
-signature, from which a fresh copy of the modelling code is imported.
+A kernel is a module of its package's name, with the kernel's own signature. A fresh copy of the modelling code imports
+it.
 """
 
 import importlib.util
@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.mixers import mixers_of
-from radixtrain.tree.runs import RunCost
+from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 
 LOST = "the gradient of rows before a fork does not come through the state"
 IGNORED = "the value of rows after a fork ignores the state"
-FORKS = RunCost(call=0.0, row=1.0, state=0.0)
 PROMPT = [7, 8, 9, 1, 2, 3, 11, 4, 6, 5]
 FEATURES = [{"input_ids": [*PROMPT, *rest]} for rest in ([4, 5, 6, 10, 21], [4, 5, 12, 13], [31])]
 KINDS = ["Qwen3.5", "Bamba", "LFM2"]
@@ -125,7 +124,7 @@ SCALES = "writes in place", "leaves"  # a kernel whose final state is half as la
 
 
 class StandIn:
-    """A package with one kernel. reads, leaves: what it does with the state it starts from, and with the final one."""
+    """A package with one kernel. reads, leaves: what the kernel does with its first state, and with the final one."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -178,7 +177,7 @@ def chunk_scan(stand_in: StandIn) -> Callable[..., Any]:
 
 
 def convolution(stand_in: StandIn) -> Callable[..., Any]:
-    """With the signature of causal-conv1d 1; a mixer hands it the columns of the state as rows before the first."""
+    """With the signature of causal-conv1d 1; a mixer passes the columns of the state as rows before the first."""
     from transformers.models.lfm2 import modeling_lfm2 as stock
 
     def causal_conv1d_fn(
@@ -245,12 +244,12 @@ class TestKernels:
 
     @pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba"])
     @pytest.mark.parametrize(
-        ("what", "where"), [(what, where) for what in BAD for where in ("reads", "leaves") if (what, where) != SCALES]
+        ("what", "which"), [(what, which) for what in BAD for which in ("reads", "leaves") if (what, which) != SCALES]
     )
-    def test_a_bad_one_cannot(self, with_kernel: Any, kind: str, what: str, where: str) -> None:
+    def test_a_bad_one_cannot(self, with_kernel: Any, kind: str, what: str, which: str) -> None:
         model, stand_in = with_kernel(kind)
         state, reason = BAD[what]
-        setattr(stand_in, where, state)
+        setattr(stand_in, which, state)
         assert (tried(mixer_of(model)) or "").startswith(reason)
 
     @pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba"])
@@ -270,13 +269,13 @@ def assert_exact(model: Any, truth: Any) -> None:
     prepare_model(model)
     with float64_throughout(model):
         found = gradients_of(
-            model, lambda: radix_batch(model, RadixCollator(run_cost=FORKS, loss_on_all=True)(FEATURES))
+            model, lambda: radix_batch(model, RadixCollator(run_cost=FREE_FORKS, loss_on_all=True)(FEATURES))
         )
     assert all((found.tensors[name] - x).norm() <= 1e-12 * x.norm() for name, x in truth.tensors.items())
 
 
 class Nothing(nn.Module):
-    """A mixer whatever of which reaches no output."""
+    """A mixer whose output does not depend on its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +288,7 @@ class Nothing(nn.Module):
         return self.proj(hidden_states * 0)
 
 
-def test_nothing_flows() -> None:
+def test_without_any_gradient_it_is_open() -> None:
     assert tried(Nothing()) is None
 
 

@@ -1,7 +1,8 @@
-"""A mixer's `forward` and the hooks of its block: who gets the call of a batch, when, and what is left behind."""
+"""A mixer's `forward` and the hooks of its layer: who gets the call of a batch, when, and what stays afterwards."""
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,20 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import RadixCollator, prepare_model, restore_model, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.recurrent import layers
-from radixtrain.hf.recurrent.layers import Block, Checkpoint, Mixer, Progress, install_mixers, remove_mixers
+from radixtrain.hf.recurrent.layers import Checkpoint, LayerHooks, Mixer, Progress, install_mixers, remove_mixers
 from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.hf.windows import no_mask
-from radixtrain.tree.runs import RunCost
+from radixtrain.testing import FREE_FORKS
 
-FORKS = RunCost(call=0.0, row=1.0, state=0.0)
 ROWS = [[7, 8, 9, 1, 2, 3, 4, 5], [7, 8, 9, 1, 2, 6], [7, 8, 9, 1, 4]]
 
 
 def batch_of(rows: list[list[int]] = ROWS) -> dict[str, Any]:
-    return RadixCollator(run_cost=FORKS, loss_on_all=True)([{"input_ids": ids} for ids in rows])
+    return RadixCollator(run_cost=FREE_FORKS, loss_on_all=True)([{"input_ids": ids} for ids in rows])
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ class Layer(nn.Module):
         return self.mixer(hidden)
 
 
-def hooked() -> tuple[Layer, Block]:
+def hooked() -> tuple[Layer, LayerHooks]:
     layer = Layer()
     layer.__dict__["stand_in"] = Mixer(layer.mixer)
-    block = Block([layer.stand_in], [layer], Progress())
-    layer.register_forward_pre_hook(block.enter, with_kwargs=True, prepend=True)
-    layer.register_forward_hook(block.leave, always_call=True)
-    return layer, block
+    hooks = LayerHooks([layer.stand_in], [layer], Progress())
+    layer.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
+    layer.register_forward_hook(hooks.leave, always_call=True)
+    return layer, hooks
 
 
 class TestWhichCall:
@@ -66,10 +66,10 @@ class TestWhichCall:
         assert layer.seen == [None]
 
     def test_among_the_arguments(self) -> None:
-        layer, block = hooked()
+        layer, hooks = hooked()
         layer(torch.ones(1, 2), radix_call=self.CALL)
         assert layer.seen == [self.CALL]
-        assert block.call is None and layer.stand_in.call is None
+        assert hooks.call is None and layer.stand_in.call is None
 
     def test_on_the_mask(self) -> None:
         layer, _ = hooked()
@@ -78,11 +78,11 @@ class TestWhichCall:
 
     def test_of_the_pass(self) -> None:
         """The layer's input is marked: the same tensor again, after the pass, is of the same batch."""
-        layer, block = hooked()
+        layer, hooks = hooked()
         hidden = torch.ones(1, 2)
-        block.progress.call = self.CALL
+        hooks.progress.call = self.CALL
         layer(hidden)
-        block.progress.call = None
+        hooks.progress.call = None
         layer(hidden)
         layer(hidden.clone())
         assert layer.seen == [self.CALL, self.CALL, None]
@@ -90,8 +90,8 @@ class TestWhichCall:
     @pytest.mark.parametrize("wants", [True, False])
     def test_a_mark_that_would_be_lost(self, wants: bool) -> None:
         """Reentrant checkpointing is an autograd function; without gradients there is nothing to compute again."""
-        layer, block = hooked()
-        block.progress.call = self.CALL
+        layer, hooks = hooked()
+        hooks.progress.call = self.CALL
 
         class Reentrant(torch.autograd.Function):
             @staticmethod
@@ -107,16 +107,16 @@ class TestWhichCall:
             assert layer.seen == [self.CALL]
 
     def test_left_after_an_error(self) -> None:
-        layer, block = hooked()
+        layer, hooks = hooked()
         with pytest.raises(RuntimeError, match="shapes"):
             layer(torch.ones(1, 3), radix_call=self.CALL)
         assert layer.seen == [self.CALL]
-        assert block.call is None and layer.stand_in.call is None
+        assert hooks.call is None and layer.stand_in.call is None
 
 
 class TestCheckpoint:
-    def checkpointing(self) -> tuple[Layer, Block, Any]:
-        layer, block = hooked()
+    def checkpointing(self) -> tuple[Layer, LayerHooks, Any]:
+        layer, hooks = hooked()
         kept: list[Any] = []
 
         def compute(function: Callable[..., Any], *args: Any) -> Any:
@@ -124,18 +124,18 @@ class TestCheckpoint:
             return function(*args)
 
         layer._gradient_checkpointing_func = compute
-        return layer, block, kept
+        return layer, hooks, kept
 
     def test_the_call_is_there_again(self) -> None:
         """Of two batches each has its own, in any order, and an ordinary batch between them has none."""
-        layer, block, kept = self.checkpointing()
+        layer, hooks, kept = self.checkpointing()
         stock = layer._gradient_checkpointing_func
         calls = [SimpleNamespace(number=number) for number in range(2)]
         for call in calls:
-            block.give(call)
+            hooks.give(call)
             assert isinstance(layer._gradient_checkpointing_func, Checkpoint)
             layer._gradient_checkpointing_func(lambda: layer.seen.append(layer.stand_in.call))
-            block.give(None)
+            hooks.give(None)
             assert layer._gradient_checkpointing_func is stock
         layer._gradient_checkpointing_func(lambda: layer.seen.append(layer.stand_in.call))
         for function, args in reversed(kept):
@@ -144,25 +144,25 @@ class TestCheckpoint:
         assert layer.seen == [*calls, None, None, *reversed(calls)]
 
     def test_an_error_when_it_runs_again(self) -> None:
-        layer, block, _ = self.checkpointing()
+        layer, hooks, _ = self.checkpointing()
         call, passes = SimpleNamespace(), iter([True])
 
         def only_once() -> None:
             next(passes)
 
-        block.give(call)
+        hooks.give(call)
         compute = layer._gradient_checkpointing_func
         compute(only_once)
-        block.give(None)
+        hooks.give(None)
         with pytest.raises(StopIteration):
             compute(only_once)
-        assert block.call is None and not isinstance(layer._gradient_checkpointing_func, Checkpoint)
+        assert hooks.call is None and not isinstance(layer._gradient_checkpointing_func, Checkpoint)
 
     def test_giving_twice_wraps_once(self) -> None:
-        layer, block, _ = self.checkpointing()
+        layer, hooks, _ = self.checkpointing()
         stock = layer._gradient_checkpointing_func
         for _ in range(2):
-            block.give(SimpleNamespace())
+            hooks.give(SimpleNamespace())
         assert layer._gradient_checkpointing_func.original is stock
 
 
@@ -198,7 +198,7 @@ class TestTheTrial:
         assert not asked
 
     def test_again_if_undecided(self, model: Any, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-        """Nobody is warned of what may be different at the next batch."""
+        """There is no warning, because the next batch may decide otherwise."""
         self.answers.extend([None, None, ""])
         for _ in range(4):
             model(**batch_of())
@@ -210,14 +210,28 @@ class TestTheTrial:
         with caplog.at_level(logging.WARNING):
             losses = [model(**batch_of()).loss.item() for _ in range(2)]
         assert [record.message for record in caplog.records] == [
-            "Qwen3_5GatedDeltaNet of layer 0 computes every sequence from its first token on: it is a stone"
+            "Qwen3_5GatedDeltaNet of layer 0 computes every sequence from its first token on: it is a stone "
+            "(said once for all its layers)"
         ]
         assert losses[0] == losses[1]
         assert len(asked) == 1
 
+    def test_layers_of_one_kind_are_tried_once(
+        self, tiny_hybrid: Any, asked: list[Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The third one has a `forward` of its own, so it is another kind."""
+        kinds = ["linear_attention"] * 3 + ["full_attention"]
+        model = tiny_hybrid("Qwen3.5", num_hidden_layers=4, layer_types=kinds)
+        third = model.model.layers[2].linear_attn
+        third.forward = partial(type(third).forward, third)
+        self.answers.extend(["it is a stone", "it is water"])
+        prepare_model(model)(**batch_of())
+        assert len(asked) == 2
+        assert [each.args[1:] for each in caplog.records] == [(0, "it is a stone"), (2, "it is water")]
+
     def test_whole_sequences_have_the_same_values(self, model: Any, asked: list[Any]) -> None:
         forked = model.double()(**batch_of()).logits
-        mixer_in(model).why_whole.clear()
+        mixer_in(model).trials.clear()
         self.answers.append("no")
         whole = model(**batch_of()).logits
         assert not torch.equal(forked, whole)
@@ -234,6 +248,15 @@ class TestInstalling:
         ):
             install_mixers(decoder, Progress())
 
+    def test_a_refused_model_is_as_it_was(self, tiny_hybrid: Callable[..., Any]) -> None:
+        model = tiny_hybrid("Qwen3.5")
+        before = model.config._attn_implementation
+        model.model.front = model.model.layers[0].linear_attn
+        with pytest.raises(UserError, match="outside of the decoder layers"):
+            prepare_model(model)
+        assert model.config._attn_implementation == before
+        assert "forward" not in model.model.front.__dict__
+
     def test_what_stood_there_comes_back(self, tiny_hybrid: Callable[..., Any]) -> None:
         decoder = tiny_hybrid("Qwen3.5").model
         (module,) = mixers_of(decoder).values()
@@ -249,12 +272,22 @@ class TestInstalling:
             remove_mixers(decoder)
             assert module.__dict__.get("forward") is own
 
+    def test_two_layers_that_share_a_mixer(self, tiny_hybrid: Callable[..., Any]) -> None:
+        """In the second one it had no call, and read all unique rows as one sequence."""
+        kinds = ["linear_attention", "linear_attention", "full_attention"]
+        model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds)
+        layers = model.model.layers
+        layers[1].linear_attn = layers[0].linear_attn
+        features = [{"input_ids": ids, "labels": ids} for ids in ROWS]
+        report = verify_equivalence(model, features, collator=RadixCollator(run_cost=FREE_FORKS))
+        assert report["float64"].passed, str(report)
+
     def test_a_model_that_only_attends(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3()
         assert install_mixers(model.model, Progress()) == []
         assert not any(module._forward_pre_hooks for module in model.modules())
 
-    def test_hooks_on_blocks_go(self, model: Any) -> None:
+    def test_hooks_on_layers_go(self, model: Any) -> None:
         layer = model.model.layers[0]
         assert len(layer._forward_pre_hooks) == len(layer._forward_hooks) == 1
         restore_model(model)

@@ -9,8 +9,8 @@ from torch import nn
 
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.recurrent.mixers import (
-    blocks_of,
     forks_or_keeps_apart,
+    layer_around,
     mixers_of,
     num_attention_layers,
     text_layers,
@@ -65,9 +65,8 @@ def test_models(model_class):
     assert [forks_or_keeps_apart(layer) for layer in text_layers(decoder)] == exact
     for path, module in found.items():
         assert decoder.get_submodule(path) is module
-        block_path, block = blocks_of(decoder, path)
-        assert block_path == ".".join(path.split(".")[:2])
-        assert block is decoder.get_submodule(block_path) is text_layers(decoder)[int(path.split(".")[1])]
+        _, index, *_ = path.split(".")
+        assert layer_around(decoder, path) is text_layers(decoder)[int(index)]
 
 
 def test_a_shared_block_counts_once_and_its_layers_hold_the_mixers():
@@ -76,12 +75,12 @@ def test_a_shared_block_counts_once_and_its_layers_hold_the_mixers():
     layers = text_layers(decoder)
     shared = [layer.shared_transformer.self_attn for layer in layers if hasattr(layer, "shared_transformer")]
     assert num_attention_layers(decoder) == len({id(module) for module in shared}) > 0
-    assert [blocks_of(decoder, path)[1] for path in mixers_of(decoder)] == layers, "the layer, and not a part of it"
+    assert [layer_around(decoder, path) for path in mixers_of(decoder)] == layers, "the layer, and not a part of it"
     assert all(map(forks_or_keeps_apart, layers))
 
 
 def test_only_those_of_the_text():
-    """The vision encoder's convolutions and layers are none of ours."""
+    """The convolutions and layers of the vision encoder do not count."""
     decoder = decoder_of("Qwen3_5ForConditionalGeneration")
     assert list(mixers_of(decoder)) == ["layers.0.linear_attn"]
     assert num_attention_layers(decoder) == 1
@@ -93,7 +92,7 @@ def test_layers_that_attend_to_images_are_not_counted():
 
 
 class Protocol(nn.Module):
-    """Speaks it."""
+    """Speaks the cache protocol."""
 
     def forward(self, x, cache_params=None):
         return x if cache_params is None else cache_params.update_conv_state(x, 0)
@@ -104,7 +103,7 @@ class Inherits(Protocol):
 
 
 class Mentions(nn.Module):
-    """Passes a cache on, whose has_previous_state it asks; that is no mixer."""
+    """Passes a cache on and asks its has_previous_state, which does not make it a mixer."""
 
     def __init__(self):
         super().__init__()
@@ -127,15 +126,15 @@ def test_a_class_without_a_source_file():
     assert mixers_of(nn.ModuleList([namespace["Typed"]()])) == {}
 
 
-def test_a_mixer_outside_of_every_list_has_no_block():
+def test_a_mixer_outside_of_every_list_has_no_layer():
     model = nn.ModuleDict({"mixer": Protocol(), "layers": nn.ModuleList([Mentions()])})
-    assert blocks_of(model, "mixer") is None
-    assert blocks_of(model, "layers.0.inner") == ("layers.0", model["layers"][0])
+    assert layer_around(model, "mixer") is None
+    assert layer_around(model, "layers.0.inner") is model["layers"][0]
 
 
 def test_a_list_in_a_layer_is_not_the_layer():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"parts": nn.ModuleList([Protocol()])})])})
-    assert blocks_of(model, "layers.0.parts.0") == ("layers.0", model["layers"][0])
+    assert layer_around(model, "layers.0.parts.0") is model["layers"][0]
 
 
 @pytest.mark.parametrize(

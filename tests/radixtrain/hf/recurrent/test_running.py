@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
-from radixtrain.hf.recurrent.running import arguments_by_name, run_on_tree
+from radixtrain.errors import UserError
+from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
 from radixtrain.hf.recurrent.states import ForkedStates
-from radixtrain.testing import ragged_batches
+from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.run_choice import runs_of_segments
 from radixtrain.tree.run_layout import RunLayout
 from radixtrain.tree.runs import RunCall, RunCost
 
 CHANNELS, WIDTH = 2, 3
-ROWS_ONLY = RunCost(call=0.0, row=1.0, state=0.0)
 DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
 THREE_CHILDREN = [[1, 1, 1, end, 5] for end in (2, 3, 4)]
 
@@ -69,7 +69,7 @@ def plan_of(sequences, **options):
     return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
-def runs_of(plan, min_saved=2, multiple=1, rates=ROWS_ONLY):
+def runs_of(plan, min_saved=2, multiple=1, rates=FREE_FORKS):
     segments = plan.segment_starts, plan.segment_parents
     return RunLayout.from_table(runs_of_segments(*segments, min_saved, multiple, rates))
 
@@ -244,3 +244,21 @@ class TestArguments:
         assert list(inspect.signature(type(mixer).forward).parameters)[1:3] == ["hidden_states", "gates"]
         named = arguments_by_name(mixer, ("rows", "gate"), {"scale": 3.0, "radix_call": "a call"})
         assert named == {"hidden_states": "rows", "gates": "gate", "scale": 3.0}
+
+    def test_a_subclass_that_passes_everything_on(self):
+        """It was a StopIteration at the first batch."""
+
+        class Twice(Decay):
+            def forward(self, *args, **kwargs):
+                return 2 * super().forward(*args, **kwargs)
+
+        assert cache_argument(Twice()) == cache_argument(Decay())
+        assert arguments_by_name(Twice(), ("rows",), {}) == {"hidden_states": "rows"}
+
+    def test_a_cache_without_a_name(self):
+        class Unnamed(nn.Module):
+            def forward(self, *args, **kwargs):
+                raise NotImplementedError
+
+        with pytest.raises(UserError, match=r"Unnamed has a recurrent state, and its forward does not name the cache"):
+            cache_argument(Unnamed())

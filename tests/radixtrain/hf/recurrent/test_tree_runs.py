@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.hf.recurrent.tree_runs import TreeRuns, parents_of
-from radixtrain.testing import ragged_batches
+from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.run_choice import cheapest_runs, runs_of_segments
 from radixtrain.tree.run_layout import RunLayout
 from radixtrain.tree.runs import RunCost
 
-ROWS_ONLY = RunCost(call=0.0, row=1.0, state=0.0)
 PROMPT = [*range(300)]
 LONG = [[*PROMPT, 1], [*PROMPT, 2, 2], [*PROMPT, 3]]  # by default it pays to fork
 
@@ -48,9 +47,9 @@ def test_parents_literally():
 
 
 def test_those_of_the_batch_if_it_brings_some():
-    layout = TreeLayout.from_plan(plan_of([[1, 1, 1, 2], [1, 1, 1, 3]]), run_cost=ROWS_ONLY)
+    layout = TreeLayout.from_plan(plan_of([[1, 1, 1, 2], [1, 1, 1, 3]]), run_cost=FREE_FORKS)
     assert TreeRuns(layout).forked is layout.runs
-    assert any(call.keeps for call in layout.runs.calls)
+    assert layout.runs.num_forks == 1
 
 
 def test_otherwise_the_cheapest_by_default():

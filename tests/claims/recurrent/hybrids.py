@@ -1,0 +1,71 @@
+"""Tiny models with recurrent layers against the stock model: rows that fork, and what equal means.
+
+The truth is the stock model on each row by itself, in float64 with every cast lifted; forks are forced, because rows as
+short as these pay for none.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain import RadixCollator
+from radixtrain.hf.recurrent.layers import Mixer
+from radixtrain.testing import FREE_FORKS
+from radixtrain.tree.run_layout import RunLayout
+from radixtrain.verification.oracle import (
+    float64_throughout,
+    gradients_of,
+    radix_batch,
+)
+
+Build = Callable[..., Any]
+KINDS = ["Qwen3.5", "Bamba", "LFM2"]
+BAR = 1e-12
+PROMPT = [7, 8, 9, 1, 2, 3, 11, 4, 6, 5]
+ROWS = [
+    [*PROMPT, 4, 5, 6, 10, 21],
+    [*PROMPT, 4, 5, 12, 13],
+    [*PROMPT, 31],
+    [*PROMPT[:6], 17, 18, 19, 20],
+    [*PROMPT[:6], 17, 22],
+    [30, 33, 36, 39],
+]
+FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ROWS]
+OTHERS = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([5, 4, 3, 2, 7, 1], [5, 4, 3, 2, 7, 9, 9], [5, 6])]
+
+
+def batch_of(features: Any = FEATURES) -> dict[str, Any]:
+    batch = RadixCollator(run_cost=FREE_FORKS)(features)
+    assert RunLayout.from_batch(batch).num_forks, "these rows do not fork"
+    return batch
+
+
+def distance(found: Any, truth: Any) -> float:
+    """The worst relative distance of a parameter's gradient."""
+    assert found.tensors.keys() == truth.tensors.keys()
+    assert all(each.norm() > 0 for each in truth.tensors.values())
+    return max(float((found.tensors[name] - each).norm() / each.norm()) for name, each in truth.tensors.items())
+
+
+def assert_exact(model: Any, truth: Any, arm: Callable[[], Iterator[Tensor]] | None = None) -> None:
+    """A prepared model has the true gradient. arm: the terms of its loss, by default of one batch with forks."""
+    with float64_throughout(model):
+        found = gradients_of(model, arm or (lambda: radix_batch(model, batch_of())))
+    assert distance(found, truth) <= BAR
+
+
+def padded(rows: list[list[int]], side: str) -> dict[str, Tensor]:
+    longest = max(map(len, rows))
+    pads = [[0] * (longest - len(row)) for row in rows]
+    ids = [row + pad if side == "right" else pad + row for row, pad in zip(rows, pads, strict=True)]
+    masks = [
+        [1] * len(row) + pad if side == "right" else pad + [1] * len(row) for row, pad in zip(rows, pads, strict=True)
+    ]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}
+
+
+def mixers_in(model: nn.Module) -> list[Mixer]:
+    found = [getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()]
+    return [each for each in found if isinstance(each, Mixer)]

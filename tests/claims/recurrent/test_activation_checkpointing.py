@@ -1,0 +1,110 @@
+"""Recurrent layers that are computed again in the backward pass get the tree again."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hybrids import BAR, FEATURES, KINDS, OTHERS, PROMPT, Build, assert_exact, batch_of, distance
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+from radixtrain import prepare_model
+from radixtrain.errors import UserError
+from radixtrain.verification.oracle import (
+    float64_throughout,
+    float64_truth,
+    gradients_of,
+    ordinary_one_by_one,
+    radix_batch,
+)
+
+
+class PassesNothingOn(nn.Module):
+    """Calls a decoder layer with nothing but its rows: no mask, none of the arguments of the model's call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+        return self.layer(hidden, position_embeddings=kwargs["position_embeddings"])
+
+
+def gradients_by_stock_names(model: Any) -> Any:
+    """Of a batch with forks, for a model whose layers were wrapped after it was prepared."""
+    with float64_throughout(model):
+        found = gradients_of(model, lambda: radix_batch(model, batch_of()))
+    tensors = {
+        re.sub(r"(?<=layers\.\d\.)(layer\.|_checkpoint_wrapped_module\.)+", "", k): x for k, x in found.tensors.items()
+    }
+    return replace(found, tensors=tensors)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_transformers(tiny_hybrid: Build, kind: str, use_reentrant: bool) -> None:
+    """It computes a layer's `forward` again, without the layer's hooks."""
+    model = tiny_hybrid(kind)
+    truth = float64_truth(model, FEATURES)
+    prepare_model(model).activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_exact(model, truth)
+
+
+@pytest.mark.parametrize("implementation", CheckpointImpl)
+@pytest.mark.parametrize("kind", KINDS)
+def test_around_a_layer(tiny_hybrid: Build, kind: str, implementation: CheckpointImpl) -> None:
+    """As FSDP and Lightning do: the whole layer runs again, its hooks too."""
+    model = tiny_hybrid(kind)
+    truth = float64_truth(model, FEATURES)
+    prepare_model(model)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer, implementation)
+    assert distance(gradients_by_stock_names(model), truth) <= BAR
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant: bool) -> None:
+    """Each is computed again with its own tree, and an ordinary batch between them without one."""
+    model = tiny_hybrid("Qwen3.5")
+    ids = torch.tensor([PROMPT])
+
+    def terms() -> Iterator[Tensor]:
+        both = [next(radix_batch(model, batch_of(features))) for features in (FEATURES, OTHERS)]
+        both.insert(1, model(input_ids=ids, labels=ids).loss)
+        yield torch.stack(both).sum()
+
+    def stock() -> Iterator[Tensor]:
+        yield from ordinary_one_by_one(model, FEATURES)
+        yield model(input_ids=ids, labels=ids).loss
+        yield from ordinary_one_by_one(model, OTHERS)
+
+    with float64_throughout(model):
+        truth = gradients_of(model, stock)
+    prepare_model(model).activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_exact(model, truth, terms)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_that_gets_nothing(tiny_hybrid: Build, use_reentrant: bool) -> None:
+    model = tiny_hybrid("Qwen3.5")
+    truth = float64_truth(model, FEATURES)
+    prepare_model(model).activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.model.layers[0] = PassesNothingOn(model.model.layers[0])
+    assert distance(gradients_by_stock_names(model), truth) <= BAR
+
+
+@pytest.mark.parametrize("implementation", CheckpointImpl)
+def test_around_a_layer_that_gets_nothing(tiny_hybrid: Build, implementation: CheckpointImpl) -> None:
+    """The layer's input carries the call; reentrant checkpointing makes a new tensor, and is refused."""
+    model = tiny_hybrid("Qwen3.5")
+    truth = float64_truth(model, FEATURES)
+    prepare_model(model)
+    model.model.layers[0] = PassesNothingOn(checkpoint_wrapper(model.model.layers[0], implementation))
+    if implementation is CheckpointImpl.REENTRANT:
+        with pytest.raises(UserError, match=r"Qwen3_5DecoderLayer .* set use_reentrant to False"):
+            model(**batch_of())
+    else:
+        assert distance(gradients_by_stock_names(model), truth) <= BAR

@@ -1,0 +1,87 @@
+"""A prepared model gives ordinary batches the bits of the stock model."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hybrids import KINDS, PROMPT, ROWS, Build, batch_of, mixers_in, padded
+
+from radixtrain import prepare_model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded(tiny_hybrid: Build, kind: str, side: str) -> None:
+    batch = padded(ROWS, side)
+    results = []
+    for model in (tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))):
+        logits = model(**batch).logits
+        (logits.log_softmax(-1) * batch["attention_mask"][..., None]).sum().backward()
+        results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed(tiny_hybrid: Build, kind: str) -> None:
+    """Rows back to back with positions from 0: whatever the stock model does, its refusal included."""
+    rows = ROWS[2:5]
+    batch = {
+        "input_ids": torch.tensor([[token for row in rows for token in row]]),
+        "position_ids": torch.tensor([[n for row in rows for n in range(len(row))]]),
+    }
+    results = []
+    for model in (tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))):
+        try:
+            results.append(model(**batch).logits.tolist())
+        except ValueError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation(tiny_hybrid: Build, kind: str, beams: int) -> None:
+    """With a cache: the prompt, then token by token; before and after a radix batch."""
+    model = tiny_hybrid(kind).eval()
+    batch = padded([PROMPT, PROMPT[:4]], "left")
+    generate = partial(
+        model.generate,
+        **batch,
+        max_new_tokens=8,
+        do_sample=False,
+        num_beams=beams,
+        eos_token_id=None,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    stock = generate()
+    prepare_model(model)
+    for _ in range(2):
+        found = generate()
+        assert torch.equal(found.sequences, stock.sequences)
+        assert all(map(torch.equal, found.scores, stock.scores))
+        model(**batch_of())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_exception(tiny_hybrid: Build, kind: str, error: type[BaseException]) -> None:
+    """A pass that ends in the middle leaves nothing that an ordinary batch would read."""
+    model = tiny_hybrid(kind)
+    batch = padded(ROWS, "right")
+    stock = model(**batch).logits
+    prepare_model(model).activation_checkpointing_enable()
+
+    def stop(*args: Any) -> None:
+        raise error
+
+    for broken in (model.model.layers[0], mixers_in(model)[0].module):
+        for register in (broken.register_forward_pre_hook, broken.register_forward_hook):
+            handle = register(stop)
+            with pytest.raises(error):
+                model(**batch_of())
+            handle.remove()
+            assert error is KeyboardInterrupt or not any(mixer.call for mixer in mixers_in(model))
+            assert torch.equal(model(**batch).logits, stock)
+            assert not any(mixer.call for mixer in mixers_in(model))
