@@ -240,7 +240,7 @@ class TestKernels:
         assert stand_in.calls > 0
         assert tried(mixer_of(model)) == ""
         assert_exact(model, truth)
-        assert not caplog.records
+        assert not [each for each in caplog.records if each.name.startswith("radixtrain")]
 
     @pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba"])
     @pytest.mark.parametrize(

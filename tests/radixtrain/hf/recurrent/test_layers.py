@@ -166,6 +166,11 @@ class TestCheckpoint:
         assert layer._gradient_checkpointing_func.original is stock
 
 
+def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Without what transformers says of missing kernels, once a process."""
+    return [record for record in caplog.records if record.name.startswith("radixtrain")]
+
+
 class TestTheTrial:
     """`why_it_cannot_fork` is asked once for a device and dtype, and only if a batch forks."""
 
@@ -203,13 +208,13 @@ class TestTheTrial:
         for _ in range(4):
             model(**batch_of())
         assert len(asked) == 3
-        assert not caplog.records
+        assert not ours(caplog)
 
     def test_a_reason_is_said_once(self, model: Any, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
         self.answers.append("it is a stone")
         with caplog.at_level(logging.WARNING):
             losses = [model(**batch_of()).loss.item() for _ in range(2)]
-        assert [record.message for record in caplog.records] == [
+        assert [record.message for record in ours(caplog)] == [
             "Qwen3_5GatedDeltaNet of layer 0 computes every sequence from its first token on: it is a stone "
             "(said once for all its layers)"
         ]
@@ -227,7 +232,7 @@ class TestTheTrial:
         self.answers.extend(["it is a stone", "it is water"])
         prepare_model(model)(**batch_of())
         assert len(asked) == 2
-        assert [each.args[1:] for each in caplog.records] == [(0, "it is a stone"), (2, "it is water")]
+        assert [each.args[1:] for each in ours(caplog)] == [(0, "it is a stone"), (2, "it is water")]
 
     def test_whole_sequences_have_the_same_values(self, model: Any, asked: list[Any]) -> None:
         forked = model.double()(**batch_of()).logits
