@@ -144,7 +144,10 @@ class TestBadInput:
             ({"data__dataloader_num_workers": -1}, "data.dataloader_num_workers must be at least 0, got -1"),
             ({"ckpt_path": "nope.ckpt"}, "ckpt_path: no such file: nope.ckpt"),
             ({"model__use_peft": "true", "model__lora_r": 0}, "model.lora_r must be at least 1, got 0"),
-            ({"model__use_peft": "true", "model__lora_target_modules": "[nope]"}, "model.lora_...: "),
+            (
+                {"model__use_peft": "true", "model__lora_target_modules": "[nope]"},
+                "model.lora_target_modules: no layer has a name of ['nope']; linear layers are down_proj, ",
+            ),
             (
                 {"model__use_peft": "true", "model__lora_target_modules": "[lm_head]"},
                 "model.lora_target_modules: lm_head shares its weight with model.embed_tokens",
