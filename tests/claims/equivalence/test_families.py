@@ -48,6 +48,7 @@ FEATURES = [
 ]
 FORKING = RadixCollator(run_cost=FREE_FORKS)
 MODELS = 9  # with other weights, for each family with a recurrent state: the rounding of one has luck
+ROUNDED = ("Bamba", "LFM2", "Qwen3.5")  # families of which `make test` computes all of these models
 NUMBER = r"\d\.\de-\d\d"
 # What the table says of an error: a pattern of its message, and few words, in which ... is the group of the pattern.
 REASONS = {
@@ -103,7 +104,8 @@ def test_equal_or_refused(
         assert ("computes every sequence from its first token on" in caplog.text) == (WHOLE in family.what)
         name = family.name if group == "text" else f"{family.name}, {group}"
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
-        check_row("recurrent", [name, kinds, *rounding_of(family)], record_property)
+        if ALL or name in ROUNDED:
+            check_row("recurrent", [name, kinds, *rounding_of(family)], record_property)
     else:
         assert report.passed, str(report)
 

@@ -112,7 +112,7 @@ class TestClasses:
         ("model_class", "settings", "message"),
         [
             ("T5ForConditionalGeneration", {"num_layers": 1, "d_model": 32, "d_ff": 32, "d_kv": 8}, "an encoder and a"),
-            ("MambaForCausalLM", {"state_size": 4}, "layer 0 is 'linear_attention'"),
+            ("MambaForCausalLM", {"state_size": 4}, "state-space layers only"),
             ("LlamaForCausalLM", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
             (
                 "GPTJForCausalLM",
