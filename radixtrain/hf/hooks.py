@@ -38,7 +38,6 @@ from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
 from radixtrain.tree.layout import LEFT_PADDED, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY, TreeLayout
-from radixtrain.tree.run_layout import RUNS
 
 __all__ = ["BackboneHooks", "HeadCheck", "remove_hooks"]
 
@@ -144,7 +143,7 @@ class BackboneHooks:
         self._check(backbone, layout, entries, given)
         self.sharing.radix_batch(backbone, layout)
         may_bind = window_may_bind(text_decoder_of(backbone).config, layout)
-        predictor_indices, chosen = entries.get(PREDICTOR_INDICES), self._chosen(entries)
+        predictor_indices, chosen = entries.get(PREDICTOR_INDICES), self._chosen(entries, layout)
         call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind, chosen)
         mask = no_mask(may_bind, layout.device, call)
         self.progress.call = call
@@ -177,7 +176,7 @@ class BackboneHooks:
         check_inputs(decoder, given, layout)
         check_pass(decoder, head, layout, LEFT_PADDED in entries, self.allow_dropout)
 
-    def _chosen(self, entries: Mapping[str, Any]) -> str | None:
+    def _chosen(self, entries: Mapping[str, Any], layout: TreeLayout) -> str | None:
         """The strategy that the collator's `step_cost` chose, logged the first time; None if it chose none."""
         place = entries.get(STRATEGY)
         if place is None or self.attention != "auto":
@@ -185,7 +184,7 @@ class BackboneHooks:
         choice = CHOICES[place], entries.get(MIN_SHARED_TOKENS)
         if choice not in self.choices:
             self.choices.add(choice)
-            logger.info("a batch is fastest with attention=%s, min_shared_tokens=%s%s", *choice, _forks_of(entries))
+            logger.info("a batch is fastest with attention=%s, min_shared_tokens=%s%s", *choice, _forks_of(layout))
         return choice[0]
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -217,8 +216,9 @@ class BackboneHooks:
         if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(self.mixers)} recurrent layers of {type(backbone).__name__} did not run on "
-                f"the tree, and their gradient would be wrong; the first is a {type(missing[0]).__name__}; call "
-                f"prepare_model again if the model has changed"
+                f"the tree, and their gradient would be wrong; the first is a {type(missing[0]).__name__}. If it is "
+                f"among PEFT's modules_to_save, leave it out there: the model has it twice; if the model has changed, "
+                f"call prepare_model again"
             )
 
 
@@ -236,10 +236,9 @@ def remove_hooks(model: nn.Module) -> None:
                     module._forward_hooks_always_called.pop(number, None)
 
 
-def _forks_of(entries: Mapping[str, Any]) -> str:
-    """For the log, how many states of a recurrent layer are kept; empty if the batch has no runs."""
-    calls = entries.get(f"{RUNS}calls")
-    return "" if calls is None else f", forks of the recurrent state: {sum(call[0] for call in calls if call[2])}"
+def _forks_of(layout: TreeLayout) -> str:
+    """For the log, how many states a recurrent layer keeps; empty if the batch has no runs."""
+    return "" if layout.runs is None else f", forks of the recurrent state: {layout.runs.num_forks}"
 
 
 def _check_in_force(decoder: Any) -> None:
