@@ -14,12 +14,12 @@ from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.rectangles import Cut, Rectangles
 from radixtrain.kernels.scoring import Scoring
 
-__all__ = ["EagerKernel", "TorchCPUKernel"]
+__all__ = ["EagerKernel", "LoopingKernel", "TorchCPUKernel"]
 
 aten = torch.ops.aten
 
 
-class _LoopingKernel:
+class LoopingKernel:
     """A kernel that runs one part of a call at a time: some equal rectangles, which are the first axis b."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class _LoopingKernel:
         raise NotImplementedError
 
 
-class EagerKernel(_LoopingKernel):
+class EagerKernel(LoopingKernel):
     """Explicit matmuls: the specification of the others, in any dtype on any device. Computes 16 bits in float32."""
 
     def part_forward(
@@ -132,7 +132,7 @@ class EagerKernel(_LoopingKernel):
         return scores_bKgTJ, slope
 
 
-class TorchCPUKernel(_LoopingKernel):
+class TorchCPUKernel(LoopingKernel):
     """`aten._scaled_dot_product_flash_attention_for_cpu`: takes grouped heads and strided views as they are."""
 
     def part_forward(

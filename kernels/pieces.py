@@ -29,7 +29,7 @@ from radixtrain.kernels.ragged import Ragged, VarlenKernel
 from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.triton_runtime import by_triton
 
-__all__ = ["Piece", "attention_in_pieces"]
+__all__ = ["Piece", "Rows", "attention_in_pieces", "merge_piece", "merge_sinks", "rows_of"]
 
 Rows = slice | Tensor
 
@@ -84,10 +84,12 @@ class _Pieces(torch.autograd.Function):
         out, lse = kernel.forward(q, k, v, first.ragged, scoring)
         merged = out.to(lse.dtype) if rest or sinks is not None else out
         for piece in rest:
-            keys = _rows(k, piece.k_rows), _rows(v, piece.k_rows)
-            _merge(merged, lse, piece.q_rows, *kernel.forward(_rows(q, piece.q_rows), *keys, piece.ragged, scoring))
+            keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
+            merge_piece(
+                merged, lse, piece.q_rows, *kernel.forward(rows_of(q, piece.q_rows), *keys, piece.ragged, scoring)
+            )
         if sinks is not None:
-            _merge_sinks(merged, lse, sinks)
+            merge_sinks(merged, lse, sinks)
         out = merged.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.pieces, ctx.kernel, ctx.scoring = pieces, kernel, scoring
@@ -101,10 +103,10 @@ class _Pieces(torch.autograd.Function):
         grads = ctx.kernel.backward(dout, q, k, v, out, lse, first.ragged, ctx.scoring)
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if rest else grads
         for piece in rest:
-            q_side = (_rows(x, piece.q_rows) for x in (dout, q, out))
+            q_side = (rows_of(x, piece.q_rows) for x in (dout, q, out))
             dout_piece, q_piece, out_piece = q_side
-            keys = _rows(k, piece.k_rows), _rows(v, piece.k_rows)
-            lse_piece = _rows(lse.t(), piece.q_rows).t()
+            keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
+            lse_piece = rows_of(lse.t(), piece.q_rows).t()
             shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, ctx.scoring)
             for total, share, rows in zip(
                 (dq, dk, dv), shares, (piece.q_rows, piece.k_rows, piece.k_rows), strict=True
@@ -114,7 +116,7 @@ class _Pieces(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
-def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Fold the sinks (N,) into `out` (U, N, H) and `lse` (N, U), in place."""
     total = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
     out.mul_(torch.exp(lse - total).t()[..., None])
@@ -126,7 +128,7 @@ def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Te
     return -(torch.exp(sinks[:, None].to(lse.dtype) - lse) * delta_NU).sum(1).to(sinks.dtype)
 
 
-def _rows(x: Tensor, rows: Rows) -> Tensor:
+def rows_of(x: Tensor, rows: Rows) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
@@ -137,7 +139,7 @@ def _add(total: Tensor, rows: Rows, share: Tensor) -> None:
         total.index_add_(0, rows, share.to(total.dtype))  # no repeats: nothing to add up in an undefined order
 
 
-def _merge(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> None:
+def merge_piece(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> None:
     """Fold a piece into `out` (U, N, H) and `lse` (N, U), in place.
 
     `exp(lse_2 - logaddexp(lse_1, lse_2))` is a sigmoid, and the two weights add up to 1: one pass over the rows.
@@ -147,7 +149,7 @@ def _merge(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: T
 
         merge_rows_(out, lse, rows, piece_out, piece_lse)
         return
-    lse_rows = _rows(lse.t(), rows).t()
+    lse_rows = rows_of(lse.t(), rows).t()
     weight = torch.sigmoid(piece_lse - lse_rows).t()[..., None]
     total, piece_out = torch.logaddexp(lse_rows, piece_lse), piece_out.to(out.dtype)
     if isinstance(rows, slice):

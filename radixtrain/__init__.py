@@ -12,6 +12,9 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.attention import tree_attention
     from radixtrain.collators.prefix_sampler import PrefixGroupedSampler
     from radixtrain.collators.radix import RadixCollator
+    from radixtrain.generation.cache import RadixCache
+    from radixtrain.generation.generate import generate
+    from radixtrain.generation.score import score_completions
     from radixtrain.hf.calibration import calibrate
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -21,11 +24,14 @@ __version__ = "0.1.0"
 __all__ = [
     "PrefixGroupedSampler",
     "PrefixPlan",
+    "RadixCache",
     "RadixCollator",
     "build_prefix_plan",
     "calibrate",
+    "generate",
     "prepare_model",
     "restore_model",
+    "score_completions",
     "share_prefixes",
     "sharing_report",
     "tree_attention",
@@ -35,11 +41,14 @@ __all__ = [
 _HOMES = {
     "PrefixGroupedSampler": "radixtrain.collators.prefix_sampler",
     "PrefixPlan": "radixtrain.tree.plan",
+    "RadixCache": "radixtrain.generation.cache",
     "RadixCollator": "radixtrain.collators.radix",
     "build_prefix_plan": "radixtrain.tree.plan",
     "calibrate": "radixtrain.hf.calibration",
+    "generate": "radixtrain.generation.generate",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",
+    "score_completions": "radixtrain.generation.score",
     "share_prefixes": "radixtrain.hf.prepare",
     "sharing_report": "radixtrain.hf.prepare",
     "tree_attention": "radixtrain.attention",

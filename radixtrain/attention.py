@@ -26,19 +26,25 @@ import torch
 from torch import Tensor
 
 from radixtrain.errors import UserError
+from radixtrain.kernels.cached import attention_in_lanes, attention_with_stored_rows
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.expand import expand_attention
 from radixtrain.kernels.path import path_attention
+from radixtrain.kernels.pieces import Piece, attention_in_pieces
 from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.refusals import KernelCall, tiled_refusal, varlen_refusal
 from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.tree_tiles import TreeTiles, tile_sizes
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
+from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["EVERYWHERE", "STRATEGIES", "AttentionChoice", "choose_attention", "tree_attention", "unlogged"]
+__all__ = [
+    *("EVERYWHERE", "STRATEGIES", "AttentionChoice", "cached_attention"),
+    *("choose_attention", "tree_attention", "unlogged"),
+]
 
 EVERYWHERE = ("cascade", "path", "expand", "reference")  # in any floating dtype, on any device
 STRATEGIES = (*EVERYWHERE, "tree")
@@ -90,7 +96,7 @@ def tree_attention(
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
     layout = plan if isinstance(plan, TreeLayout) else _layout_of(plan, query, attention)
-    _check_tensors(query, key, value, layout)
+    _check_tensors(query, key, value, layout.num_rows, layout.device)
     _check_modifiers(query, softcap, window, sinks)
     binding = window if window is not None and window < layout.max_seqlen else None
     modifiers = {"softcap": softcap is not None, "window": binding is not None, "sinks": sinks is not None}
@@ -103,14 +109,55 @@ def tree_attention(
         return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
-        isolate = query.device.type == "cpu" and not _all_finite(key, value)
-        pieces = layout.separate_pieces if isolate else layout.pieces
-        return cascade_attention(query, key, value, pieces, varlen, scoring, sinks)
+        return cascade_attention(query, key, value, _pieces_of(layout, key, value), varlen, scoring, sinks)
     if choice.strategy == "path":
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
     return expand_attention(
         query, key, value, layout.inverse_indices, layout.gather_indices, layout.sequences, varlen, scoring, sinks
     )
+
+
+@torch.no_grad()
+def cached_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stored: tuple[Tensor, Tensor],
+    layout: CachedLayout,
+    *,
+    kernel: str = "auto",
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of the new rows of a pass of generation: over each other, and over stored rows. No gradient.
+
+    query: (U, N, H). key, value: (U, K, H), of the new rows; as in `tree_attention`.
+    stored: keys and values of the layer, (C, K, H) each; those of the new rows are there already.
+    layout: which rows see which.
+    kernel, scale, softcap, window, sinks: as in `tree_attention`.
+
+    Returns (U, N, H), the dtype of query.
+    Raises ValueError if shapes, dtypes or devices do not fit, UserError for a kernel that cannot run here.
+    """
+    _check_tensors(query, key, value, layout.num_rows, layout.slots.device)
+    _check_modifiers(query, softcap, window, sinks)
+    binding = window if window is not None and window < layout.max_seqlen else None
+    modifiers = {"softcap": softcap is not None, "window": binding is not None, "sinks": sinks is not None}
+    choice = choose_attention("auto", kernel, query.device, query.dtype, query.shape[-1], **modifiers)
+    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
+    varlen = _kernel(choice.kernel, query.device)
+    if binding is not None:
+        slots, call = layout.windowed(binding)
+        piece = Piece(slice(None), slice(None), call)
+        seen_keys, seen_values = (rows.index_select(0, slots) for rows in stored)
+        return attention_in_pieces(query, seen_keys, seen_values, [piece], varlen, scoring, sinks)
+    if layout.lanes is not None:
+        return attention_in_lanes(query, stored, layout.lanes, layout.shared, varlen, scoring, sinks)
+    assert layout.prompts is not None
+    own = _pieces_of(layout.prompts, key, value)
+    return attention_with_stored_rows(query, key, value, stored, own, layout.shared, varlen, scoring, sinks)
 
 
 def choose_attention(
@@ -241,6 +288,12 @@ def _tiles_of(layout: TreeLayout, query: Tensor) -> TreeTiles:
     return layout.tiles
 
 
+def _pieces_of(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Piece, ...]:
+    """The calls of `cascade`. On the host a mask hides one branch from another only if all rows are finite."""
+    isolate = key.device.type == "cpu" and not _all_finite(key, value)
+    return layout.separate_pieces if isolate else layout.pieces
+
+
 def _all_finite(key: Tensor, value: Tensor) -> bool:
     """Whether a mask can hide rows: 0 x NaN is NaN, so a row with a NaN would break the others of its call.
 
@@ -249,17 +302,16 @@ def _all_finite(key: Tensor, value: Tensor) -> bool:
     return bool(torch.isfinite(key.sum() + value.sum()))
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> None:
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 3 or tensor.shape[0] != layout.num_rows:
+        if tensor.ndim != 3 or tensor.shape[0] != num_rows:
             raise ValueError(
-                f"{name} must be (U, heads, head_dim) with U = {layout.num_rows} rows, the plan's; got "
-                f"{tuple(tensor.shape)}"
+                f"{name} must be (U, heads, head_dim) with U = {num_rows} rows, the plan's; got {tuple(tensor.shape)}"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on {query.device}")
-    if layout.device != query.device:
-        raise ValueError(f"the plan is on {layout.device}, query on {query.device}; move it with TreeLayout.to(device)")
+    if device != query.device:
+        raise ValueError(f"the plan is on {device}, query on {query.device}; move it with TreeLayout.to(device)")
     if key.shape[:2] != value.shape[:2] or query.shape[1] % key.shape[1]:
         raise ValueError(
             f"heads of query must be a multiple of those of key and value: "

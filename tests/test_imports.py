@@ -24,7 +24,7 @@ FLOORS = [
     ["tree"],
     ["attention", "collators"],
     ["hf", "data"],
-    ["verification"],
+    ["verification", "generation"],
     ["bench", "inspection", "report", "training", "testing"],
     ["commands"],
     ["__main__"],

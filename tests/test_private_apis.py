@@ -84,6 +84,26 @@ TABLE = (
         "says whether experts can run as a loop, which float64 needs",
     ),
     Private(
+        "transformers.GenerationConfig._get_default_generation_params",
+        ("radixtrain/generation/options.py",),
+        "gives the options that neither the user nor the model has set",
+    ),
+    Private(
+        "transformers.GenerationMixin._get_logits_processor",
+        ("radixtrain/generation/sampling.py",),
+        "makes the logits processors of the options, in transformers' order",
+    ),
+    Private(
+        "transformers.GenerationMixin._get_stopping_criteria",
+        ("radixtrain/generation/stopping.py",),
+        "makes the stopping criteria of the options",
+    ),
+    Private(
+        "transformers.GenerationMixin._prepare_special_tokens",
+        ("radixtrain/generation/sampling.py", "radixtrain/generation/stopping.py"),
+        "sets the end tokens that both read",
+    ),
+    Private(
         "transformers.PreTrainedModel._from_config",
         ("radixtrain/bench/cells.py",),
         "makes a model with random weights in a dtype",

@@ -1,8 +1,9 @@
 """The attention functions that every layer of a Hugging Face model calls: "radix" and "radix_eager".
 
 Registered beside "sdpa", they are chosen by name. "radix_eager" is for models whose soft-cap or sinks `sdpa` cannot
-compute. With a plan they are tree attention. Without one they are `sdpa` and the model's own eager attention, mask
-included: generation and an ordinary padded batch behave as if nothing had been prepared.
+compute. With a plan they are tree attention, in a pass of generation attention over stored rows. Without either they
+are `sdpa` and the model's own eager attention, mask included: `model.generate` and an ordinary padded batch behave as
+if nothing had been prepared.
 
 The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
 (Nemotron, StableLM) find it on their mask, which every layer gets, in a recomputed forward pass too.
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +27,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from radixtrain.attention import tree_attention
+from radixtrain.attention import cached_attention, tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.recurrent.tree_runs import TreeRuns
 from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window_on_mask
+from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
 __all__ = [
-    *("ATTENTION_NAME", "EAGER_NAME", "RadixCall"),
+    *("ATTENTION_NAME", "EAGER_NAME", "CachedCall", "RadixCall"),
     *("radix_attention", "radix_eager_attention", "register_attention"),
 ]
 
 ATTENTION_NAME = "radix"
 EAGER_NAME = "radix_eager"
+
+Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
 
 @dataclass
@@ -68,6 +72,58 @@ class RadixCall:
         """What recurrent mixers compute."""
         return TreeRuns(self.layout)
 
+    @property
+    def max_seqlen(self) -> int:
+        """The longest sequence of the batch, in tokens."""
+        return self.layout.max_seqlen
+
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Tree attention on the unique tokens. heads, scoring: as `tree_attention` takes them."""
+        strategy = self._strategy(window)
+        return tree_attention(*heads, self.layout, attention=strategy, kernel=self.kernel, window=window, **scoring)
+
+    def _strategy(self, window: int | None) -> str:
+        """The collator's choice if it made one. It does not know windows, and cascade cannot keep one that binds."""
+        is_lost = self.chosen == "cascade" and window is not None
+        return self.attention if self.chosen is None or is_lost else self.chosen
+
+
+class Store(Protocol):
+    """Where generation keeps keys and values, (C, K, H) each, of every call of the attention function in a pass."""
+
+    def write(self, call: int, key: Tensor, value: Tensor, layout: CachedLayout) -> tuple[Tensor, Tensor]:
+        """Put the new rows into their slots. call: which one of the pass. Returns all that is stored for it."""
+        ...
+
+
+@dataclass
+class CachedCall:
+    """One forward pass of generation: what every layer needs, and which layers ran.
+
+    layout: the new rows of the pass, and the stored ones that they see.
+    calls: the id of every attention module that ran.
+    """
+
+    layout: CachedLayout
+    store: Store
+    kernel: str
+    window_may_bind: bool
+    calls: list[int] = field(default_factory=list)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest sequence at the end of the pass, in tokens."""
+        return self.layout.max_seqlen
+
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Store the keys and values of the new rows, and attend to all that each of them sees."""
+        _, key, value = heads
+        stored = self.store.write(len(self.calls), key, value, self.layout)
+        return cached_attention(*heads, stored, self.layout, kernel=self.kernel, window=window, **scoring)
+
+
+Call = RadixCall | CachedCall
+
 
 def register_attention() -> None:
     """Make both names known to Hugging Face. Without a mask function of its name attention gets no mask at all."""
@@ -83,7 +139,7 @@ def radix_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    radix_call: RadixCall | None = None,
+    radix_call: Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function "radix", called by every layer: tree attention with a plan, `sdpa` without one.
@@ -103,7 +159,7 @@ def radix_eager_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    radix_call: RadixCall | None = None,
+    radix_call: Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function "radix_eager": as `radix_attention`, but without a plan the model's own eager function."""
@@ -113,7 +169,7 @@ def radix_eager_attention(
     return _attend(call, module, (query, key, value), attention_mask, kwargs)
 
 
-def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> RadixCall | None:
+def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> Call | None:
     """The call of a layer that received no keyword arguments; None in an ordinary batch.
 
     Raises UserError for a radix batch whose plan did not reach the layer. It is known by its mask, which only our hook
@@ -147,45 +203,30 @@ def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 @torch.compiler.disable  # host integers and kernels of its own: traced, it would be compiled anew for every tree
 def _attend(
-    call: RadixCall,
+    call: Call,
     layer: nn.Module,
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
     attention_mask: Tensor | None,
     options: Mapping[str, Any],
 ) -> tuple[Tensor, None]:
     """Tree attention of one layer. heads: query, key, value. options: what Hugging Face's layers pass by keyword."""
     _check_options(layer, options)
-    window = _window(call, layer, attention_mask, options)
+    argument, longest = options.get("sliding_window"), call.max_seqlen
+    window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind)
     scaling, (query, _, value) = options.get("scaling"), heads
     try:
-        out_UNH = tree_attention(
-            *_of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
-            call.layout,
-            attention=_strategy(call, window),
-            kernel=call.kernel,
+        out_UNH = call.attend(
+            _of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
+            window,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
             softcap=options.get("softcap"),
-            window=window,
             sinks=options.get("s_aux"),
         )
     except UserError as error:  # a request that this layer cannot meet
-        longest = call.layout.max_seqlen
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{_name_of(layer)}{why}: {error}") from None
     call.calls.append(id(layer))
     return out_UNH[None, ..., : value.shape[-1]].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
-
-
-def _window(call: RadixCall, layer: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> int | None:
-    """The window of a layer if it binds in this batch."""
-    argument = options.get("sliding_window")
-    return window_of(_name_of(layer), attention_mask, argument, call.layout.max_seqlen, call.window_may_bind)
-
-
-def _strategy(call: RadixCall, window: int | None) -> str:
-    """The collator's choice if it made one. It does not know windows, and cascade cannot keep one that binds."""
-    is_lost = call.chosen == "cascade" and window is not None
-    return call.attention if call.chosen is None or is_lost else call.chosen
 
 
 def _as_autocast(x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.positions import padding_idx_of_positions
 from radixtrain.tree.layout import PREDICTOR_INDICES
 
-__all__ = ["has_plain_head", "hidden_rows", "logits_rows"]
+__all__ = ["has_plain_head", "hidden_rows", "logits_rows", "only_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     base: Any = parts.base
     if not _is_padded(batch):
         return base(**batch).logits[0]
-    with _only_rows(parts.backbone, batch[PREDICTOR_INDICES]):
+    with only_rows(parts.backbone, batch[PREDICTOR_INDICES]):
         return base(**_ordinary_inputs(parts.decoder, batch)).logits[0]
 
 
@@ -117,7 +117,7 @@ def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
 
 
 @contextmanager
-def _only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
+def only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
     """Inside, the backbone returns only these rows of the flattened batch, `[1, P, D]`."""
 
     def select(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

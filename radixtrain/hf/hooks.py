@@ -133,6 +133,8 @@ class BackboneHooks:
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. `_before_ordinary` takes a batch without them."""
+        if kwargs.get("radix_call") is not None:  # a pass of generation
+            return None
         self.head.num_predicting, self.progress.call = None, None
         entries, given = split_inputs(backbone, args, kwargs)
         if not entries:
@@ -142,7 +144,7 @@ class BackboneHooks:
         layout = layout_of(entries)
         self._check(backbone, layout, entries, given)
         self.sharing.radix_batch(backbone, layout)
-        may_bind = window_may_bind(text_decoder_of(backbone).config, layout)
+        may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         predictor_indices, chosen = entries.get(PREDICTOR_INDICES), self._chosen(entries, layout)
         call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind, chosen)
         mask = no_mask(may_bind, layout.device, call)
@@ -190,7 +192,7 @@ class BackboneHooks:
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         call, self.progress.call = kwargs.get("radix_call"), None
-        if call is None:
+        if not isinstance(call, RadixCall):
             return None
         self._check_mixers(backbone, call)
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.

@@ -13,10 +13,9 @@ from torch import nn
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
-from radixtrain.tree.layout import TreeLayout
 
 __all__ = [
-    *("FrequencyChange", "check_batch_positions", "check_model_positions"),
+    *("FrequencyChange", "check_model_positions", "check_position"),
     *("frequencies_change_at", "padding_idx_of_positions", "why_padding_matters"),
 ]
 
@@ -51,17 +50,17 @@ def padding_idx_of_positions(decoder: nn.Module) -> int | None:
     return next((index for index in indices if index is not None), None)
 
 
-def check_batch_positions(decoder: Any, layout: TreeLayout) -> None:
-    """Refuse positions at which rotary embeddings change their frequencies.
+def check_position(decoder: Any, max_position: int) -> None:
+    """Refuse the largest position of a batch if it is one at which rotary embeddings change their frequencies.
 
     A prefix would depend on the sequences that are in the batch beside its own.
     """
     change = frequencies_change_at(decoder)
-    if change is not None and layout.max_position >= change.limit:
+    if change is not None and max_position >= change.limit:
         raise UserError(
             f"{type(decoder).__name__} has {change.rope_type} rotary embeddings, whose frequencies change with the "
             f"largest position of a batch once it passes {change.limit} tokens, and this batch has position "
-            f"{layout.max_position}; set max_length to {change.limit} or less"
+            f"{max_position}; set max_length to {change.limit} or less"
         )
 
 

@@ -15,6 +15,7 @@ that every layer ran it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -32,7 +33,10 @@ from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixe
 from radixtrain.hf.recurrent.mixers import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
 
-__all__ = ["prepare_model", "prepared_options", "restore_model", "share_prefixes", "sharing_report"]
+__all__ = [
+    *("attention_set", "prepare_model", "prepared_options"),
+    *("restore_model", "share_prefixes", "sharing_report"),
+]
 
 STATE = "_radixtrain_state"
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -218,6 +222,19 @@ def _check_owner(backbone: nn.Module) -> None:
             f"{type(backbone).__name__} is prepared already, by itself or with another model around it; call "
             f"restore_model with what was prepared first"
         )
+
+
+@contextmanager
+def attention_set(parts: Parts) -> Iterator[None]:
+    """Inside, our attention is set in every part of the model; a prepared model has it already."""
+    if parts.decoder.config._attn_implementation in (ATTENTION_NAME, EAGER_NAME):
+        yield
+        return
+    previous = _set_attention(parts)
+    try:
+        yield
+    finally:
+        _set_back(previous)
 
 
 def _set_attention(parts: Parts) -> list[tuple[Any, str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -20,13 +21,16 @@ from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
-from radixtrain.hf.positions import check_batch_positions, check_model_positions, why_padding_matters
+from radixtrain.hf.positions import check_model_positions, check_position, why_padding_matters
 from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, text_layers
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
 
-__all__ = ["check_choice", "check_draws", "check_model", "check_pass", "not_reached", "why_not_next_tokens"]
+__all__ = [
+    *("check_choice", "check_draws", "check_generation", "check_model"),
+    *("check_pass", "not_reached", "why_not_next_tokens"),
+]
 
 CAUSAL_CLASSES = {
     name
@@ -49,6 +53,8 @@ NO_PROTOCOL = (
     "whose state from token to token does not go through Hugging Face's cache (get_recurrent_state, "
     "update_recurrent_state), so it cannot fork where rows branch"
 )
+TRAIN_WITHOUT_SHARING = "train it without sharing (fit: dedup: false)"
+GENERATE_WITHOUT_SHARING = "use model.generate"
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
 
 
@@ -65,6 +71,7 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) 
     _check_layers(parts.name, parts.decoder)
     _check_states(parts.name, parts.decoder)
     _check_attention(parts.name, parts.decoder.config)
+    _check_attention_dropout(parts.name, parts.decoder.config)
     if any_head:
         _check_causal(parts)
         _check_padding_is_left_out(parts)
@@ -72,6 +79,39 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) 
         raise not_reached(parts)
     check_model_positions(parts)
     check_dropout(parts, allowed)
+
+
+def check_generation(parts: Parts, longest: int) -> None:
+    """Refuse a model that cannot generate from stored keys and values exactly.
+
+    longest: tokens of the longest prompt and its answer.
+    """
+    try:
+        _check_generation(parts, longest)
+    except UserError as error:
+        raise UserError(str(error).replace(TRAIN_WITHOUT_SHARING, GENERATE_WITHOUT_SHARING)) from None
+
+
+def _check_generation(parts: Parts, longest: int) -> None:
+    _check_decoder(parts)
+    reason = why_not_next_tokens(parts)
+    if reason:
+        raise UserError(reason)
+    if parts.head is None:
+        raise UserError(f"{parts.name} has no head that predicts next tokens; load it with AutoModelForCausalLM")
+    _check_layers(parts.name, parts.decoder)
+    _check_states(parts.name, parts.decoder)
+    if mixers_of(parts.decoder):
+        raise UserError(
+            f"{parts.name} has recurrent layers, whose state is not kept by a cache of keys and values; "
+            f"{TRAIN_WITHOUT_SHARING}"
+        )
+    _check_attention(parts.name, parts.decoder.config)
+    if not _takes_function_from_interface(parts.decoder):
+        raise not_reached(parts)
+    check_model_positions(parts)
+    _check_chunks(parts.decoder, longest)
+    check_position(parts.decoder, longest - 1)
 
 
 def check_choice(decoder: Any, attention: str, kernel: str) -> None:
@@ -89,7 +129,7 @@ def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, a
     left_padded: whether a feature of the batch was padded on the left and had no positions.
     """
     _check_chunks(decoder, layout.max_seqlen)
-    check_batch_positions(decoder, layout)
+    check_position(decoder, layout.max_position)
     reason = why_padding_matters(decoder) if left_padded else None
     if reason:
         raise UserError(
@@ -120,9 +160,16 @@ def _takes_function_from_interface(decoder: Any) -> bool:
 
     transformers judges by the whole file, in which a vision tower may take it and the text layers may not.
     """
-    classes = {type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)}
+    classes: set[Any] = {
+        type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)
+    }
+    return not classes or any(_mentions_interface(each) for each in classes)
+
+
+@cache
+def _mentions_interface(attention: Any) -> bool:
     try:
-        return not classes or any("attention_interface" in inspect.getsource(each) for each in classes)
+        return "attention_interface" in inspect.getsource(attention)
     except (OSError, TypeError):  # a class without a source file
         return True
 
@@ -214,7 +261,7 @@ def _check_states(name: str, decoder: Any) -> None:
 
 
 def _check_attention(name: str, config: Any) -> None:
-    """Refuse attention that sees other tokens than plain causal attention, or draws at random."""
+    """Refuse attention that sees other tokens than plain causal attention."""
     for key, what in NOT_COMPUTED.items():
         if getattr(config, key, None):
             raise UserError(
@@ -226,6 +273,9 @@ def _check_attention(name: str, config: Any) -> None:
             f"{name} attends in both directions (use_bidirectional_attention), and a shared prefix has the same "
             f"states only under causal attention; set it to false, or train it without sharing (fit: dedup: false)"
         )
+
+
+def _check_attention_dropout(name: str, config: Any) -> None:
     if getattr(config, "attention_dropout", 0.0):
         raise UserError(
             f"{name} has attention_dropout={config.attention_dropout}: a shared token would draw one mask, but an "

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from radixtrain.errors import UserError
-from radixtrain.tree.layout import TreeLayout
 
 __all__ = [
     *("call_on_mask", "chunk_of", "mask_function", "no_mask", "only_full_attention"),
@@ -28,12 +27,12 @@ __all__ = [
 CALL = "_radix_call"
 
 
-def window_may_bind(config: Any, layout: TreeLayout) -> bool:
-    """Whether some layer may have a window shorter than the batch's longest sequence."""
+def window_may_bind(config: Any, longest: int) -> bool:
+    """Whether some layer may have a window shorter than the batch's longest sequence, in tokens."""
     window = getattr(config, "sliding_window", None)
     if not window or only_full_attention(config):
         return False
-    return not isinstance(window, int) or window < layout.max_seqlen
+    return not isinstance(window, int) or window < longest
 
 
 def only_full_attention(config: Any) -> bool:

@@ -157,7 +157,7 @@ class PaddedSharing:
         """The call, with the unique tokens in place of the padded ones."""
         device = given["input_ids"].device
         layout = TreeLayout.from_plan(plan, run_cost=self._run_cost(decoder)).to(device, non_blocking=True)
-        may_bind = window_may_bind(decoder.config, layout)
+        may_bind = window_may_bind(decoder.config, layout.max_seqlen)
         places = Places.on(device, rows.kept, rows.places(plan))
         call = RadixCall(layout, None, self.options.attention, self.options.kernel, may_bind, strategy, places)
         return {

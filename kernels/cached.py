@@ -1,0 +1,110 @@
+"""Attention of new rows over rows whose keys and values were computed before: prefill and decoding, without a backward.
+
+U new rows, N query heads, K key/value heads, H head dim, C slots of the store. What a query sees is in parts, merged by
+log-sum-exp (Hydragen, section 3.1):
+
+- *shared rows*, stored once, that all queries below them see whole: one product for all of these queries;
+- its own part: among the new rows themselves (prefill, `attention_in_pieces`), or in its *lane*, a private run of
+  `step` slots of one sequence (decoding). All lanes are one batched call on a view of the store: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from radixtrain.kernels.looping import EagerKernel, LoopingKernel
+from radixtrain.kernels.pieces import Piece, merge_piece, merge_sinks, rows_of
+from radixtrain.kernels.ragged import VarlenKernel
+from radixtrain.kernels.rectangles import Rectangles
+from radixtrain.kernels.scoring import Scoring
+
+__all__ = ["Lanes", "attention_in_lanes", "attention_with_stored_rows"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """Lanes of a store: query i sees the slots `first + i * step` and after it that the mask lets it see.
+
+    first: the first slot of the first lane. step: slots from one lane to the next.
+    mask: (U, longest), float32, 0 for what is seen and -inf for what is hidden. Hidden slots hold finite values.
+    """
+
+    first: int
+    step: int
+    mask: Tensor
+
+    def rectangles(self) -> Rectangles:
+        number, longest = self.mask.shape
+        mask = self.mask[:, None, None, :]
+        return Rectangles(0, 1, self.first, longest, mask, number=number, query_step=1, key_step=self.step)
+
+
+def attention_with_stored_rows(
+    q_UNH: Tensor,
+    k_UKH: Tensor,
+    v_UKH: Tensor,
+    stored: tuple[Tensor, Tensor],
+    own: Sequence[Piece],
+    shared: Sequence[Piece],
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Prefill: new rows among themselves and over stored rows.
+
+    k_UKH, v_UKH: of the new rows. stored: keys and values, (C, K, H) each.
+    own: pieces on the new rows; the first covers all of them.
+    shared: their `k_rows` are slots of the store. No query sees a key in two pieces.
+    Returns (U, N, H), the dtype of q.
+    """
+    first, *rest = own
+    parts = kernel.forward(q_UNH, k_UKH, v_UKH, first.ragged, scoring)
+    onto_new = [(piece, k_UKH, v_UKH) for piece in rest]
+    return _merged(q_UNH, parts, [*onto_new, *((piece, *stored) for piece in shared)], kernel, scoring, sinks_N)
+
+
+def attention_in_lanes(
+    q_UNH: Tensor,
+    stored: tuple[Tensor, Tensor],
+    lanes: Lanes,
+    shared: Sequence[Piece],
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Decoding: each query over its own lane and over shared rows. Arguments as above.
+
+    A kernel that does not loop takes no strided keys with a mask: then the lanes are computed by the eager kernel.
+    """
+    looping = kernel if isinstance(kernel, LoopingKernel) else EagerKernel()
+    part = lanes.rectangles()
+    k_ULKH, v_ULKH = (part.keys(rows) for rows in stored)
+    out_U1NH, lse_UN1 = looping.part_forward(q_UNH[:, None], k_ULKH, v_ULKH, part, scoring)
+    parts = out_U1NH[:, 0], lse_UN1[..., 0].t()
+    return _merged(q_UNH, parts, [(piece, *stored) for piece in shared], kernel, scoring, sinks_N)
+
+
+def _merged(
+    q: Tensor,
+    first: tuple[Tensor, Tensor],
+    rest: Sequence[tuple[Piece, Tensor, Tensor]],
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks: Tensor | None,
+) -> Tensor:
+    """first: output and log-sum-exp of every row. rest: pieces with the keys and values that they read."""
+    out, lse = first
+    if not rest and sinks is None:
+        return out
+    merged, lse = out.to(lse.dtype).contiguous(), lse.contiguous()
+    for piece, k, v in rest:
+        keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
+        merge_piece(merged, lse, piece.q_rows, *kernel.forward(rows_of(q, piece.q_rows), *keys, piece.ragged, scoring))
+    if sinks is not None:
+        merge_sinks(merged, lse, sinks)
+    return merged.to(q.dtype)

@@ -1,0 +1,343 @@
+"""A radix tree over token ids that knows which key/value rows of a prefix are computed already.
+
+    cache = RadixCache(max_tokens=100_000)
+    node, slots = cache.match_prefix(prompt)             # rows that exist: compute none of them again
+    cache.lock(node)                                     # none of them is evicted from here on
+    new = cache.reserve(len(prompt) - len(slots))        # where to write the others; evicts what was not used for long
+    ...                                                  # compute them; if that fails: cache.cancel(new)
+    end = cache.insert(prompt, np.append(slots, new))
+    cache.unlock(node)
+
+Every node owns a run of tokens and the slots (`radixtrain/generation/slots.py`) that hold their rows. A row depends on
+all tokens before it, so that a slot belongs to one prefix and to no other. Only leaves are evicted: no prefix loses its
+beginning. NumPy only; the rows are in `RadixCache.store`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from radixtrain.errors import UserError
+from radixtrain.generation.nodes import LeafQueue, Node, draw, nodes_below, num_shared_tokens, path_to_root
+from radixtrain.generation.slots import SlotPool
+from radixtrain.tree.arrays import IntArray
+
+__all__ = ["CacheCounters", "CacheFull", "Match", "Node", "RadixCache"]
+
+FREE, RESERVED, CACHED = 0, 1, 2  # what this cache uses a slot for
+
+
+class CacheFull(UserError):
+    """Locked and reserved tokens leave too little room in the budget.
+
+    needed: slots that were asked for.
+    available: slots that there would be if all that is not locked were evicted.
+    """
+
+    def __init__(self, needed: int, available: int, max_tokens: int):
+        super().__init__(
+            f"a cache of max_tokens={max_tokens} has room for {available} more tokens while the others are in use, and "
+            f"{needed} are needed: raise max_tokens or generate in smaller batches (batch_size)"
+        )
+        self.needed, self.available, self.max_tokens = needed, available, max_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.needed, self.available, self.max_tokens)
+
+
+class Match(NamedTuple):
+    """The longest cached prefix. slots: (m,), int64, of its tokens; node: where it ends, the root if m is 0."""
+
+    node: Node
+    slots: IntArray
+
+
+@dataclass
+class CacheCounters:
+    """What happened since the cache was made. A lookup is a call of `match_prefix` that counts.
+
+    num_tokens, num_hits: tokens looked up, and those of them that were found.
+    num_evictions, num_evicted_tokens: leaves that were evicted, whole or in part, and their tokens.
+    """
+
+    num_lookups: int = 0
+    num_tokens: int = 0
+    num_hits: int = 0
+    num_evictions: int = 0
+    num_evicted_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens found per token looked up; 0 before the first lookup."""
+        return self.num_hits / self.num_tokens if self.num_tokens else 0.0
+
+
+class RadixCache:
+    """A radix tree over token ids. Every node owns the slots of its tokens.
+
+    max_tokens: budget of tokens in the tree and reserved slots together; None: no limit.
+    pool: the slots of the store. Slots taken from it directly are outside the tree and the budget.
+    store: the rows themselves; its `clear()` is called with the cache's.
+    counters: lookups, hits and evictions so far.
+
+    Several threads may call it; `exclusive()` keeps the others out for longer than a call. Raises UserError unless
+    max_tokens is None or a whole number >= 1.
+    """
+
+    def __init__(self, max_tokens: int | None = None):
+        whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+        if max_tokens is not None and (not whole or max_tokens < 1):
+            raise UserError(
+                f"max_tokens must be a whole number of tokens >= 1, or None for no limit, got {max_tokens!r}"
+            )
+        self.max_tokens = max_tokens
+        self.pool = SlotPool()
+        self.store: Any = None
+        self.counters = CacheCounters()
+        self._use = np.zeros(0, dtype=np.int8)  # of each slot: FREE, RESERVED or CACHED
+        self._num_reserved = self._clock = 0
+        self._fingerprint: Hashable = None
+        self._rlock = RLock()
+        self._plant()
+
+    def _plant(self) -> None:
+        """An empty tree."""
+        none = np.zeros(0, dtype=np.int64)
+        self.root = Node(none, none, None)
+        self._num_cached = self._num_locked = self._num_nodes = 0
+        self._leaves = LeafQueue()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the tree and reserved slots: what the budget counts."""
+        return self._num_cached + self._num_reserved
+
+    @property
+    def num_reserved(self) -> int:
+        """Slots reserved and neither inserted nor cancelled yet."""
+        return self._num_reserved
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the tree, without the root."""
+        return self._num_nodes
+
+    @contextmanager
+    def exclusive(self) -> Iterator[RadixCache]:
+        """`with cache.exclusive():` lets no other thread in until the end of the block."""
+        with self._rlock:
+            yield self
+
+    def match_prefix(self, token_ids: Any, count: bool = True) -> Match:
+        """The longest cached prefix of `token_ids`, marked as used just now.
+
+        token_ids: (n,), integers.
+        count: whether the counters count it as a lookup.
+
+        A node in which the prefix ends is split there, so that `Match.node` ends where the prefix does. The slots hold
+        these rows until the node is evicted: `lock` it before the next call that may evict.
+        """
+        ids = _integers("token_ids", token_ids)
+        with self._rlock:
+            match = self._walk(ids)
+            if count:
+                self.counters.num_lookups += 1
+                self.counters.num_tokens += len(ids)
+                self.counters.num_hits += len(match.slots)
+            return match
+
+    def reserve(self, count: int, contiguous: bool = False) -> IntArray:
+        """(count,), int64, ascending. Slots for rows that are about to be computed: then `insert` or `cancel` them.
+
+        contiguous: one run of slots, as a lane needs.
+
+        Evicts as much as the budget asks for. Raises CacheFull, and evicts nothing, if that cannot be had.
+        """
+        with self._rlock:
+            if self.max_tokens is not None:
+                available = self.max_tokens - self._num_reserved - self._num_locked
+                if count > available:
+                    raise CacheFull(count, available, self.max_tokens)
+                self.evict(self.num_tokens + count - self.max_tokens)
+            slots = self.pool.allocate(count, contiguous)
+            if len(self._use) < self.pool.capacity:
+                self._use = np.append(self._use, np.zeros(self.pool.capacity - len(self._use), dtype=np.int8))
+            self._use[slots] = RESERVED
+            self._num_reserved += count
+            return slots
+
+    def cancel(self, slots: Any) -> None:
+        """Gives reserved slots back. ValueError, and none is given back, if one of them is not reserved."""
+        slots = _integers("slots", slots)
+        with self._rlock:
+            self._check_reserved(slots)
+            self._num_reserved -= len(slots)
+            self._release(slots)
+
+    def insert(self, token_ids: Any, slots: Any) -> Node:
+        """The node where `token_ids` end, after their rows have become part of the tree.
+
+        token_ids, slots: (n,), integers. Where the row of each token is.
+
+        What the tree has already keeps the slots that the tree has. Given ones that differ are released if they are
+        reserved still: another sequence with the same rows may have been inserted just before. For what is new all must
+        be reserved. Raises ValueError, and inserts nothing, if one of them is not.
+        """
+        ids, given = _integers("token_ids", token_ids), _integers("slots", slots)
+        if len(ids) != len(given):
+            raise ValueError(f"slots must have one entry per token, {len(ids)}, got {len(given)}")
+        with self._rlock:
+            node, held = self._walk(ids)
+            depth = len(held)
+            self._check_range(given)
+            new, unused = given[depth:], given[:depth][given[:depth] != held]
+            unused = unused[self._use[unused] == RESERVED]
+            self._check_reserved(np.append(unused, new))
+            self._num_reserved -= len(unused) + len(new)
+            self._release(unused)
+            return self._add_leaf(node, ids[depth:].copy(), new.copy()) if len(new) else node
+
+    def lock(self, node: Node) -> None:
+        """Keeps a node and the path to it from being evicted, until as many calls of `unlock`.
+
+        Raises RuntimeError for a node that was evicted before.
+        """
+        with self._rlock:
+            if node.parent is None and node is not self.root:
+                raise RuntimeError(f"{node} is not in the cache: it was evicted or cleared before it was locked")
+            node.own_locks += 1
+            for each in path_to_root(node):
+                each.locks += 1
+                if each.locks == 1:
+                    self._num_locked += len(each.tokens)
+
+    def unlock(self, node: Node) -> None:
+        """Takes one lock of `node` away. RuntimeError if it has none of its own."""
+        with self._rlock:
+            if not node.own_locks:
+                raise RuntimeError(f"{node} was unlocked more often than it was locked")
+            node.own_locks -= 1
+            for each in path_to_root(node):
+                each.locks -= 1
+                if not each.locks:
+                    self._num_locked -= len(each.tokens)
+            self._leaves.add(node)
+
+    def evict(self, count: int) -> int:
+        """How many tokens were freed: `count`, or all that is not locked if that is less.
+
+        The leaf that was not used for longest goes first; of the last one only as much of the end as is needed.
+        """
+        freed = 0
+        with self._rlock:
+            while freed < count and (leaf := self._leaves.pop()):
+                length = min(len(leaf.tokens), count - freed)
+                self._cut(leaf, len(leaf.tokens) - length)
+                freed += length
+        return freed
+
+    def clear(self) -> None:
+        """Empties the tree and the store. RuntimeError if a node is locked or a slot reserved."""
+        with self._rlock:
+            if self.root.locks or self._num_reserved:
+                raise RuntimeError(
+                    f"the cache is in use ({self.root.locks} locks, {self._num_reserved} reserved slots) and cannot be "
+                    "cleared"
+                )
+            nodes = [node for _, node in nodes_below(self.root)]
+            for node in nodes:
+                node.parent, node.children, node.queued = None, {}, False
+            self._release(np.concatenate([self.root.slots, *(node.slots for node in nodes)]))
+            self._plant()
+            if self.store is not None:
+                self.store.clear()
+
+    def of_weights(self, fingerprint: Hashable) -> None:
+        """Empties the cache if `fingerprint` (`radixtrain/generation/weights.py`) is not that of the last call."""
+        with self._rlock:
+            if self._fingerprint is not None and self._fingerprint != fingerprint:
+                self.clear()
+            self._fingerprint = fingerprint
+
+    def __repr__(self) -> str:
+        return f"RadixCache(max_tokens={self.max_tokens}, num_tokens={self.num_tokens}, num_nodes={self.num_nodes})"
+
+    def __str__(self) -> str:
+        """The tree, a node a line: tokens, how many, and the locks if there are any."""
+        with self._rlock:
+            limit = "no limit" if self.max_tokens is None else f"at most {self.max_tokens}"
+            head = f"RadixCache: {self.num_tokens} tokens ({limit}), {self.num_reserved} of them reserved"
+            return "\n".join([head, *draw(self.root)])
+
+    def _walk(self, ids: IntArray) -> Match:
+        """The longest cached prefix, after the split of the node in which it ends. Marks the path as used."""
+        self._clock += 1
+        node, depth, parts = self.root, 0, [self.root.slots]
+        while depth < len(ids) and (child := node.children.get(int(ids[depth]))):
+            shared = num_shared_tokens(child.tokens, ids[depth:])
+            if shared < len(child.tokens):
+                child = child.split(shared)
+                self._num_nodes += 1
+            node = child
+            node.last_used = self._clock
+            parts.append(node.slots)
+            depth += shared
+        return Match(node, np.concatenate(parts))
+
+    def _add_leaf(self, parent: Node, tokens: IntArray, slots: IntArray) -> Node:
+        leaf = Node(tokens, slots, parent, last_used=self._clock)
+        parent.children[int(tokens[0])] = leaf
+        self._use[slots] = CACHED
+        self._num_cached += len(tokens)
+        self._num_nodes += 1
+        self._leaves.add(leaf)
+        return leaf
+
+    def _cut(self, leaf: Node, length: int) -> None:
+        """Evicts all but the first `length` tokens of a leaf."""
+        gone = leaf.slots[length:]
+        self._num_cached -= len(gone)
+        self.counters.num_evictions += 1
+        self.counters.num_evicted_tokens += len(gone)
+        self._release(gone)
+        if length:
+            leaf.tokens, leaf.slots = leaf.tokens[:length], leaf.slots[:length]
+            self._leaves.add(leaf)
+            return
+        parent, leaf.parent = leaf.parent, None
+        assert parent is not None
+        del parent.children[int(leaf.tokens[0])]
+        self._num_nodes -= 1
+        self._leaves.add(parent)
+
+    def _check_reserved(self, slots: IntArray) -> None:
+        """ValueError unless all of them are reserved, and none is there twice."""
+        self._check_range(slots)
+        ordered = np.sort(slots)
+        wrong = ordered[self._use[ordered] != RESERVED]
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(wrong) or len(twice):
+            what = f"slot {wrong[0]} is not reserved" if len(wrong) else f"slot {twice[0]} is there twice"
+            raise ValueError(f"{what}: slots come from `reserve`, each for one row")
+
+    def _check_range(self, slots: IntArray) -> None:
+        least, most = slots.min(initial=0), slots.max(initial=0)
+        if len(slots) and (least < 0 or most >= len(self._use)):
+            raise ValueError(f"slot {least if least < 0 else most} is none of this cache, which has {len(self._use)}")
+
+    def _release(self, slots: IntArray) -> None:
+        self.pool.release(slots)
+        self._use[slots] = FREE
+
+
+def _integers(name: str, values: Any) -> IntArray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be integers in one dimension, got {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64, copy=False)

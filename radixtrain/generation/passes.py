@@ -1,0 +1,250 @@
+"""What a forward pass of generation computes, and where it stores it. Host only, until the last lines of each function.
+
+A pass of prompts computes what the cache does not hold. Its tree is a prefix plan of the uncached ends of the prompts;
+two of them share a row only if they continue the same cached node, so each token is marked with the node that its
+sequence continues. A pass of one token a sequence needs no plan.
+
+Rows that several sequences will read at every step are *kept*: their slots belong to the cache, and they are attended
+to in one product. What is too short to be worth a product of its own is computed once too, and copied to the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixtrain.generation.cache import Match, Node
+from radixtrain.generation.requests import Request
+from radixtrain.kernels.cached import Lanes
+from radixtrain.kernels.pieces import Piece
+from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
+from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_piece
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+
+__all__ = ["PIECE_CELLS", "LaneBlock", "Pass", "PromptPlan", "decoding_pass", "shared_runs"]
+
+# (query, key) pairs that a product of its own has to save at every step to be worth its calls: measured on one thread
+PIECE_CELLS = 512
+
+
+@dataclass(frozen=True)
+class LaneBlock:
+    """The lanes of a generation: one run of slots. first: its first slot. step: slots of a lane. number: of lanes."""
+
+    first: int
+    step: int
+    number: int
+
+    def slots(self, lane: int, length: int) -> IntArray:
+        """The first slots of a lane."""
+        start = self.first + lane * self.step
+        return np.arange(start, start + length)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward pass on a device.
+
+    input_ids, position_ids: (U,), int64. rows: (R,), int64. those whose logits are wanted.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    layout: CachedLayout
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPlan:
+    """What some prompts add to the cache. Host only.
+
+    requests: sorted, so that prompts that share a beginning are neighbours.
+    matches: of each, what the cache holds.
+    plan: of their uncached ends.
+    ids: (U,), int64. the token of each row of the plan.
+    node_of: (B,). which of `nodes` each request continues. nodes: without repeats, in sorted order.
+    kept: (B,), int64. leading tokens of each prompt whose rows belong to the cache.
+    """
+
+    requests: Sequence[Request]
+    matches: Sequence[Match]
+    plan: PrefixPlan
+    ids: IntArray
+    nodes: Sequence[Node]
+    node_of: IntArray
+    kept: IntArray
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], matches: Sequence[Match], longest_tail: int, next_lcp: int) -> PromptPlan:
+        """Plan the prompts.
+
+        longest_tail: tokens of a prompt that its lane takes at most.
+        next_lcp: tokens that the last of them shares with the prompt that will come next; 0 if none will.
+        """
+        nodes = list(dict.fromkeys(match.node for match in matches))
+        places = {node: place for place, node in enumerate(nodes)}
+        node_of = np.array([places[match.node] for match in matches])
+        cached = np.array([len(match.slots) for match in matches])
+        lengths = np.array([len(request.prompt) for request in requests])
+        tokens = np.concatenate([each.prompt[start:] for each, start in zip(requests, cached, strict=True)])
+        marks = 1 + max(int(tokens.max()), 1)
+        cu_seqlens = cumulative(lengths - cached)
+        positions = concatenate_ranges(cached, lengths - cached)
+        marked = tokens + marks * node_of.repeat(lengths - cached)
+        plan = build_prefix_plan(marked, cu_seqlens, positions)
+        kept = np.maximum(_worth_keeping(plan), cached)
+        kept[-1] = max(kept[-1], next_lcp if next_lcp - kept[-1] >= PIECE_CELLS // 8 else 0)
+        kept = np.maximum(kept, lengths - longest_tail)
+        return cls(requests, matches, plan, tokens[plan.gather_indices], nodes, node_of, kept)
+
+    @cached_property
+    def cached(self) -> IntArray:
+        """(B,), int64. tokens of each prompt that the cache holds."""
+        return np.array([len(match.slots) for match in self.matches])
+
+    @property
+    def tails(self) -> IntArray:
+        """(B,), int64. tokens of each prompt that go to its lane."""
+        return np.array([len(request.prompt) for request in self.requests]) - self.kept
+
+    @cached_property
+    def kept_rows(self) -> IntArray:
+        """Rows whose slots belong to the cache, ascending."""
+        is_kept = np.zeros(self.plan.num_rows, dtype=bool)
+        is_kept[self.plan.inverse_indices[self._places_in_lanes < 0]] = True
+        return is_kept.nonzero()[0]
+
+    def pass_of(
+        self,
+        kept_slots: IntArray,
+        lanes: LaneBlock,
+        first_lane: int,
+        predicting: Sequence[IntArray] | None,
+        device: torch.device,
+    ) -> Pass:
+        """The forward pass, if the kept rows get these slots, and the requests the lanes from `first_lane` on.
+
+        predicting: of each request, the places of the tokens whose logits are wanted; None for its last one.
+        """
+        plan, places = self.plan, self._places_in_lanes
+        lane_of = (first_lane + np.arange(len(self.requests))).repeat(lengths_of(plan.cu_seqlens))
+        in_lane = places >= 0
+        lane_slots = lanes.first + lane_of[in_lane] * lanes.step + places[in_lane]
+        rows = np.concatenate([self.kept_rows, plan.inverse_indices[in_lane]])
+        slots = np.concatenate([kept_slots, lane_slots])
+        slot_of_row = np.zeros(plan.num_rows, dtype=np.int64)
+        slot_of_row[rows] = slots
+        layout = CachedLayout(
+            num_rows=plan.num_rows,
+            max_seqlen=max(len(request.prompt) for request in self.requests),
+            written_rows=_on(rows, device),
+            slots=_on(slots, device),
+            shared=tuple(self._shared(device)),
+            paths=Paths(plan.path_cu_seqlens_q, lambda run: self._path(int(plan.path_sequences[run]), slot_of_row)),
+            prompts=TreeLayout.from_plan(plan).to(device),
+        )
+        wanted = plan.inverse_indices[self._tokens_at(predicting)]
+        return Pass(_on(self.ids, device), _on(plan.position_ids, device), _on(wanted, device), layout)
+
+    def kept_path(self, place: int, kept_slots: IntArray) -> IntArray:
+        """Slots of the kept tokens of one request, if the kept rows have these slots."""
+        slot_of_row = np.zeros(self.plan.num_rows, dtype=np.int64)
+        slot_of_row[self.kept_rows] = kept_slots
+        return self._path(place, slot_of_row)[: self.kept[place]]
+
+    def _path(self, place: int, slot_of_row: IntArray) -> IntArray:
+        """Slots of the whole prompt of one request."""
+        start, end = self.plan.cu_seqlens[place : place + 2]
+        return np.concatenate([self.matches[place].slots, slot_of_row[self.plan.inverse_indices[start:end]]])
+
+    @cached_property
+    def _places_in_lanes(self) -> IntArray:
+        """Of each token of the plan, where it is in the lane of its request; negative for a kept token."""
+        plan = self.plan
+        return plan.position_ids[plan.inverse_indices] - self.kept.repeat(lengths_of(plan.cu_seqlens))
+
+    def _tokens_at(self, predicting: Sequence[IntArray] | None) -> IntArray:
+        """Tokens of the plan, by their places in the prompts; of each the last one if no places are given."""
+        if predicting is None:
+            return self.plan.cu_seqlens[1:] - 1
+        starts = self.plan.cu_seqlens[:-1] - self.cached
+        return np.concatenate([start + places for start, places in zip(starts, predicting, strict=True)])
+
+    def _shared(self, device: torch.device) -> list[Piece]:
+        """Cached rows that the new rows see whole. Rows that continue one node, or nodes below one, are neighbours."""
+        first_rows = np.full(len(self.nodes) + 1, self.plan.num_rows)
+        owner = self.node_of.repeat(lengths_of(self.plan.cu_seqlens))[self.plan.gather_indices]
+        first_rows[:-1] = np.searchsorted(owner, np.arange(len(self.nodes)))
+        pieces = []
+        for members, slots in shared_runs(self.nodes):
+            rows = np.arange(first_rows[members[0]], first_rows[members[-1] + 1])
+            pieces.append(shared_piece(rows, slots, device))
+        return pieces
+
+
+def decoding_pass(
+    requests: Sequence[Request],
+    tokens: Tensor,
+    used: IntArray,
+    lanes: LaneBlock,
+    mask: Tensor,
+    shared: tuple[Piece, ...],
+) -> Pass:
+    """The pass that computes the last token of each request, which stands in the lane of its place.
+
+    tokens: (n,), int64, on the device. used: (n,), int64. slots of each lane that are filled, the new token's included.
+    mask: (n, longest), as in `Lanes`. shared: the kept rows.
+    """
+    places, device = np.arange(len(requests)), tokens.device
+    lengths = np.array([request.num_tokens for request in requests])
+
+    def path(run: int) -> IntArray:
+        return np.concatenate([requests[run].path, lanes.slots(run, int(used[run]))])
+
+    layout = CachedLayout(
+        num_rows=len(requests),
+        max_seqlen=int(lengths.max()),
+        written_rows=None,
+        slots=_on(lanes.first + places * lanes.step + used - 1, device),
+        shared=shared,
+        paths=Paths(np.arange(len(requests) + 1), path),
+        lanes=Lanes(lanes.first, lanes.step, mask),
+    )
+    return Pass(tokens, _on(lengths - 1, device), _on(places, device), layout)
+
+
+def shared_runs(nodes: Sequence[Node]) -> list[tuple[list[int], IntArray]]:
+    """What the sequences that end at these nodes read from the cache: (places of the readers, slots), from the root.
+
+    nodes: where each sequence ends. Nodes that follow each other and have the same readers are one run.
+    """
+    readers: dict[Node, list[int]] = {}
+    for place, node in enumerate(nodes):
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            readers.setdefault(above, []).append(place)
+            above = above.parent
+    runs: dict[tuple[int, ...], list[Node]] = {}
+    for node, places in readers.items():
+        runs.setdefault(tuple(places), []).append(node)  # a node comes before the one above it
+    return [(list(places), np.concatenate([node.slots for node in run[::-1]])) for places, run in runs.items()]
+
+
+def _worth_keeping(plan: PrefixPlan) -> IntArray:
+    """(B,), int64. the depth down to which each sequence has rows that are worth a product of their own."""
+    starts = plan.segment_starts[:-1]
+    lengths = lengths_of(plan.segment_starts)
+    saved = (plan.counts[starts] - 1) * lengths
+    depths = np.where(saved >= PIECE_CELLS, plan.position_ids[plan.segment_starts[1:] - 1] + 1, 0)
+    of_tokens = depths.repeat(lengths)[plan.inverse_indices]
+    return np.maximum.reduceat(of_tokens, plan.cu_seqlens[:-1])
+
+
+def _on(values: IntArray, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device)

@@ -1,0 +1,175 @@
+"""Prompts of any kind to token ids: texts, token ids, conversations, and padded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from radixtrain.data.rendering.conversation import Conversation, check_encodable
+from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
+from radixtrain.data.rows.messages import check_messages
+from radixtrain.data.tokens.pieces import PieceTokenizer
+from radixtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["token_ids_of"]
+
+EXPECTED = "expected a text, a list of token ids, or a list of messages {role, content}"
+
+
+def token_ids_of(
+    prompts: Any,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    attention_mask: Any = None,
+    **chat_template_kwargs: Any,
+) -> list[np.ndarray]:
+    """The token ids of each prompt, (L,), int64, in their order.
+
+    prompts: a list, whose entries may be of different kinds:
+        a text, which gets the tokenizer's special tokens, as `tokenizer(text)` gives them;
+        a list or 1-D array of token ids, which are taken as they are;
+        a conversation, a list of messages, which the chat template renders with its generation prompt.
+        One text or one conversation is a list of one. Also a (B, L) array or tensor of token ids, and what
+        `tokenizer(texts)` returns.
+    tokenizer: for texts and conversations.
+    attention_mask: (B, L), for a (B, L) array of prompts: tokens where it is 0 are padding and left out.
+    chat_template_kwargs: variables of the chat template, and `tools`.
+
+    Raises UserError for a prompt that is empty or of another kind (by its place in the list, from 0), if texts come
+    without a tokenizer, and for a variable that the template does not read.
+    """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        return token_ids_of(*_encoded(prompts, attention_mask))
+    if isinstance(prompts, Tensor | np.ndarray):
+        found = _rows_of(_array(prompts), None if attention_mask is None else _array(attention_mask))
+    else:
+        found = _each(_listed(prompts, attention_mask), tokenizer, chat_template_kwargs)
+    for place, ids in enumerate(found):
+        if not len(ids):
+            raise UserError(f"prompt {place} is empty; a prompt needs at least one token")
+    return found
+
+
+def _encoded(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, None, Any]:
+    """Prompts, no tokenizer, and mask of what a tokenizer returned, which may be lists of different lengths."""
+    ids = encoding["input_ids"]
+    mask = encoding.get("attention_mask") if attention_mask is None else attention_mask
+    if mask is None or isinstance(ids, Tensor | np.ndarray):
+        return ids, None, mask
+    if len(mask) != len(ids) or any(len(row) != len(kept) for row, kept in zip(ids, mask, strict=True)):
+        raise UserError("attention_mask: expected one number for each token of input_ids")
+    return [_array(row)[_array(kept) != 0] for row, kept in zip(ids, mask, strict=True)], None, None
+
+
+def _each(
+    prompts: list[Any], tokenizer: PreTrainedTokenizerBase | None, template_kwargs: dict[str, Any]
+) -> list[np.ndarray]:
+    """Texts and conversations are tokenised in one call each, because prompts share most of their pieces."""
+    found: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(prompts)
+    texts: dict[int, str] = {}
+    conversations: dict[int, list[Any]] = {}
+    for place, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            check_encodable(prompt, f"prompt {place}")
+            texts[place] = prompt
+        elif isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+            conversations[place] = prompt
+        else:
+            found[place] = _ids(prompt, place)
+    if not texts and not conversations:
+        return found
+    if tokenizer is None:
+        place = min([*texts, *conversations])
+        kind = "a text" if place in texts else "a conversation"
+        raise UserError(f"prompt {place} is {kind}, which needs a tokenizer: pass tokenizer=, or give token ids")
+    if texts:
+        encoded = tokenizer(list(texts.values()))["input_ids"]
+        found = _placed(found, texts, [np.array(ids, dtype=np.int64) for ids in encoded])
+    if conversations:
+        rendered = _rendered(conversations, tokenizer, template_kwargs)
+        found = _placed(found, conversations, PieceTokenizer(tokenizer)(rendered))
+    return found
+
+
+def _placed(found: list[np.ndarray], places: Mapping[int, Any], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    by_place = dict(zip(places, arrays, strict=True))
+    return [by_place.get(place, ids) for place, ids in enumerate(found)]
+
+
+def _rendered(
+    conversations: dict[int, list[Any]], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]
+) -> list[str]:
+    """What the model reads before it answers, each conversation with its generation prompt, as in training."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"prompt {min(conversations)} is a conversation, and the tokenizer has no chat template; set "
+            f"tokenizer.chat_template, or give texts"
+        )
+    if reason := unread_variable(kwargs, template_variables(tokenizer)):
+        raise UserError(reason)
+    as_system = not renders_developer(tokenizer)
+    texts = []
+    for place, conversation in conversations.items():
+        messages = check_messages(
+            [dict(each) if isinstance(each, Mapping) else each for each in conversation], f"prompt {place}"
+        )
+        for message in messages:
+            if as_system and message["role"] == "developer":
+                message["role"] = "system"
+        texts.append(Conversation(tokenizer, messages, f"prompt {place}", kwargs).prompt())
+    return texts
+
+
+def _listed(prompts: Any, attention_mask: Any) -> list[Any]:
+    """The prompts as a list of prompts: one text or one conversation becomes a list of one."""
+    if attention_mask is not None:
+        raise UserError(
+            f"attention_mask is for prompts in one (batch, length) array, and these are a {type(prompts).__name__}; "
+            f"leave it out, and give each prompt without padding"
+        )
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise UserError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
+    is_conversation = bool(prompts) and isinstance(prompts[0], Mapping)
+    if prompts and isinstance(prompts[0], int | np.integer):
+        raise UserError("prompts: expected a list of prompts, got a list of numbers; for one prompt write [token_ids]")
+    return [list(prompts)] if is_conversation else list(prompts)
+
+
+def _ids(prompt: Any, place: int) -> np.ndarray:
+    """The token ids of a prompt that is neither text nor conversation."""
+    if not isinstance(prompt, list | tuple | Tensor | np.ndarray):
+        raise UserError(f"prompt {place}: {EXPECTED}, got {type(prompt).__name__}")
+    if isinstance(prompt, list | tuple):
+        # By type: 64 prompts of 580 ids take 1 ms, looking at each of them 49 ms.
+        wrong = [kind for kind in set(map(type, prompt)) if kind is bool or not issubclass(kind, int | np.integer)]
+        if wrong:
+            first = next(each for each in prompt if type(each) in wrong)
+            raise UserError(f"prompt {place}: {EXPECTED}, got a list with {first!r}"[:200])
+    ids = _array(prompt)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise UserError(f"prompt {place}: {EXPECTED}, got an array of shape {ids.shape} and dtype {ids.dtype}")
+    return ids.astype(np.int64)
+
+
+def _rows_of(ids: np.ndarray, mask: np.ndarray | None) -> list[np.ndarray]:
+    """The rows of a padded batch without their padding."""
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        raise UserError(
+            f"prompts: expected token ids of shape (batch, length), got shape {ids.shape} and dtype {ids.dtype}"
+        )
+    if mask is None:
+        return list(ids.astype(np.int64))
+    if mask.shape != ids.shape:
+        raise UserError(f"attention_mask: expected the shape of the prompts, {ids.shape}, got {mask.shape}")
+    return [row[kept] for row, kept in zip(ids.astype(np.int64), mask != 0, strict=True)]
+
+
+def _array(values: Any) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -1,0 +1,199 @@
+"""`score_completions`: how likely a model finds given answers, without computing their prompt for each of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from radixtrain.errors import UserError
+from radixtrain.generation.cache import CacheFull, RadixCache
+from radixtrain.generation.generate import check_ids
+from radixtrain.generation.passes import LaneBlock
+from radixtrain.generation.prefill import Prefill, number_that_fits
+from radixtrain.generation.prompts import token_ids_of
+from radixtrain.generation.requests import Request
+from radixtrain.generation.weights import fingerprint
+from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.cached_pass import on_stored_rows
+from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.sorting import sort_sequences
+
+__all__ = ["CompletionScore", "score_completions"]
+
+MAX_SEQUENCES = 256  # of a pass
+MAX_LOGITS = 2**27  # of a pass, in numbers: 512 MiB in float32
+
+
+@dataclass(frozen=True)
+class CompletionScore:
+    """token_ids: of a completion. logprobs: the log-probability of each, in nats, given the prompt and those before."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole completion: the sum."""
+        return float(np.sum(self.logprobs))
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of a token: what compares completions of different lengths."""
+        return self.logprob / len(self.logprobs)
+
+
+def score_completions(
+    model: nn.Module,
+    prompts: Any,
+    completions: Sequence[Any],
+    *,
+    tokenizer: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    cache: RadixCache | None = None,
+    kernel: str = "auto",
+) -> list[list[CompletionScore]]:
+    """The log-probabilities of completions, for multiple choice and reranking. Each prompt is computed once.
+
+    model, prompts, cache, kernel: as in `generate`.
+    completions: texts or lists of token ids; the same for every prompt, or a list of them for each prompt. A text is
+        tokenised by itself, without special tokens.
+
+    Returns, for each prompt, the scores of its completions in their order.
+    Raises UserError as `generate` does, and for an empty completion.
+    """
+    parts = parts_of(model)
+    prompt_ids = token_ids_of(prompts, tokenizer, **(chat_template_kwargs or {}))
+    of_prompts = _of_each_prompt(completions, len(prompt_ids))
+    pairs = [
+        (prompt, _completion_ids(completion, place, tokenizer))
+        for prompt, of_prompt in zip(prompt_ids, of_prompts, strict=True)
+        for place, completion in enumerate(of_prompt)
+    ]
+    if not pairs:
+        return [[] for _ in prompt_ids]
+    for ids in (prompt_ids, [completion for _, completion in pairs]):
+        check_ids(ids, parts.decoder.config.vocab_size)
+    is_new, cache = cache is None, RadixCache() if cache is None else cache
+    longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    with cache.exclusive(), on_stored_rows(model, parts, kernel, longest):
+        if not is_new:
+            cache.of_weights(fingerprint(model))
+        scores = _Scoring(Prefill(parts, cache, kernel), pairs).run()
+    found = iter(scores)
+    return [[next(found) for _ in of_prompt] for of_prompt in of_prompts]
+
+
+@dataclass(eq=False)
+class _Scoring:
+    """pairs: prompt and completion, token ids each."""
+
+    prefill: Prefill
+    pairs: Sequence[tuple[IntArray, IntArray]]
+
+    def run(self) -> list[CompletionScore]:
+        """A score for each pair."""
+        scores: dict[int, CompletionScore] = {}
+        waiting, longest = deque(self._requests()), max(len(completion) for _, completion in self.pairs)
+        cache = self.prefill.cache
+        number = min(MAX_SEQUENCES, len(waiting))
+        slots = cache.pool.allocate(number * longest, contiguous=True)
+        lanes = LaneBlock(int(slots[0]), longest, number)
+        try:
+            while waiting:
+                requests = self._next(waiting, number)
+                next_lcp = waiting[len(requests)].lcp if len(waiting) > len(requests) else 0
+                try:
+                    scores.update(self._scored(requests, lanes, longest, next_lcp))
+                except CacheFull:
+                    if len(requests) == 1:
+                        raise
+                    number = len(requests) // 2
+                    continue
+                for _ in requests:
+                    waiting.popleft()
+        finally:
+            cache.pool.release(slots)
+        return [scores[index] for index in range(len(self.pairs))]
+
+    def _requests(self) -> list[Request]:
+        """Each pair without its last token, which predicts nothing; sorted."""
+        sequences = [np.concatenate([prompt, completion[:-1]]) for prompt, completion in self.pairs]
+        cu_seqlens = cumulative(np.array([len(each) for each in sequences]))
+        by_order = sort_sequences(np.concatenate(sequences), cu_seqlens)
+        return [
+            Request(index, sequences[index], 0, np.zeros(0), lcp)
+            for index, lcp in zip(by_order.order.tolist(), by_order.lcp.tolist(), strict=True)
+        ]
+
+    def _next(self, waiting: Sequence[Request], most: int) -> list[Request]:
+        """The requests of the next pass: its rows and its logits are bounded."""
+        vocabulary: int = self.prefill.passes.parts.decoder.config.vocab_size
+        requests: list[Request] = []
+        predictions = 0
+        for place in range(number_that_fits(waiting, most)):
+            predictions += len(self.pairs[waiting[place].index][1])
+            if requests and predictions * vocabulary > MAX_LOGITS:
+                break
+            requests.append(waiting[place])
+        return requests
+
+    def _scored(
+        self, requests: Sequence[Request], lanes: LaneBlock, longest: int, next_lcp: int
+    ) -> dict[int, CompletionScore]:
+        prompts = [len(self.pairs[request.index][0]) for request in requests]
+        places = [np.arange(length - 1, len(request.prompt)) for length, request in zip(prompts, requests, strict=True)]
+        try:
+            logits, _ = self.prefill.start(requests, lanes, 0, longest, next_lcp, places)
+        finally:
+            for request in requests:
+                request.release(self.prefill.cache)
+        completions = [self.pairs[request.index][1] for request in requests]
+        found = iter(_logprobs(logits, np.concatenate(completions)))
+        return {
+            request.index: CompletionScore(completion.tolist(), [next(found) for _ in completion])
+            for request, completion in zip(requests, completions, strict=True)
+        }
+
+
+def _logprobs(logits: Tensor, token_ids: IntArray) -> list[float]:
+    """The log-probability of each token at its row, in float32, or float64 for float64 logits."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    ids = torch.from_numpy(token_ids).to(logits.device)[:, None]
+    chosen = logits.gather(1, ids)[:, 0].to(wide) - logits.to(wide).logsumexp(1)
+    found: list[float] = chosen.tolist()
+    return found
+
+
+def _of_each_prompt(completions: Sequence[Any], num_prompts: int) -> list[Sequence[Any]]:
+    """The completions of each prompt."""
+    if isinstance(completions, str) or not isinstance(completions, Sequence):
+        raise UserError(f"completions must be a list, got {type(completions).__name__}")
+    is_of_prompts = bool(completions) and all(_is_list_of_completions(each) for each in completions)
+    if not is_of_prompts:
+        return [completions] * num_prompts
+    if len(completions) != num_prompts:
+        raise UserError(f"completions: {len(completions)} lists for {num_prompts} prompts; give one for each")
+    return list(completions)
+
+
+def _is_list_of_completions(each: Any) -> bool:
+    """Whether it is a list of texts or of token ids, and not one completion as token ids."""
+    is_list = isinstance(each, Sequence) and not isinstance(each, str)
+    return is_list and all(not isinstance(inner, int | np.integer) for inner in each)
+
+
+def _completion_ids(completion: Any, place: int, tokenizer: Any) -> IntArray:
+    if isinstance(completion, str):
+        if tokenizer is None:
+            raise UserError(f"completion {place} is a text: give the tokenizer, or token ids")
+        completion = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    ids = np.asarray(completion, dtype=np.int64)
+    if ids.ndim != 1 or not len(ids):
+        raise UserError(f"completion {place} must have at least one token, got {completion!r}")
+    return ids

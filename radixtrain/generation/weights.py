@@ -1,0 +1,135 @@
+"""A fingerprint of a model's weights: two calls give the same one only if the same model computes the same.
+
+Rows of a cache are worth nothing once the weights have changed. Whoever changes them need not say so (an optimizer's
+step, `load_state_dict`, `p.data.add_(...)`, another adapter), so that all of them are read. One read costs little
+beside a generation, which reads them once for every token.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from radixtrain.errors import UserError
+
+__all__ = ["fingerprint"]
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, hooks and the like, which change no weight
+OURS = "_radixtrain"  # what preparing a model leaves on its modules
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+WORDS = 1 << 20  # words of a tensor that are multiplied at once, off the CPU: 8 MiB of products
+
+
+def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
+    """What equals another fingerprint unless something changed that the model's keys and values depend on.
+
+    It contains: the digest, shape, dtype and device of each parameter and buffer; each module, and its attributes that
+    are plain values (LoRA's scaling, which adapters are active or merged); the configuration; and autocast. It does not
+    depend on the mode (`train`, `eval`), hooks, gradients or `requires_grad`. Module attributes that are tensors or
+    functions without being parameters, buffers or modules are not seen.
+
+    Raises UserError if a tensor is on the meta device. Reads the device once, at the end.
+
+    One read of the weights: 0.6 billion parameters in float32 take 0.11 s on one CPU thread at 22 GB/s.
+    """
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise UserError(
+                f"{name} is on the meta device and has no values: load the weights before generating (from_pretrained, "
+                "without a device_map that offloads)"
+            )
+    kinds = tuple((name, tuple(each.shape), each.dtype, each.device) for name, each in tensors.items())
+    modules = tuple((name, weakref.ref(each), *_settings(each)) for name, each in model.named_modules())
+    autocast = tuple(_autocast(kind) for kind in sorted({each.device.type for each in tensors.values()}))
+    return kinds, _digests(list(tensors.values())), modules, _configuration(model), autocast
+
+
+def _digests(tensors: list[Tensor]) -> tuple[int, ...]:
+    """Digests of the bytes in logical order. 128 bits on the CPU, 64 bits for every WORDS words elsewhere."""
+    digests: list[int] = []
+    elsewhere: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            digests.append(xxhash.xxh3_128_intdigest(_words(tensor, torch.uint8).numpy().data))
+        else:
+            elsewhere.setdefault(tensor.device, []).append(tensor)
+    for device, on_it in elsewhere.items():
+        factors = word_factors(device)
+        digests += torch.stack([each for tensor in on_it for each in word_sums(tensor, factors)]).tolist()
+    return tuple(digests)
+
+
+def word_factors(device: torch.device) -> Tensor:
+    """(WORDS,), int64. An odd pseudo-random factor for each place (splitmix64), the same in every call."""
+    factors = torch.arange(1, WORDS + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        factors = (factors ^ _shifted(factors, shift)) * _signed(factor)
+    return factors ^ _shifted(factors, 31) | 1
+
+
+def word_sums(tensor: Tensor, factors: Tensor) -> Iterator[Tensor]:
+    """For every WORDS words of 4 bytes: the sum of word times factor modulo 2^64, (), int64, on the tensor's device.
+
+    One changed word always changes it, because odd factors can be divided by. Several, such as two words that change
+    places, or all signs, leave it as it was with a probability of 2^-32 at most (multilinear hashing).
+    """
+    for words in _words(tensor, torch.int32).split(len(factors)):
+        yield (words * factors[: len(words)]).sum()
+
+
+def _words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n,). The bytes of a tensor in logical order as integers of `dtype`; as uint8 if its size or place forbids it."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    fits = flat.nbytes % dtype.itemsize == 0 and flat.storage_offset() * flat.itemsize % dtype.itemsize == 0
+    return flat.view(dtype if fits else torch.uint8)
+
+
+def _signed(word: int) -> int:
+    """An unsigned 64-bit number above 2^63 as the signed one of the same bits."""
+    return word - (1 << 64)
+
+
+def _shifted(words: Tensor, shift: int) -> Tensor:
+    """Shifted to the right with zeros; `>>` repeats the sign."""
+    return (words >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _settings(module: nn.Module) -> Iterator[Hashable]:
+    """Names and values of a module's own attributes that are plain values, or lists and dictionaries of them."""
+    for name, value in vars(module).items():
+        if name not in OF_EVERY_MODULE and not name.startswith(OURS) and (plain := _plain(value)) is not None:
+            yield name, plain
+
+
+def _configuration(model: nn.Module) -> Hashable:
+    """Hugging Face's, in which the attention function is not: radixtrain replaces it for a while."""
+    to_dict: Any = getattr(getattr(model, "config", None), "to_dict", dict)
+    return _plain(to_dict())
+
+
+def _autocast(device_type: str) -> Hashable:
+    enabled = torch.is_autocast_enabled(device_type)
+    return device_type, enabled, torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def _plain(value: Any) -> Hashable:
+    """A hashable copy of plain values and collections of them; None for what is something else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, PLAIN):
+        return type(value).__name__, value
+    if isinstance(value, dict):
+        return tuple((str(key), _plain(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(each) for each in value)
+    if isinstance(value, (set, frozenset)):
+        return frozenset(_plain(each) for each in value)
+    return None

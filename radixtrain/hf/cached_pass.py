@@ -1,0 +1,87 @@
+"""A pass of generation through a Hugging Face model: its own code and head, on new rows and stored ones.
+
+The same attention functions as in training (`radixtrain/hf/attention.py`), set for a while by `on_stored_rows` if the
+model is not prepared. No cache of Hugging Face's is involved: the attention function itself stores keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain.hf.adapters import check_adapters
+from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, CachedCall, Store
+from radixtrain.hf.backbone import Parts
+from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.head import only_rows
+from radixtrain.hf.prepare import attention_set
+from radixtrain.hf.recurrent.mixers import num_attention_layers
+from radixtrain.hf.refusals import check_choice, check_generation
+from radixtrain.hf.windows import no_mask, window_may_bind
+from radixtrain.tree.cached_layout import CachedLayout
+
+__all__ = ["StoredPasses", "on_stored_rows"]
+
+
+@contextmanager
+def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) -> Iterator[None]:
+    """Inside, the model may run passes of generation: in evaluation mode, without gradients. Restored afterwards.
+
+    model: as the user gave it, maybe with adapters around it. longest: tokens of the longest prompt and its answer.
+
+    Raises UserError for a model, an adapter or a kernel that cannot generate exactly from stored rows.
+    """
+    check_generation(parts, longest)
+    check_choice(parts.decoder, "auto", kernel)
+    with evaluating(model), attention_set(parts), torch.no_grad():
+        check_adapters(model.modules(), ())
+        yield
+
+
+class StoredPasses:
+    """Runs passes of generation through one model, inside `on_stored_rows`.
+
+    parts: of the model. store: of keys and values. kernel: of the attention.
+    """
+
+    def __init__(self, parts: Parts, store: Store, kernel: str = "auto"):
+        self.parts, self.store, self.kernel = parts, store, kernel
+        self.num_layers = num_attention_layers(parts.decoder)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes its tokens."""
+        weight: Tensor = self.parts.base.get_input_embeddings().weight  # type: ignore[assignment]
+        return weight.device
+
+    def logits(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, layout: CachedLayout) -> Tensor:
+        """(R, V). Run the model on the new rows of a pass, by its own head, and store their keys and values.
+
+        input_ids, position_ids: (U,), int64. rows: (R,), int64. those whose logits are wanted.
+        Raises RuntimeError if a layer attended without the stored rows.
+        """
+        config, base = self.parts.decoder.config, self.parts.base
+        assert config._attn_implementation in (ATTENTION_NAME, EAGER_NAME)
+        may_bind = window_may_bind(config, layout.max_seqlen)
+        call = CachedCall(layout, self.store, self.kernel, may_bind)
+        with only_rows(self.parts.backbone, rows):
+            output = base(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                attention_mask=no_mask(may_bind, input_ids.device, call),
+                use_cache=False,
+                radix_call=call,
+            )
+        self._check_layers(call)
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _check_layers(self, call: CachedCall) -> None:
+        if self.num_layers not in (len(call.calls), len(set(call.calls))):  # see `BackboneHooks.after`
+            raise RuntimeError(
+                f"attention ran in {len(set(call.calls))} of {self.num_layers} layers of "
+                f"{type(self.parts.backbone).__name__}: the others did not see the stored rows; use model.generate"
+            )

@@ -1,0 +1,454 @@
+"""The cache against an oracle of plain prefixes, over random operations, and on two threads.
+
+The oracle is a dict from every cached prefix, a tuple of tokens, to the slot that holds its row. It predicts what each
+operation finds, refuses and evicts, one token at a time. Each slot remembers for which prefix it was written, so that a
+wrong row is seen. After every operation the whole tree is compared. RADIXTRAIN_TRIES sets how many operations there
+are, 400 for each; `make test-full` runs 200,000.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixtrain.generation.cache import CACHED, FREE, RESERVED, CacheFull, Match, RadixCache
+from radixtrain.generation.nodes import LeafQueue, Node
+from radixtrain.generation.slots import SlotPool
+
+OPERATIONS = 400 * int(os.environ.get("RADIXTRAIN_TRIES", "50"))
+VOCABULARY, LONGEST, BUDGET = 3, 8, 40
+Prefix = tuple[int, ...]
+
+
+class Oracle:
+    """What a cache of `budget` tokens holds, prefix by prefix."""
+
+    def __init__(self, budget: int | None) -> None:
+        self.budget = budget
+        self.slot_of: dict[Prefix, int] = {}
+        self.used: dict[Prefix, int] = {}  # when it was looked up or inserted last
+        self.locks: Counter[Prefix] = Counter()
+        self.reserved: set[int] = set()
+        self.now = 0
+        self.evicted = 0
+
+    def find(self, ids: Prefix) -> list[int]:
+        """The slots of the longest cached prefix."""
+        self.now += 1
+        slots = []
+        for prefix in prefixes(ids):
+            if prefix not in self.slot_of:
+                break
+            self.used[prefix] = self.now
+            slots.append(self.slot_of[prefix])
+        return slots
+
+    def available(self) -> int:
+        assert self.budget is not None
+        return self.budget - len(self.reserved) - sum(self.locks[prefix] > 0 for prefix in self.slot_of)
+
+    def make_room(self, count: int) -> None:
+        if self.budget is not None:
+            self.evict(len(self.slot_of) + len(self.reserved) + count - self.budget)
+
+    def evict(self, count: int) -> int:
+        """The oldest prefix goes that is not locked and that no other continues; then the next one."""
+        freed = 0
+        inner = Counter(prefix[:-1] for prefix in self.slot_of)
+        while freed < count:
+            ends = [prefix for prefix in self.slot_of if not inner[prefix] and not self.locks[prefix]]
+            if not ends:
+                break
+            gone = min(ends, key=self.used.__getitem__)
+            inner[gone[:-1]] -= 1
+            del self.slot_of[gone]
+            freed += 1
+        self.evicted += freed
+        return freed
+
+    def insert(self, ids: Prefix, slots: list[int]) -> None:
+        held = self.find(ids)
+        for depth, (prefix, slot) in enumerate(zip(prefixes(ids), slots, strict=True)):
+            if depth >= len(held):
+                assert slot in self.reserved
+                self.slot_of[prefix], self.used[prefix] = slot, self.now
+            self.reserved.discard(slot)
+
+
+def prefixes(ids: Prefix) -> Iterator[Prefix]:
+    return (ids[:length] for length in range(1, len(ids) + 1))
+
+
+class Walk:
+    """Random operations on a cache and its oracle, compared after each."""
+
+    def __init__(self, seed: int, budget: int | None = BUDGET) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.cache, self.oracle = RadixCache(budget), Oracle(budget)
+        self.written: dict[int, Prefix] = {}  # slot -> the prefix whose row was written there last
+        self.locked: list[tuple[Node, Prefix]] = []
+        self.running: list[tuple[Node, list[Prefix], list[list[int]], Prefix]] = []
+        self.looked_up = [0, 0, 0]
+        self.done: Counter[str] = Counter()
+
+    def run(self, num_operations: int) -> None:
+        kinds = [self.match, self.start, self.finish, self.fail, self.lock, self.unlock, self.evict, self.clear]
+        shares = np.array([0.15, 0.3, 0.2, 0.04, 0.1, 0.13, 0.07, 0.01])
+        for kind in self.rng.choice(len(kinds), size=num_operations, p=shares):
+            kinds[kind]()
+            self.done[kinds[kind].__name__] += 1
+            self.compare()
+
+    def ids(self) -> Prefix:
+        return tuple(self.rng.integers(VOCABULARY, size=self.rng.integers(LONGEST + 1)).tolist())
+
+    def one_of(self, things: list[Any]) -> Any:
+        return things.pop(self.rng.integers(len(things))) if things else None
+
+    def look_up(self, ids: Prefix) -> tuple[Node, list[int], Prefix]:
+        node, slots = self.cache.match_prefix(ids)
+        self.looked_up = [a + b for a, b in zip(self.looked_up, (1, len(ids), len(slots)), strict=True)]
+        assert slots.dtype == np.int64 and slots.tolist() == self.oracle.find(ids)
+        assert path_of(node) == ids[: len(slots)]
+        return node, slots.tolist(), ids[: len(slots)]
+
+    def match(self) -> None:
+        _, slots, found = self.look_up(self.ids())
+        assert [self.written[slot] for slot in slots] == list(prefixes(found)), "a wrong row"
+
+    def start(self) -> None:
+        """One or two sequences that go on from one matched prefix; they share what rows they can."""
+        ids = self.ids()
+        node, slots, found = self.look_up(ids)
+        self.hold(node, found)
+        batch = [ids]
+        if self.rng.random() < 0.5:
+            depth = self.rng.integers(len(found), len(ids) + 1)
+            batch.append(ids[:depth] + self.ids())
+        new = list(dict.fromkeys(prefix for each in batch for prefix in prefixes(each) if len(prefix) > len(found)))
+        reserved = self.reserve(len(new))
+        if reserved is None:
+            return self.let_go(node, found)
+        rows = dict(zip(prefixes(found), slots, strict=True)) | dict(zip(new, reserved, strict=True))
+        self.written |= dict(zip(reserved, new, strict=True))
+        self.running.append((node, batch, [[rows[prefix] for prefix in prefixes(each)] for each in batch], found))
+
+    def reserve(self, count: int) -> list[int] | None:
+        oracle, contiguous = self.oracle, bool(self.rng.random() < 0.3)
+        fits = oracle.budget is None or count <= oracle.available()
+        try:
+            slots = self.cache.reserve(count, contiguous)
+        except CacheFull as error:
+            self.done["full"] += 1
+            assert not fits and (error.needed, error.available) == (count, oracle.available())
+            return None
+        assert fits and len(slots) == count and (np.diff(slots) > 0).all() and not oracle.reserved & set(slots.tolist())
+        assert not contiguous or (np.diff(slots) == 1).all()
+        oracle.make_room(count)
+        oracle.reserved |= set(slots.tolist())
+        return slots.tolist()  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        if run := self.one_of(self.running):
+            node, batch, slots, found = run
+            for ids, own in zip(batch, slots, strict=True):
+                self.oracle.insert(ids, own)
+                end = self.cache.insert(ids, own)
+                assert path_of(end) == ids
+            self.let_go(node, found)
+
+    def fail(self) -> None:
+        if run := self.one_of(self.running):
+            node, _, slots, found = run
+            unused = {slot for own in slots for slot in own[len(found) :]}
+            self.cache.cancel(self.rng.permutation(list(unused)) if unused else [])
+            self.oracle.reserved -= unused
+            self.let_go(node, found)
+
+    def lock(self) -> None:
+        node, _, found = self.look_up(self.ids())
+        self.hold(node, found)
+        self.locked.append((node, found))
+
+    def unlock(self) -> None:
+        if held := self.one_of(self.locked):
+            self.let_go(*held)
+
+    def evict(self) -> None:
+        count = int(self.rng.integers(2 * LONGEST))
+        expected = self.oracle.evict(count)
+        assert self.cache.evict(count) == expected
+
+    def clear(self) -> None:
+        if self.running or self.locked:
+            with pytest.raises(RuntimeError, match="in use"):
+                self.cache.clear()
+            if self.rng.random() < 0.5:
+                return
+        while self.running:
+            self.finish()
+        while self.locked:
+            self.unlock()
+        self.cache.clear()
+        self.oracle.slot_of.clear()
+
+    def hold(self, node: Node, prefix: Prefix) -> None:
+        self.cache.lock(node)
+        self.oracle.locks.update(prefixes(prefix))
+
+    def let_go(self, node: Node, prefix: Prefix) -> None:
+        assert path_of(node) == prefix
+        self.cache.unlock(node)
+        self.oracle.locks.subtract(prefixes(prefix))
+
+    def compare(self) -> None:
+        cache, oracle = self.cache, self.oracle
+        tree = tree_of(cache)
+        assert tree.slots == oracle.slot_of
+        assert all(tree.locks[prefix] == oracle.locks[prefix] for prefix in tree.locks)
+        for prefix, slot in tree.slots.items():
+            assert self.written[slot] == prefix, f"slot {slot} of {prefix} holds the row of {self.written[slot]}"
+        check_slots(cache, oracle.reserved, set(tree.slots.values()))
+        assert cache.num_nodes == tree.num_nodes
+        assert len(cache._leaves) <= tree.num_nodes
+        counters = cache.counters
+        assert [counters.num_lookups, counters.num_tokens, counters.num_hits] == self.looked_up
+        assert counters.num_evicted_tokens == oracle.evicted >= counters.num_evictions
+
+
+class Tree:
+    """What the nodes of a cache hold: slot and locks by prefix."""
+
+    def __init__(self) -> None:
+        self.slots: dict[Prefix, int] = {}
+        self.locks: dict[Prefix, int] = {}
+        self.num_nodes = 0
+
+
+def tree_of(cache: RadixCache) -> Tree:
+    """Read from the nodes themselves; AssertionError if they contradict each other."""
+    tree, stack = Tree(), [(cache.root, ())]
+    while stack:
+        parent, above = stack.pop()
+        assert parent.locks == parent.own_locks + sum(child.locks for child in parent.children.values())
+        for first, node in parent.children.items():
+            tokens = node.tokens.tolist()
+            assert (
+                node.parent is parent and tokens[0] == first and node.last_used <= max(parent.last_used, cache._clock)
+            )
+            assert node.children or node.locks or node.queued, "a leaf that will never be evicted"
+            path = (*above, *tokens)
+            for length, slot in enumerate(node.slots.tolist(), len(above) + 1):
+                tree.slots[path[:length]], tree.locks[path[:length]] = slot, node.locks
+            assert len(node.slots) == len(tokens)
+            tree.num_nodes += 1
+            stack.append((node, path))
+    return tree
+
+
+def check_slots(cache: RadixCache, reserved: set[int], cached: set[int]) -> None:
+    """Each slot is free, reserved or cached, in the pool's eyes and the cache's, and the budget is kept."""
+    pool = cache.pool
+    use = np.full(pool.capacity, FREE)
+    use[list(reserved)], use[list(cached)] = RESERVED, CACHED
+    assert not reserved & cached and np.array_equal(cache._use, use)
+    free = np.zeros(pool.capacity, dtype=bool)
+    for start, end in zip(pool._starts.tolist(), pool._ends.tolist(), strict=True):
+        free[start:end] = True
+    assert np.array_equal(free, use == FREE) and free.sum() == pool.num_free
+    assert cache.num_reserved == len(reserved) and cache.num_tokens == len(reserved) + len(cached)
+    assert cache.max_tokens is None or cache.num_tokens <= cache.max_tokens
+
+
+def path_of(node: Node | None) -> Prefix:
+    path: list[int] = []
+    while node is not None:
+        path[:0] = node.tokens.tolist()
+        node = node.parent
+    return tuple(path)
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 2 * BUDGET, None])
+def test_random_operations(budget: int | None, print_after: Callable[[str, str], None]) -> None:
+    share = {BUDGET: 0.6, 2 * BUDGET: 0.3, None: 0.1}[budget]
+    walk = Walk(seed=0, budget=budget)
+    walk.run(int(share * OPERATIONS))
+    done = walk.done
+    assert min(done[name] for name in ("start", "finish", "fail", "evict")) > 0.03 * share * OPERATIONS
+    assert budget is None or (done["full"] and walk.cache.counters.num_evictions > 0.05 * share * OPERATIONS)
+    what = "no budget" if budget is None else f"budget {budget}"
+    counters = walk.cache.counters
+    print_after(
+        "generation: the cache against an oracle of plain prefixes",
+        f"{what}: {sum(done.values()) - done['full']} operations, {counters.hit_rate:.0%} of {counters.num_tokens} "
+        f"tokens found, {counters.num_evictions} evictions, {done['full']} refused because the cache was full",
+    )
+
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+SPLIT, WALK, CUT, INSERT = Node.split, RadixCache._walk, RadixCache._cut, RadixCache.insert
+RELEASE, RESERVE, POP = RadixCache._release, RadixCache.reserve, LeafQueue.pop
+POOL_RELEASE = SlotPool.release
+
+
+def split_that_swaps_the_slots(node: Node, length: int) -> Node:
+    node.slots = np.append(node.slots[length:], node.slots[:length])
+    return SPLIT(node, length)
+
+
+def split_that_forgets_the_locks(node: Node, length: int) -> Node:
+    upper = SPLIT(node, length)
+    upper.locks = 0
+    return upper
+
+
+def split_that_forgets_the_parent(node: Node, length: int) -> Node:
+    above = node.parent
+    upper = SPLIT(node, length)
+    node.parent = above
+    return upper
+
+
+def walk_that_forgets_the_time(cache: RadixCache, ids: Any) -> Match:
+    match = WALK(cache, ids)
+    match.node.last_used -= 1
+    return match
+
+
+def cut_of_the_wrong_end(cache: RadixCache, leaf: Node, length: int) -> None:
+    leaf.slots = leaf.slots[::-1]
+    CUT(cache, leaf, length)
+    leaf.slots = leaf.slots[::-1]
+
+
+def insert_one_row_off(cache: RadixCache, ids: Any, slots: Any) -> Node:
+    return INSERT(cache, ids, np.roll(slots, 1))
+
+
+def insert_that_trusts_the_given_slots(cache: RadixCache, ids: Any, slots: Any) -> Node:
+    node = INSERT(cache, ids, slots)
+    node.slots = np.asarray(slots, dtype=np.int64)[len(slots) - len(node.slots) :]
+    return node
+
+
+def reserve_beyond_the_budget(cache: RadixCache, count: int, contiguous: bool = False) -> Any:
+    assert cache.max_tokens is not None
+    cache.max_tokens += 1
+    try:
+        return RESERVE(cache, count, contiguous)
+    finally:
+        cache.max_tokens -= 1
+
+
+def release_of_one_slot_too_few(cache: RadixCache, slots: Any) -> None:
+    RELEASE(cache, slots[1:])
+
+
+def release_twice(cache: RadixCache, slots: Any) -> None:
+    RELEASE(cache, slots)
+    RELEASE(cache, slots)
+
+
+def release_twice_without_a_check(pool: SlotPool, slots: Any) -> None:
+    POOL_RELEASE(pool, slots)
+    pool.num_free += len(slots)
+
+
+def evict_the_newest(queue: LeafQueue) -> Node | None:
+    queue._heap.sort(key=lambda entry: -entry[0])
+    return POP(queue)
+
+
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "a split swaps its halves": (Node, "split", split_that_swaps_the_slots),
+    "a split does not inherit the locks": (Node, "split", split_that_forgets_the_locks),
+    "a split leaves the old parent": (Node, "split", split_that_forgets_the_parent),
+    "inner nodes are evicted": (Node, "evictable", property(lambda node: node.parent is not None and not node.locks)),
+    "locked leaves are evicted": (Node, "evictable", property(lambda node: node.parent and not node.children)),
+    "a lookup is not a use": (RadixCache, "_walk", walk_that_forgets_the_time),
+    "the beginning of a leaf is evicted": (RadixCache, "_cut", cut_of_the_wrong_end),
+    "the newest leaf goes first": (LeafQueue, "pop", evict_the_newest),
+    "rows are one off": (RadixCache, "insert", insert_one_row_off),
+    "given slots replace those of the tree": (RadixCache, "insert", insert_that_trusts_the_given_slots),
+    "the budget is one off": (RadixCache, "reserve", reserve_beyond_the_budget),
+    "a slot leaks": (RadixCache, "_release", release_of_one_slot_too_few),
+    "slots are released twice": (RadixCache, "_release", release_twice),
+    "slots are counted twice": (SlotPool, "release", release_twice_without_a_check),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation_is_caught(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTATIONS[mutation])
+    with pytest.raises((AssertionError, KeyError, RuntimeError, ValueError)):
+        Walk(seed=0).run(2000)
+
+
+def request(cache: RadixCache, ids: Prefix, written: dict[int, Prefix], failed: list[str]) -> bool:
+    """One prompt, as an engine serves it. False if the cache was full."""
+    with cache.exclusive():
+        node, slots = cache.match_prefix(ids)
+        cache.lock(node)
+    try:
+        new = cache.reserve(len(ids) - len(slots))
+    except CacheFull:
+        cache.unlock(node)
+        return False
+    rows = np.append(slots, new).tolist()
+    written |= dict(zip(new.tolist(), list(prefixes(ids))[len(slots) :], strict=True))
+    failed += [f"slot {slot}" for slot, p in zip(rows, prefixes(ids), strict=True) if written[slot] != p]
+    cache.insert(ids, rows)
+    cache.unlock(node)
+    return True
+
+
+def test_two_threads_on_one_cache() -> None:
+    cache, written, served = RadixCache(max_tokens=BUDGET), {}, Counter()  # type: ignore[var-annotated]
+    failed: list[str] = []
+
+    def serve(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(OPERATIONS // 20):
+                ids = tuple(rng.integers(VOCABULARY, size=rng.integers(1, LONGEST)).tolist())
+                served[seed, request(cache, ids, written, failed)] += 1
+        except Exception as error:
+            failed.append(repr(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=serve, args=(seed,)) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
+    assert all(served[seed, True] > OPERATIONS // 40 for seed in range(2))
+    tree = tree_of(cache)
+    assert not any(tree.locks.values())
+    assert all(written[slot] == prefix for prefix, slot in tree.slots.items())
+    check_slots(cache, set(), set(tree.slots.values()))
+
+
+def test_two_threads_without_the_lock_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above sees a cache that several threads change at once."""
+
+    class NoLock:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr("radixtrain.generation.cache.RLock", NoLock)
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        for _ in range(10):
+            test_two_threads_on_one_cache()

@@ -1,0 +1,312 @@
+"""The fingerprint of a model changes with everything that changes its keys and values, and with nothing else."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from radixtrain import prepare_model, restore_model
+from radixtrain.errors import UserError
+from radixtrain.generation.weights import fingerprint, word_factors, word_sums
+
+Change = Callable[[Any], object]
+CPU = torch.device("cpu")
+
+
+def swap_rows(weight: torch.Tensor, one: Any, other: Any) -> None:
+    """Through `.data`, which no version counter sees."""
+    weight.data[one], weight.data[other] = weight.data[other].clone(), weight.data[one].clone()
+
+
+def k_proj(model: Any) -> nn.Linear:
+    linear: nn.Linear = model.model.layers[1].self_attn.k_proj
+    return linear
+
+
+def step(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Change:
+    """One step of an optimizer on the token embeddings only."""
+
+    def change(model: Any) -> None:
+        weight = model.model.embed_tokens.weight
+        weight.grad = torch.full_like(weight, 1e-3)
+        make([weight], lr=1e-6, **options).step()
+
+    return change
+
+
+def load(model: Any) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.norm.weight"][3] += 1e-6
+    model.load_state_dict(state)
+
+
+def replace(name: str, new: Callable[[Any], Any]) -> Change:
+    def change(model: Any) -> None:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, new(model.get_submodule(name)))
+
+    return change
+
+
+def untie(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+
+
+def one_bit(model: Any) -> None:
+    k_proj(model).weight.data.view(torch.int32)[3, 5] ^= 1
+
+
+def swapped_values(model: Any) -> None:
+    flat = k_proj(model).weight.data.view(-1)
+    flat[[0, 1]] = flat[[1, 0]]
+
+
+CHANGES: dict[str, Change] = {
+    "one bit of one weight": one_bit,
+    "p.data.add_": lambda model: k_proj(model).weight.data.add_(1e-7),
+    "p.data.neg_": lambda model: k_proj(model).weight.data.neg_(),
+    "two rows swapped": lambda model: swap_rows(k_proj(model).weight, 0, 3),
+    "two columns swapped": lambda model: swap_rows(k_proj(model).weight, (slice(None), 0), (slice(None), 3)),
+    "two values swapped": swapped_values,
+    "two layers swapped": lambda model: swap_rows(k_proj(model).weight, slice(0, 8), slice(8, 16)),
+    "turned round": lambda model: setattr(k_proj(model).weight, "data", torch.rot90(k_proj(model).weight.data, 2)),
+    "new data": lambda model: setattr(k_proj(model).weight, "data", k_proj(model).weight.data + 1e-3),
+    "minus zero": lambda model: model.model.layers[0].self_attn.q_norm.weight.data.zero_().neg_(),
+    "through NumPy": lambda model: k_proj(model).weight.detach().numpy().__setitem__((0, 0), 9.0),
+    "SGD": step(torch.optim.SGD),
+    "AdamW, one loop": step(torch.optim.AdamW, foreach=False),
+    "AdamW, foreach": step(torch.optim.AdamW, foreach=True),
+    "AdamW, fused": step(torch.optim.AdamW, fused=True),
+    "load_state_dict": load,
+    "tied weights, by the other name": lambda model: model.lm_head.weight.data.mul_(1.001),
+    "untied": untie,
+    "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "a setting of a module": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
+    "a setting of the configuration": lambda model: setattr(model.config, "sliding_window", 4),
+    "a module replaced by its copy": replace("model.layers.0.mlp", copy.deepcopy),
+    "a module left out": replace("model.layers.1.mlp", lambda _: nn.Identity()),
+    "two layers in the other order": lambda model: setattr(model.model, "layers", model.model.layers[::-1]),
+    "one layer fewer": lambda model: setattr(model.model, "layers", model.model.layers[:1]),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "one tensor in float64": lambda model: k_proj(model).double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change: str, tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    before = fingerprint(model)
+    CHANGES[change](model)
+    after = fingerprint(model)
+    assert after != before
+    assert after == fingerprint(model) and hash(after) == hash(fingerprint(model))
+
+
+def test_zero_and_minus_zero_differ(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    model.model.norm.weight.data.zero_()
+    before = fingerprint(model)
+    model.model.norm.weight.data.neg_()
+    assert fingerprint(model) != before
+
+
+def forward(model: Any) -> None:
+    model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+
+
+def generate(model: Any) -> None:
+    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
+
+
+NO_CHANGES: dict[str, Change] = {
+    "nothing": lambda model: None,
+    "the mode": lambda model: model.train(not model.training),
+    "a forward and a backward pass": forward,
+    "generate": generate,
+    "requires_grad": lambda model: model.requires_grad_(False),
+    "a hook": lambda model: k_proj(model).register_forward_hook(lambda *_: None),
+    "weights that are loaded again": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "equal values elsewhere": lambda model: setattr(k_proj(model).weight, "data", k_proj(model).weight.data.clone()),
+    "another layout of the same values": lambda model: setattr(
+        k_proj(model).weight, "data", k_proj(model).weight.data.T.contiguous().T
+    ),
+    "prepared": prepare_model,
+    "prepared and restored": lambda model: restore_model(prepare_model(model)),
+    "the attention function": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_leaves_the_weights_alone(change: str, tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    before = fingerprint(model)
+    NO_CHANGES[change](model)
+    assert fingerprint(model) == before
+
+
+def test_autocast_computes_other_rows(tiny_qwen3: Callable[..., Any]) -> None:
+    model, found = tiny_qwen3(), set()
+    found.add(fingerprint(model))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found.add(fingerprint(model))
+    assert len(found) == 3
+
+
+def test_another_model_with_the_same_weights_in_the_same_place(tiny_qwen3: Callable[..., Any]) -> None:
+    """Also when the first one is gone, so that the second may have its address."""
+    model = tiny_qwen3()
+    before = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model)) != before
+    del model
+    gc.collect()
+    assert fingerprint(tiny_qwen3()) != before
+
+
+@pytest.fixture
+def adapted(tiny_qwen3: Callable[..., Any]) -> Any:
+    """A model with two LoRA adapters, the first of them active."""
+    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_qwen3(), config)
+    model.add_adapter("second", config)
+    return model
+
+
+def scaled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 0.5)
+
+
+def one_lora_matrix(model: Any) -> None:
+    next(p for name, p in model.named_parameters() if "lora_B.default" in name).data.mul_(1.01)
+
+
+PEFT_CHANGES: dict[str, Change] = {
+    "set_adapter": lambda model: model.set_adapter("second"),
+    "scaling": scaled,
+    "merge": lambda model: model.merge_adapter(),
+    "a LoRA matrix": one_lora_matrix,
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "deleted": lambda model: model.delete_adapter("second"),
+}
+
+
+@pytest.mark.parametrize("change", PEFT_CHANGES)
+def test_a_change_of_adapters_is_seen(change: str, adapted: Any) -> None:
+    before = fingerprint(adapted)
+    PEFT_CHANGES[change](adapted)
+    assert fingerprint(adapted) != before
+
+
+def test_an_adapter_that_is_disabled_for_a_while(adapted: Any) -> None:
+    before = fingerprint(adapted)
+    with adapted.disable_adapter():
+        without = fingerprint(adapted)
+    assert without != before and fingerprint(adapted) == before
+
+
+def test_an_adapter_that_is_merged_and_unloaded(adapted: Any) -> None:
+    before = fingerprint(adapted.base_model.model)
+    assert fingerprint(adapted.merge_and_unload()) != before
+
+
+def test_a_model_on_the_meta_device_is_refused() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1))
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight is on the meta device and has no values: load"):
+        fingerprint(model)
+
+
+class Odd(nn.Module):
+    """Tensors of every kind: no dimension, no element, an odd number of bytes, views off their storage's beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        storage = torch.arange(40, dtype=torch.bfloat16)
+        kinds = {
+            "scalar": torch.tensor(3.0),
+            "empty": torch.zeros(0, 4),
+            "bools": torch.tensor([True, False, True]),
+            "half words": storage[1:8],
+            "off": storage[1:9],
+            "strided": storage[::3],
+            "complex": torch.ones(3, dtype=torch.complex64),
+            "float8": torch.ones(5).to(torch.float8_e4m3fn),
+        }
+        for name, tensor in kinds.items():
+            self.register_buffer(name.replace(" ", "_"), tensor)
+
+
+def test_tensors_of_every_kind() -> None:
+    model = Odd()
+    for name, tensor in model.named_buffers():
+        before = fingerprint(model)
+        if tensor.numel():
+            tensor.view(-1)[-1:] = torch.zeros(1).to(tensor.dtype)
+            assert fingerprint(model) != before, name
+    with torch.inference_mode():
+        model.scalar = torch.tensor(5.0)
+    assert fingerprint(model) == fingerprint(model)
+
+
+# What a device without NumPy does, on the CPU.
+
+
+def sums(tensor: torch.Tensor, factors: torch.Tensor | None = None) -> list[int]:
+    return [int(each) for each in word_sums(tensor, word_factors(CPU) if factors is None else factors)]
+
+
+def test_word_factors_are_odd_and_all_different() -> None:
+    factors = word_factors(CPU)
+    assert (factors & 1).all() and len(factors.unique()) == len(factors)
+    assert torch.equal(factors, word_factors(CPU))
+    assert abs((factors < 0).float().mean() - 0.5) < 1e-2
+
+
+def test_word_sums_by_hand() -> None:
+    factors = torch.tensor([3, 5, 7])
+    assert sums(torch.tensor([1, 2, 3, 4], dtype=torch.int32), factors) == [3 + 10 + 21, 12]
+    assert sums(torch.tensor([1, 2], dtype=torch.uint8), factors) == [13]
+    assert sums(torch.zeros(0), factors) == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.neg_(),
+        lambda x: x[:, :2].neg_(),
+        lambda x: x.copy_(x.flip(0)),
+        lambda x: x.copy_(x.flip(1)),
+        lambda x: x.copy_(x.roll(1)),
+        lambda x: x.view(torch.int16).bitwise_xor_(1),
+        lambda x: x.view(torch.int16)[-1, -1:].bitwise_xor_(1),
+        lambda x: x.mul_(2),
+    ],
+)
+def test_word_sums_see_a_change(change: Callable[[torch.Tensor], Any], dtype: torch.dtype) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = sums(x)
+    change(x)
+    assert sums(x) != before
+
+
+def test_every_single_word_and_every_swap_is_seen_by_word_sums() -> None:
+    factors = word_factors(CPU)
+    x = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    changed = [x.clone() for _ in range(16)]
+    for place, each in enumerate(changed):
+        each[place] = -each[place]
+    for one in range(16):
+        for other in range(one):
+            order = list(range(16))
+            order[one], order[other] = order[other], order[one]
+            changed.append(x[order])
+    assert len({tuple(sums(each, factors)) for each in [x, *changed]}) == 1 + len(changed)
