@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -115,8 +115,9 @@ class _Active:
     """The active sequences, one a lane, in the order of the lanes.
 
     used: (lanes,), int64. filled slots of each lane.
+    lengths, prompt_lengths, max_new: (lanes,), int64. tokens of each sequence, of its prompt, and most of its answer.
     token_ids: (lanes, L), int64, on the device. prompt and answer of each.
-    mask: (lanes, lane length), float32. 0 for the filled slots.
+    mask: (lanes, lane length), float32, on the device. 0 for the filled slots, else -inf.
     newest: (n,), int64, on the device. the last token of each, which is not computed yet.
     shared: the kept rows that they read; None if that has changed.
     """
@@ -124,11 +125,14 @@ class _Active:
     engine: Engine
     lanes: LaneBlock
     lane_slots: IntArray
-    requests: list[Request]
     used: IntArray
+    lengths: IntArray
+    prompt_lengths: IntArray
+    max_new: IntArray
     token_ids: Tensor
     mask: Tensor
     newest: Tensor
+    requests: list[Request] = field(default_factory=list)
     shared: tuple[Piece, ...] | None = None
 
     @classmethod
@@ -139,13 +143,15 @@ class _Active:
         device = engine.prefill.device
         return cls(
             engine,
-            LaneBlock(int(slots[0]), length, number),
-            slots,
-            [],
-            np.zeros(number, dtype=np.int64),
-            torch.zeros(number, 0, dtype=torch.int64, device=device),
-            torch.full((number, length), float("-inf"), device=device),
-            torch.zeros(0, dtype=torch.int64, device=device),
+            lanes=LaneBlock(int(slots[0]), length, number),
+            lane_slots=slots,
+            used=np.zeros(number, dtype=np.int64),
+            lengths=np.zeros(number, dtype=np.int64),
+            prompt_lengths=np.zeros(number, dtype=np.int64),
+            max_new=np.zeros(number, dtype=np.int64),
+            token_ids=torch.zeros(number, 0, dtype=torch.int64, device=device),
+            mask=torch.full((number, length), float("-inf"), device=device),
+            newest=torch.zeros(0, dtype=torch.int64, device=device),
         )
 
     def __len__(self) -> int:
@@ -163,38 +169,38 @@ class _Active:
         first, end = len(self), len(self) + len(requests)
         self.requests += requests
         self.used[first:end] = tails
+        self.lengths[first:end] = self.prompt_lengths[first:end] = [len(request.prompt) for request in requests]
+        self.max_new[first:end] = [request.max_new for request in requests]
         places = torch.arange(self.lanes.step, device=self.mask.device)
         is_filled = places < torch.from_numpy(tails).to(self.mask.device)[:, None]
-        self.mask[first:end] = torch.zeros_like(self.mask[first:end]).masked_fill_(~is_filled, float("-inf"))
+        self.mask[first:end] = torch.where(is_filled, 0.0, float("-inf"))
         self._write_prompts(requests, first)
-        newest = self._choose(logits, first)
-        self.newest = torch.cat([self.newest, newest])
+        self.newest = torch.cat([self.newest, self._choose(logits, first)])
         self.shared = None
         self._leave(first)
 
     def decode(self) -> None:
         """One token for every sequence."""
-        n = len(self)
+        n, device = len(self), self.newest.device
         if self.shared is None:
             runs = shared_runs([request.node for request in self.requests if request.node is not None])
-            self.shared = tuple(shared_piece(places, slots, self.newest.device) for places, slots in runs)
-        filled = torch.from_numpy(self.used[:n]).to(self.mask.device)
-        self.mask[:n].scatter_(1, filled[:, None], 0.0)
+            self.shared = tuple(shared_piece(places, slots, device) for places, slots in runs)
+        self.mask[:n].scatter_(1, torch.from_numpy(self.used[:n]).to(device)[:, None], 0.0)
         self.used[:n] += 1
         mask = self.mask[:n, : int(self.used[:n].max())]
-        step = decoding_pass(self.requests, self.newest, self.used[:n], self.lanes, mask, self.shared)
+        step = decoding_pass(self.requests, self.newest, self.lengths[:n], self.used[:n], self.lanes, mask, self.shared)
         self.newest = self._choose(self.engine.prefill.logits(step), 0)
         self._leave(0)
 
     def _choose(self, logits: Tensor, first: int) -> Tensor:
         """The next token of each sequence from a lane on: (m,), int64."""
-        requests = self.requests[first:]
-        lengths = np.array([request.num_tokens for request in requests])
-        prompt_lengths = np.array([len(request.prompt) for request in requests])
-        draws = np.array([_next_draw(request) for request in requests])
-        rows = self.token_ids[first : first + len(requests)]
-        tokens, logprobs = self.engine.chooser.choose(logits, rows, lengths, prompt_lengths, draws)
+        requests, places = self.requests[first:], slice(first, len(self))
+        lengths, prompt_lengths = self.lengths[places], self.prompt_lengths[places]
+        chooser, rows = self.engine.chooser, self.token_ids[places]
+        draws = np.array([request.next_draw for request in requests]) if chooser.samples else None
+        tokens, logprobs = chooser.choose(logits, rows, lengths, prompt_lengths, draws)
         rows.scatter_(1, torch.from_numpy(lengths).to(rows.device)[:, None], tokens[:, None])
+        self.lengths[places] += 1
         chosen, found = torch.stack([tokens.double(), logprobs.double()]).tolist()  # one wait for the device
         for request, token, logprob in zip(requests, chosen, found, strict=True):
             request.token_ids.append(int(token))
@@ -203,22 +209,20 @@ class _Active:
 
     def _leave(self, first: int) -> None:
         """Finished sequences leave their lanes, from this one on; the last ones move into the gaps."""
-        requests = self.requests[first:]
-        num_new = np.array([len(request.token_ids) for request in requests])
+        requests, places = self.requests[first:], slice(first, len(self))
         verdicts = self.engine.stopper.finished(
             np.array([request.token_ids[-1] for request in requests]),
-            self.token_ids[first : len(self)],
-            np.array([request.num_tokens for request in requests]),
-            num_new,
-            np.array([request.max_new for request in requests]),
+            self.token_ids[places],
+            self.lengths[places],
+            self.lengths[places] - self.prompt_lengths[places],
+            self.max_new[places],
         )
         if not verdicts.any():
             return
-        for request, verdict in zip(requests, verdicts.tolist(), strict=True):
-            request.finish_reason = REASONS.get(verdict, "")
-        for lane in range(first, len(self)):
-            if self.requests[lane].finish_reason:
-                self._end(self.requests[lane], lane)
+        for lane, (request, verdict) in enumerate(zip(requests, verdicts.tolist(), strict=True), start=first):
+            if verdict:
+                request.finish_reason = REASONS[verdict]
+                self._end(request, lane)
         self._close_gaps()
         self.shared = None
 
@@ -249,26 +253,26 @@ class _Active:
         gaps, movers = (~staying[:after]).nonzero()[0], after + staying[after:].nonzero()[0]
         lane_of = np.arange(after)
         lane_of[gaps] = movers
-        self._move(movers, gaps)
+        ends = np.maximum(self.used[movers], self.used[gaps])  # beyond the filled slots is zero, and so it becomes
+        self._move(movers, gaps, ends)
         self.requests = [self.requests[lane] for lane in lane_of.tolist()]
         self.newest = self.newest[torch.from_numpy(lane_of).to(self.newest.device)]
         vacated = [self.lanes.slots(lane, int(self.used[lane])) for lane in range(after, before)]
         self.engine.prefill.store.zero(np.concatenate(vacated))
 
-    def _move(self, movers: IntArray, gaps: IntArray) -> None:
-        """Move lanes into others, whose sequences have left."""
+    def _move(self, movers: IntArray, gaps: IntArray, ends: IntArray) -> None:
+        """Move lanes into others, whose sequences have left. ends: slots of each to copy."""
         if not len(movers):
             return
-        slots = self.lanes.slots
-        self.used[movers], vacated = np.maximum(self.used[movers], self.used[gaps]), self.used[movers]
         from_slots, to_slots = (
-            np.concatenate([slots(lane, int(self.used[mover])) for lane, mover in zip(lanes, movers, strict=True)])
+            np.concatenate(
+                [self.lanes.slots(lane, end) for lane, end in zip(lanes.tolist(), ends.tolist(), strict=True)]
+            )
             for lanes in (movers, gaps)
         )
-        self.engine.prefill.store.copy(
-            from_slots, to_slots
-        )  # what is beyond the filled slots is zero, and so it becomes
-        self.used[gaps] = vacated
+        self.engine.prefill.store.copy(from_slots, to_slots)
+        for values in (self.used, self.lengths, self.prompt_lengths, self.max_new):
+            values[gaps] = values[movers]
         source, target = (torch.from_numpy(lanes).to(self.mask.device) for lanes in (movers, gaps))
         for rows in (self.token_ids, self.mask):
             rows.index_copy_(0, target, rows.index_select(0, source))
@@ -282,7 +286,3 @@ class _Active:
         for row, request in zip(rows, requests, strict=True):
             row[: len(request.prompt)] = request.prompt
         self.token_ids[first : first + len(requests)] = torch.from_numpy(rows).to(self.token_ids.device)
-
-
-def _next_draw(request: Request) -> float:
-    return float(request.draws[len(request.token_ids)]) if len(request.draws) else 0.0

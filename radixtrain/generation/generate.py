@@ -22,7 +22,7 @@ from radixtrain.generation.requests import Request
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.generation.stopping import Stopper
 from radixtrain.generation.weights import fingerprint
-from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.backbone import model_inside, parts_of
 from radixtrain.hf.cached_pass import on_stored_rows
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import sort_sequences
@@ -70,7 +70,7 @@ def generate(
     that cannot be read; CacheFull, a UserError, for a cache whose budget is too small.
     """
     started = time.perf_counter()
-    parts = parts_of(model)
+    parts = parts_of(model_inside(model))
     config = resolve_config(model, generation_config, **options)
     ids = token_ids_of(prompts, tokenizer, attention_mask, **(chat_template_kwargs or {}))
     check_ids(ids, parts.decoder.config.vocab_size)
@@ -81,7 +81,7 @@ def generate(
     stopper = Stopper(model, config, tokenizer, stopping_criteria)
     limits = _limits(requests, batch_size)
     keeps_answers, cache = cache is not None, RadixCache() if cache is None else cache
-    longest = max(len(request.prompt) + request.max_new for request in requests)
+    longest = max(len(request.prompt) + request.max_new for request in requests) - 1
     with cache.exclusive(), on_stored_rows(model, parts, kernel, longest):
         if keeps_answers:
             cache.of_weights(fingerprint(model))

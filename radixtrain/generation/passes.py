@@ -177,20 +177,19 @@ class PromptPlan:
         return np.concatenate([start + places for start, places in zip(starts, predicting, strict=True)])
 
     def _shared(self, device: torch.device) -> list[Piece]:
-        """Cached rows that the new rows see whole. Rows that continue one node, or nodes below one, are neighbours."""
-        first_rows = np.full(len(self.nodes) + 1, self.plan.num_rows)
+        """Cached rows that the new rows see whole. Rows that continue one node are neighbours."""
         owner = self.node_of.repeat(lengths_of(self.plan.cu_seqlens))[self.plan.gather_indices]
-        first_rows[:-1] = np.searchsorted(owner, np.arange(len(self.nodes)))
-        pieces = []
-        for members, slots in shared_runs(self.nodes):
-            rows = np.arange(first_rows[members[0]], first_rows[members[-1] + 1])
-            pieces.append(shared_piece(rows, slots, device))
-        return pieces
+        bounds = np.searchsorted(owner, np.arange(len(self.nodes) + 1))
+        return [
+            shared_piece(np.concatenate([np.arange(*bounds[each : each + 2]) for each in members]), slots, device)
+            for members, slots in shared_runs(self.nodes)
+        ]
 
 
 def decoding_pass(
     requests: Sequence[Request],
     tokens: Tensor,
+    lengths: IntArray,
     used: IntArray,
     lanes: LaneBlock,
     mask: Tensor,
@@ -198,11 +197,11 @@ def decoding_pass(
 ) -> Pass:
     """The pass that computes the last token of each request, which stands in the lane of its place.
 
-    tokens: (n,), int64, on the device. used: (n,), int64. slots of each lane that are filled, the new token's included.
+    tokens: (n,), int64, on the device. lengths: (n,), int64. of the sequences, in tokens.
+    used: (n,), int64. slots of each lane that are filled, the new token's included.
     mask: (n, longest), as in `Lanes`. shared: the kept rows.
     """
     places, device = np.arange(len(requests)), tokens.device
-    lengths = np.array([request.num_tokens for request in requests])
 
     def path(run: int) -> IntArray:
         return np.concatenate([requests[run].path, lanes.slots(run, int(used[run]))])
@@ -243,7 +242,8 @@ def _worth_keeping(plan: PrefixPlan) -> IntArray:
     saved = (plan.counts[starts] - 1) * lengths
     depths = np.where(saved >= PIECE_CELLS, plan.position_ids[plan.segment_starts[1:] - 1] + 1, 0)
     of_tokens = depths.repeat(lengths)[plan.inverse_indices]
-    return np.maximum.reduceat(of_tokens, plan.cu_seqlens[:-1])
+    ends = plan.position_ids[plan.inverse_indices[plan.cu_seqlens[1:] - 1]] + 1  # some end inside a segment
+    return np.minimum(np.maximum.reduceat(of_tokens, plan.cu_seqlens[:-1]), ends)
 
 
 def _on(values: IntArray, device: torch.device) -> Tensor:

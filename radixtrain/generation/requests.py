@@ -41,9 +41,9 @@ class Request:
     finish_reason: str = ""
 
     @property
-    def num_tokens(self) -> int:
-        """Of the prompt and what was generated."""
-        return len(self.prompt) + len(self.token_ids)
+    def next_draw(self) -> float:
+        """What the next token is sampled with."""
+        return float(self.draws[len(self.token_ids)])
 
     def hold(self, cache: RadixCache, node: Node) -> None:
         """Lock the node where the kept tokens end, and remember their slots as the cache has them."""

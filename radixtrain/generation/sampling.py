@@ -113,31 +113,32 @@ class TokenChooser:
         While sampling, a token is -1 if all scores of its row are -inf or one is nan or inf.
         """
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        normalizer = logits.to(dtype).logsumexp(-1)
-        scores = logits
-        if self.stages:  # a copy, because a user's processor may change its argument in place
-            scores = self._processed(logits.to(dtype, copy=True), token_ids, lengths, prompt_lengths)
+        scores = logits.to(dtype)
+        logprobs = scores.log_softmax(-1)  # 7.9 ms for (32, 151936) on a CPU thread; logsumexp takes 15 ms
+        if self.stages:  # on a copy: groups are written back in place, and a user's processor may do the same
+            scores = scores.clone() if scores is logits else scores
+            scores = self._processed(scores, token_ids, lengths, prompt_lengths)
         if self.samples:
             assert draws is not None, "sampling needs a draw for each row"
             tokens = _drawn(scores.to(dtype), torch.as_tensor(draws, dtype=torch.float64).to(logits.device))
             places = tokens.clamp(min=0)
         else:
             tokens = places = scores.argmax(-1)
-        chosen = logits.gather(-1, places[:, None]).squeeze(-1).to(dtype)
-        return tokens, chosen - normalizer
+        return tokens, logprobs.gather(-1, places[:, None]).squeeze(-1)
 
     def _processed(self, scores: Tensor, token_ids: Tensor, lengths: np.ndarray, prompt_lengths: np.ndarray) -> Tensor:
-        """Scores after all processors, (n, V). A group: rows of one length, and of one prompt length if that counts."""
+        """Scores after all processors, (n, V). A group: rows of one length, and of one prompt length if that counts.
+
+        scores: (n, V), float. Changes in place.
+        """
         if not self.depends_on_length:
-            prompt_lengths = np.zeros_like(lengths)
+            prompt_lengths = np.ones_like(lengths)
         groups: list[tuple[int, int, np.ndarray]] | None = None
         for begin, end, reads_scores_only in self.stages:
             if reads_scores_only:
                 scores = self._part(scores.device, int(prompt_lengths[0]), begin, end)(token_ids, scores)
                 continue
             groups = _groups(lengths, prompt_lengths) if groups is None else groups
-            if len(groups) > 1:
-                scores = scores.clone()
             for length, prompt_length, rows in groups:
                 part = self._part(scores.device, prompt_length, begin, end)
                 if len(groups) == 1:
@@ -154,7 +155,7 @@ class TokenChooser:
 
     def _processors(self, device: torch.device, prompt_length: int) -> LogitsProcessorList:
         """Transformers' processors and the user's, for prompts of one length; made once."""
-        key = (device, prompt_length if self.depends_on_length else 0)
+        key = (device, prompt_length)
         if key not in self.made:
             self.made[key] = self._make(device, prompt_length)
         return self.made[key]

@@ -19,7 +19,7 @@ from radixtrain.generation.prefill import Prefill, number_that_fits
 from radixtrain.generation.prompts import token_ids_of
 from radixtrain.generation.requests import Request
 from radixtrain.generation.weights import fingerprint
-from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.backbone import model_inside, parts_of
 from radixtrain.hf.cached_pass import on_stored_rows
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import sort_sequences
@@ -67,7 +67,7 @@ def score_completions(
     Returns, for each prompt, the scores of its completions in their order.
     Raises UserError as `generate` does, and for an empty completion.
     """
-    parts = parts_of(model)
+    parts = parts_of(model_inside(model))
     prompt_ids = token_ids_of(prompts, tokenizer, **(chat_template_kwargs or {}))
     of_prompts = _of_each_prompt(completions, len(prompt_ids))
     pairs = [
@@ -80,7 +80,7 @@ def score_completions(
     for ids in (prompt_ids, [completion for _, completion in pairs]):
         check_ids(ids, parts.decoder.config.vocab_size)
     is_new, cache = cache is None, RadixCache() if cache is None else cache
-    longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    longest = max(len(prompt) + len(completion) for prompt, completion in pairs) - 1
     with cache.exclusive(), on_stored_rows(model, parts, kernel, longest):
         if not is_new:
             cache.of_weights(fingerprint(model))

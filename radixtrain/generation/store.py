@@ -17,6 +17,10 @@ from radixtrain.tree.cached_layout import CachedLayout
 
 __all__ = ["KeyValueStore"]
 
+# Narrower heads get their slots side by side in memory, wider ones the heads of a slot. On a CPU, 32 lanes of 230 then
+# take 0.43 of the time with 2 heads of 32; with 8 heads of 128 it would be 1.1 of it.
+WIDE_HEAD = 128
+
 
 @dataclass(eq=False)
 class KeyValueStore:
@@ -82,7 +86,11 @@ class KeyValueStore:
         return [rows for stored in self.calls for rows in stored]
 
     def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.pool.capacity, *like.shape[1:])
+        _, num_heads, head_dim = like.shape
+        with torch.inference_mode(False):  # a later call may write outside of inference mode
+            if head_dim >= WIDE_HEAD:
+                return like.new_zeros(self.pool.capacity, num_heads, head_dim)
+            return like.new_zeros(num_heads, self.pool.capacity, head_dim).transpose(0, 1)
 
     def _of_capacity(self, call: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a call, with a row for every slot that the pool has by now."""

@@ -37,7 +37,7 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
 
     Raises UserError if a tensor is on the meta device. Reads the device once, at the end.
 
-    One read of the weights: 0.6 billion parameters in float32 take 0.11 s on one CPU thread at 22 GB/s.
+    As slow as summing the weights: 0.12 s for 0.6 billion parameters in float32, on one CPU thread that reads 20 GB/s.
     """
     tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     for name, tensor in tensors.items():

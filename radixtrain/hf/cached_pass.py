@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, CachedCall, Store
 from radixtrain.hf.backbone import Parts
@@ -19,26 +22,43 @@ from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.prepare import attention_set
 from radixtrain.hf.recurrent.mixers import num_attention_layers
-from radixtrain.hf.refusals import check_choice, check_generation
+from radixtrain.hf.refusals import check_choice, check_generation, in_words_of_generation
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout
 
 __all__ = ["StoredPasses", "on_stored_rows"]
 
 
+_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()  # of models that have generated
+
+
 @contextmanager
 def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) -> Iterator[None]:
     """Inside, the model may run passes of generation: in evaluation mode, without gradients. Restored afterwards.
 
-    model: as the user gave it, maybe with adapters around it. longest: tokens of the longest prompt and its answer.
+    Another thread that generates with the same model waits.
+
+    model: as the user gave it, maybe with adapters around it. longest: as in `check_generation`.
 
     Raises UserError for a model, an adapter or a kernel that cannot generate exactly from stored rows.
     """
+    _check_device(parts)
     check_generation(parts, longest)
     check_choice(parts.decoder, "auto", kernel)
-    with evaluating(model), attention_set(parts), torch.no_grad():
-        check_adapters(model.modules(), ())
+    lock = _LOCKS.setdefault(parts.base, RLock())
+    with lock, evaluating(model), attention_set(parts), torch.no_grad():
+        with in_words_of_generation():
+            check_adapters(model.modules(), ())
         yield
+
+
+def _check_device(parts: Parts) -> None:
+    devices = {str(parameter.device) for parameter in parts.base.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise UserError(
+            f"{parts.name} has weights on {', '.join(sorted(devices))}, and generation from stored rows needs all of "
+            f"them on one device: load it without a device_map, or use model.generate"
+        )
 
 
 class StoredPasses:

@@ -133,9 +133,9 @@ class BackboneHooks:
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. `_before_ordinary` takes a batch without them."""
+        self.head.num_predicting, self.progress.call = None, None
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
-        self.head.num_predicting, self.progress.call = None, None
         entries, given = split_inputs(backbone, args, kwargs)
         if not entries:
             return self._before_ordinary(backbone, args, kwargs)

@@ -16,7 +16,7 @@ from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 
 __all__ = [
     *("FrequencyChange", "check_model_positions", "check_position"),
-    *("frequencies_change_at", "padding_idx_of_positions", "why_padding_matters"),
+    *("frequencies_change_at", "padding_idx_of_positions", "positions_in_table", "why_padding_matters"),
 ]
 
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
@@ -62,6 +62,12 @@ def check_position(decoder: Any, max_position: int) -> None:
             f"largest position of a batch once it passes {change.limit} tokens, and this batch has position "
             f"{max_position}; set max_length to {change.limit} or less"
         )
+
+
+def positions_in_table(decoder: nn.Module) -> int | None:
+    """How many tokens a model with learned positions can number; None for any other kind of positions."""
+    tables = [table for _, table in _position_embeddings(decoder) if isinstance(table, nn.Embedding)]
+    return min((table.num_embeddings - int(getattr(table, "offset", 0)) for table in tables), default=None)
 
 
 class FrequencyChange(NamedTuple):

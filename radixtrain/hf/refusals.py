@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
-from radixtrain.hf.positions import check_model_positions, check_position, why_padding_matters
+from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, text_layers
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.hf.windows import chunk_of
@@ -29,7 +30,7 @@ from radixtrain.tree.layout import TreeLayout
 
 __all__ = [
     *("check_choice", "check_draws", "check_generation", "check_model"),
-    *("check_pass", "not_reached", "why_not_next_tokens"),
+    *("check_pass", "in_words_of_generation", "not_reached", "why_not_next_tokens"),
 ]
 
 CAUSAL_CLASSES = {
@@ -84,10 +85,17 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) 
 def check_generation(parts: Parts, longest: int) -> None:
     """Refuse a model that cannot generate from stored keys and values exactly.
 
-    longest: tokens of the longest prompt and its answer.
+    longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
     """
-    try:
+    with in_words_of_generation():
         _check_generation(parts, longest)
+
+
+@contextmanager
+def in_words_of_generation() -> Iterator[None]:
+    """Inside, an error that advises to train without sharing advises to generate without it."""
+    try:
+        yield
     except UserError as error:
         raise UserError(str(error).replace(TRAIN_WITHOUT_SHARING, GENERATE_WITHOUT_SHARING)) from None
 
@@ -112,6 +120,12 @@ def _check_generation(parts: Parts, longest: int) -> None:
     check_model_positions(parts)
     _check_chunks(parts.decoder, longest)
     check_position(parts.decoder, longest - 1)
+    table = positions_in_table(parts.decoder)
+    if table is not None and longest > table:
+        raise UserError(
+            f"{parts.name} has a table of {table} positions, and the longest prompt with its answer would have "
+            f"{longest + 1} tokens; lower max_new_tokens, or set max_length to {table + 1}"
+        )
 
 
 def check_choice(decoder: Any, attention: str, kernel: str) -> None:

@@ -17,14 +17,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain import attention as attention_module
-from radixtrain.attention import EVERYWHERE, STRATEGIES, AttentionChoice, choose_attention, tree_attention, unlogged
+from radixtrain.attention import (
+    EVERYWHERE,
+    STRATEGIES,
+    AttentionChoice,
+    cached_attention,
+    choose_attention,
+    tree_attention,
+    unlogged,
+)
 from radixtrain.errors import UserError
+from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.looping import EagerKernel
 from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
 from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
+from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_piece
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
@@ -844,3 +854,142 @@ class TestTree:
             UserError, match=r"layer 0.*: attention='tree' needs .* RadixCollator\(tree_tiles=\(128, 64"
         ):
             model(**batch)
+
+
+CACHED = [7, 7, 8, 9, 9]  # what every sequence of TestCached begins with: stored rows
+SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
+
+
+class TestCached:
+    """Beside tree attention on the whole tree, of which the first rows are stored and the others new.
+
+    Stored rows are in slots 20, 18, 16 ...; the new row i of a prefill in slot 30 + i. Lanes begin at slot 30.
+    """
+
+    def whole(self, sequences: list[list[int]]) -> tuple[PrefixPlan, list[Tensor]]:
+        plan = plan_of([[*CACHED, *sequence] for sequence in sequences])
+        return plan, inputs(plan, torch.float64)[:3]
+
+    def store(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """(C, K, H). NaN where nothing is stored but in the lanes, where a mask hides zeros."""
+        stored = rows.new_full((80, *rows.shape[1:]), float("nan"))
+        stored[30:] = 0
+        stored[slots] = rows
+        return stored
+
+    def prefill(self, sequences: list[list[int]], **options) -> tuple[Tensor, Tensor]:
+        """Of the new rows, from the store and from the whole tree."""
+        plan, (q, k, v) = self.whole(sequences)
+        num_cached, new = len(CACHED), plan_of(sequences)
+        slots = torch.cat([20 - 2 * torch.arange(num_cached), 30 + torch.arange(new.num_rows)])
+        assert plan.num_rows == len(slots)
+
+        def path(run: int) -> np.ndarray:
+            start, end = new.cu_seqlens[new.path_sequences[run] :][:2]
+            return np.concatenate([slots[:num_cached].numpy(), 30 + new.inverse_indices[start:end]])
+
+        layout = CachedLayout(
+            num_rows=new.num_rows,
+            max_seqlen=int(np.diff(plan.cu_seqlens).max()),
+            written_rows=None,
+            slots=slots[num_cached:],
+            shared=(shared_piece(np.arange(new.num_rows), slots[:num_cached].numpy(), CPU),),
+            paths=Paths(new.path_cu_seqlens_q, path),
+            prompts=TreeLayout.from_plan(new),
+        )
+        stored = self.store(k, slots), self.store(v, slots)
+        found = cached_attention(*(x[num_cached:] for x in (q, k, v)), stored, layout, **options)
+        return found, tree_attention(q, k, v, plan, **options)[num_cached:]
+
+    def decode(self, sequences: list[list[int]], **options) -> tuple[Tensor, Tensor]:
+        """Of the last tokens, which no two sequences share. What follows the stored rows is in lanes of 7."""
+        plan, (q, k, v) = self.whole(sequences)
+        rows = [torch.tensor(plan.inverse_indices[slice(*plan.cu_seqlens[i:][:2])]) for i in range(len(sequences))]
+        last, lengths = torch.stack([each[-1] for each in rows]), torch.tensor([len(each) for each in sequences])
+        cached = 20 - 2 * torch.arange(len(CACHED))
+        slots = [torch.cat([cached, 30 + 7 * i + torch.arange(length)]) for i, length in enumerate(lengths)]
+        mask = torch.zeros(len(rows), 6).masked_fill(torch.arange(6) >= lengths[:, None], float("-inf"))
+        layout = CachedLayout(
+            num_rows=len(rows),
+            max_seqlen=int(lengths.max()) + len(CACHED),
+            written_rows=None,
+            slots=torch.stack([each[-1] for each in slots]),
+            shared=(shared_piece(np.arange(len(rows)), cached.numpy(), CPU),),
+            paths=Paths(np.arange(len(rows) + 1), lambda run: slots[run].numpy()),
+            lanes=Lanes(30, 7, mask),
+        )
+        stored = tuple(self.store(x[torch.cat(rows)], torch.cat(slots)) for x in (k, v))
+        found = cached_attention(*(x[last] for x in (q, k, v)), stored, layout, **options)
+        return found, tree_attention(q, k, v, plan, **options)[last]
+
+    OPTIONS: tuple[dict[str, Any], ...] = (
+        {},
+        {"scale": 0.7},
+        {"sinks": SINKS},
+        {"softcap": 0.7},
+        *({"window": window} for window in (1, 2, 4, 7, 10)),  # the longest sequence has 11 tokens
+        {"window": 4, "sinks": SINKS, "softcap": 0.7},
+    )
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "plain")
+    @pytest.mark.parametrize("kernel", ["auto", "eager"])
+    def test_against_the_whole_tree(self, options: dict, kernel: str) -> None:
+        prompts, answers = NESTED, [[*sequence, 40 + i] for i, sequence in enumerate(NESTED) if len(sequence) < 6]
+        for found, expected in (
+            self.prefill(prompts, kernel=kernel, **options),
+            self.decode(answers, kernel=kernel, **options),
+        ):
+            assert relative_error(found, expected) <= 1e-12
+
+    @settings(max_examples=30, deadline=None)
+    @given(ragged_batches(max_length=6), st.sampled_from([None, 1, 3, 6]))
+    def test_generated_prompts(self, sequences: list[list[int]], window: int | None) -> None:
+        found, expected = self.prefill(sequences, window=window)
+        assert relative_error(found, expected) <= 1e-12
+
+    def test_a_window_that_does_not_bind_asks_for_no_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would copy every row that a sequence sees."""
+
+        def refuse(*arguments: object) -> None:
+            raise AssertionError("not needed")
+
+        monkeypatch.setattr(CachedLayout, "windowed", refuse)
+        for attend in (self.prefill, self.decode):
+            sequences = [[1, 1, 2, 3], [1, 2, 2, 2, 2, 4]]
+            assert torch.equal(attend(sequences, window=11)[0], attend(sequences)[0])
+            with pytest.raises(AssertionError, match="not needed"):
+                attend(sequences, window=10)
+
+    def test_no_gradient(self) -> None:
+        q = torch.randn(1, 2, 8, requires_grad=True)
+        assert cached_attention(q, q, q, (q, q), self.one_row()).requires_grad is False
+
+    def one_row(self) -> CachedLayout:
+        lanes = Lanes(0, 1, torch.zeros(1, 1))
+        return CachedLayout(
+            1, 1, None, torch.zeros(1, dtype=torch.int64), (), Paths(np.arange(2), np.arange), None, lanes
+        )
+
+    @pytest.mark.parametrize(
+        ("shapes", "options", "error", "message"),
+        [
+            (
+                [(2, 2, 8)] * 3,
+                {},
+                ValueError,
+                r"query must be \(U, heads, head_dim\) with U = 1 rows, .* got \(2, 2, 8\)",
+            ),
+            ([(1, 2, 8), (1, 2, 4), (1, 2, 8)], {}, ValueError, "head_dim must agree, got 8, 4 and 8"),
+            ([(1, 3, 8), (1, 2, 8), (1, 2, 8)], {}, ValueError, "heads of query must be a multiple"),
+            ([(1, 2, 8)] * 3, {"softcap": 0.0}, ValueError, r"softcap must be positive, .* got 0\.0"),
+            ([(1, 2, 8)] * 3, {"window": 0}, ValueError, "window must be at least 1 .* got 0"),
+            ([(1, 2, 8)] * 3, {"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(2,\), .* got \(3,\)"),
+            ([(1, 2, 8)] * 3, {"kernel": "tree"}, UserError, "kernel must be auto, .*; got 'tree'"),
+            ([(1, 2, 8)] * 3, {"kernel": "flash_attn"}, UserError, "kernel='flash_attn' cannot be used"),
+            ([(1, 2, 8)] * 3, {"kernel": "torch", "softcap": 1.0}, UserError, "kernel='torch' cannot be used"),
+        ],
+    )
+    def test_errors(self, shapes: list, options: dict, error: type[Exception], message: str) -> None:
+        q, k, v = (torch.zeros(shape) for shape in shapes)
+        with pytest.raises(error, match=message):
+            cached_attention(q, k, v, (k, v), self.one_row(), **options)

@@ -47,12 +47,16 @@ PROMPTS = [
     [5],
 ]
 BAR, EXACT = 1e-5, 1e-12
+WITHOUT_CACHE = ["Moshi"]  # `generate` with its cache gives other tokens than without it, once the window binds
+# `generate` reads an id that the default configuration of these does not have.
+MISSING = {"Qwen2.5-Omni": {"vision_start_token_id": 47}, "Qwen3-Omni-MoE": {"vision_start_token_id": 47}}
 # Why a family is refused: patterns of the error, which names the layer or the class.
 REASONS = [
     *("recurrent layers", "has a .*, whose state", "is '.*'", "attention code of its own", "AttentionInterface"),
     *("does not take position_ids", "counts positions from padding_idx", "not a plain decoder"),
     *("does not predict next tokens", "attends in both directions", "within chunks", "dynamic mask"),
     *("no head that predicts next tokens", "a whole language model with a head of its own"),
+    "encoder_no_repeat_ngram_size",  # in the configuration of Blenderbot
 ]
 
 
@@ -80,16 +84,20 @@ def test_equal_or_refused(family: Family, print_after: Callable[[str, str], None
             in_float64, of_logprobs = worst_errors(model, exact)
             truth = truths(model, exact)
     assert in_float64 <= EXACT and of_logprobs <= EXACT, (in_float64, of_logprobs)
-    in_float32, num_compared = compare_with_generate(model, found, truth)
+    for name, token in MISSING.get(family.name, {}).items():
+        setattr(model.config, name, token)
+    in_float32, num_compared = compare_with_generate(model, found, truth, family.name not in WITHOUT_CACHE)
     assert num_compared >= 0.9 * sum(map(len, found.generated.token_ids)), "too many ties to prove anything"
     print_after("generation: families", f"{family.name}: float64 {in_float64:.1e}, float32 {in_float32:.1e}")
 
 
-def compare_with_generate(model: Any, found: Answered, truth: dict[tuple[int, ...], Tensor]) -> tuple[float, int]:
+def compare_with_generate(
+    model: Any, found: Answered, truth: dict[tuple[int, ...], Tensor], use_cache: bool
+) -> tuple[float, int]:
     """The largest difference of a float32 logit from `generate`'s, and how many tokens were compared."""
     worst, num_compared = 0.0, 0
     for prompt, answer in texts_of(found.generated):
-        tokens, logits = by_generate(model, prompt)
+        tokens, logits = by_generate(model, prompt, use_cache)
         for step, (token, theirs) in enumerate(zip(tokens, logits, strict=True)):
             text = tuple(prompt + tokens[:step])
             theirs_off = (theirs - truth[text]).abs().max().item() if text in truth else 0.0
@@ -105,10 +113,10 @@ def compare_with_generate(model: Any, found: Answered, truth: dict[tuple[int, ..
     return worst, num_compared
 
 
-def by_generate(model: Any, prompt: list[int]) -> tuple[list[int], list[Tensor]]:
+def by_generate(model: Any, prompt: list[int], use_cache: bool) -> tuple[list[int], list[Tensor]]:
     """Tokens of `model.generate` for one prompt, and the logits of each."""
     ids = torch.tensor([prompt])
-    fixed = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "disable_compile": True}
+    fixed = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "use_cache": use_cache}
     result = model.generate(
         ids, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, **fixed
     )

@@ -6,7 +6,6 @@ Random operations against an oracle: `tests/claims/generation/test_cache_oracle.
 import itertools
 import pickle
 import re
-import time
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import CacheCounters, CacheFull, RadixCache
+from radixtrain.generation.nodes import Node
 
 Prompts = list[list[int]]
 BLOCK = 4  # tokens; the post computes whole blocks, so that it uses a match only up to a multiple of this
@@ -350,16 +350,21 @@ def test_deep_trees_need_no_recursion() -> None:
     assert cache.evict(3000) == 3000
 
 
-def seconds_per_eviction(num_leaves: int) -> float:
+@pytest.mark.parametrize("num_leaves", [500, 8000])
+def test_an_eviction_looks_at_few_leaves_however_many_there_are(
+    num_leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 of the oldest were used since, and are looked at once more each."""
     cache = put(RadixCache(), *([leaf, 1] for leaf in range(num_leaves)))
-    for leaf in range(0, num_leaves, 2):
+    for leaf in range(100):
         cache.match_prefix([leaf, 1])
-    start = time.perf_counter()
-    for _ in range(200):
-        cache.evict(2)
-    return (time.perf_counter() - start) / 200
+    looked_at, evictable = [0], vars(Node)["evictable"].fget
 
+    def counted(node: Node) -> bool:
+        looked_at[0] += 1
+        return bool(evictable(node))
 
-def test_an_eviction_among_many_leaves_costs_what_it_does_among_few() -> None:
-    few, many = (min(seconds_per_eviction(num_leaves) for _ in range(3)) for num_leaves in (500, 8000))
-    assert many < 5 * few, f"{few * 1e6:.0f} us among 500 leaves, {many * 1e6:.0f} us among 8,000"
+    monkeypatch.setattr(Node, "evictable", property(counted))
+    assert sum(cache.evict(2) for _ in range(200)) == 400
+    assert looked_at[0] <= 2 * (200 + 100)
+    assert cache.match_prefix([0, 1]).slots.tolist() == [0, 1]

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 
 N = -100
@@ -125,6 +125,52 @@ class TestCopies:
         (hook,) = copied.model._forward_pre_hooks.values()
         assert hook.__self__.model is copied
         assert torch.equal(copied(**changed()).loss, model(**changed()).loss)
+
+
+class TestGeneration:
+    """A pass of generation is neither a radix batch nor an ordinary one."""
+
+    PROMPTS = ([7, 8, 9, 1, 2], [7, 8, 9, 3])
+
+    def answers(self, model):
+        return generate(model, list(self.PROMPTS), max_new_tokens=4, do_sample=False, eos_token_id=None)
+
+    @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+    def test_same_answers_as_without_hooks(self, tiny_qwen3, prepare):
+        found, expected = self.answers(prepare(tiny_qwen3())), self.answers(tiny_qwen3())
+        assert found.token_ids == expected.token_ids and found.logprobs == expected.logprobs
+
+    def test_the_hooks_do_nothing(self, model, monkeypatch):
+        (hook,) = model.model._forward_pre_hooks.values()
+        seen = []
+        monkeypatch.setattr(type(hook.__self__), "_before_ordinary", lambda *arguments: seen.append("ordinary"))
+        monkeypatch.setattr(type(hook.__self__), "_check", lambda *arguments: seen.append("radix"))
+        self.answers(model)
+        assert seen == []
+
+    def test_it_is_not_counted_as_an_ordinary_batch(self, tiny_qwen3):
+        """Neither with `share_prefixes`, whose report is about training."""
+        model = share_prefixes(tiny_qwen3())
+        before = str(sharing_report(model))
+        self.answers(model)
+        assert str(sharing_report(model)) == before
+
+    def test_training_goes_on_as_before(self, model):
+        before = model(**changed()).loss
+        self.answers(model)
+        assert torch.equal(model(**changed()).loss, before)
+
+    def test_after_a_radix_batch_that_failed_before_the_head(self, model):
+        """It was refused: the head still waited for the four rows of the batch."""
+
+        def interrupt(*arguments):
+            raise KeyboardInterrupt
+
+        handle = model.model.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**changed())
+        handle.remove()
+        assert len(self.answers(model)) == 2
 
 
 def test_a_pickled_model_trains_in_a_fresh_process(model, tmp_path):

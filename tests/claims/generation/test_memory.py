@@ -1,0 +1,98 @@
+"""Keys and values of a shared prompt exist once: slots in use and their bytes, beside Hugging Face's cache."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from radixtrain import RadixCache, generate
+
+SHARED, OWN, NEW, PROMPTS = 256, 4, 8, 16
+LANE = OWN + 512 // 16 + NEW  # slots: an allowance of an eighth of a kept run, in `longest_tail`
+
+
+def prompts_of(num_prompts: int) -> list[list[int]]:
+    """Prompts that share all tokens but the last four."""
+    shared = [token % 30 for token in range(SHARED)]
+    return [[*shared, 30 + place, 3, 2, 1] for place in range(num_prompts)]
+
+
+def slots_in_use(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> tuple[int, RadixCache]:
+    """The most slots that were in use after a token, lanes included, and the cache."""
+    cache, used = RadixCache(), [0]
+
+    def count(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        used[0] = max(used[0], cache.pool.capacity - cache.pool.num_free)
+        return scores
+
+    fixed = {"max_new_tokens": NEW, "eos_token_id": None, "cache": cache}
+    generate(model, prompts, logits_processor=[count], **fixed, **options)
+    return used[0], cache
+
+
+def bytes_of_hugging_face(model: Any, prompts: Sequence[Sequence[int]]) -> int:
+    """What `generate` keeps for these prompts, of equal length, when the last token is chosen."""
+    ids = torch.tensor(prompts)
+    mask = torch.ones_like(ids)
+    result = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None, do_sample=False, return_dict_in_generate=True
+    )
+    layers = result.past_key_values.layers
+    return sum(each.nbytes for layer in layers for each in (layer.keys, layer.values))
+
+
+def test_a_shared_prompt_is_stored_once(
+    tiny_qwen3: Callable[..., Any], print_after: Callable[[str, str], None]
+) -> None:
+    model, prompts = tiny_qwen3().eval(), prompts_of(PROMPTS)
+    used, cache = slots_in_use(model, prompts, do_sample=False)
+    theirs = bytes_of_hugging_face(model, prompts)
+    length = SHARED + OWN + NEW - 1
+    assert theirs == PROMPTS * length * cache.store.bytes_per_slot, "a slot is not a token's keys and values"
+    assert SHARED + PROMPTS * (OWN + NEW - 1) <= used <= SHARED + PROMPTS * LANE
+    assert cache.num_tokens == SHARED + PROMPTS * (OWN + NEW - 1), "answers are kept without copies"
+    ours = used * cache.store.bytes_per_slot
+    assert theirs > 4 * ours
+    print_after(
+        "generation: bytes of keys and values",
+        f"{PROMPTS} prompts that share {SHARED} of {SHARED + OWN} tokens: {ours:,} in use, DynamicCache {theirs:,}",
+    )
+
+
+def test_its_rows_exist_once(tiny_qwen3: Callable[..., Any]) -> None:
+    """Keys of a shared token are nowhere else in the store, not in a lane either: no two tokens have equal keys."""
+    model, prompts = tiny_qwen3().eval(), prompts_of(PROMPTS)
+    used, cache = slots_in_use(model, prompts, do_sample=False)
+    slots = cache.match_prefix(prompts[0][:SHARED]).slots
+    for key, value in cache.store.calls:
+        for place in (1, SHARED // 2, SHARED - 1):
+            row = int(slots[place])
+            same = (key - key[row]).abs().amax((1, 2)) + (value - value[row]).abs().amax((1, 2)) < 1e-4
+            assert same.nonzero().flatten().tolist() == [row]
+
+
+def test_samples_of_one_prompt(tiny_qwen3: Callable[..., Any]) -> None:
+    """Thirty-two samples take one prompt and what they generate."""
+    used, cache = slots_in_use(tiny_qwen3().eval(), prompts_of(1), do_sample=True, num_return_sequences=32, seed=0)
+    assert used <= SHARED + OWN + 32 * LANE
+    assert cache.num_tokens <= SHARED + OWN + 32 * (NEW - 1)
+
+
+def test_later_prompts_evict_earlier_ones(tiny_qwen3: Callable[..., Any]) -> None:
+    """Without a cache of the user's nothing stays that the next prompts do not begin with."""
+    seen = []
+    groups = [[(7 * group + token) % 40 for token in range(SHARED)] for group in range(6)]
+    prompts = [[*group, place, 41, 42, 43] for group in groups for place in range(4)]
+
+    class Watched(RadixCache):
+        def reserve(self, count: int, contiguous: bool = False) -> Any:
+            slots = super().reserve(count, contiguous)
+            seen.append(self.pool.capacity - self.pool.num_free)
+            return slots
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["radixtrain.generation.generate"], "RadixCache", Watched)
+        generate(tiny_qwen3().eval(), prompts, max_new_tokens=NEW, batch_size=4, eos_token_id=None, do_sample=False)
+    assert max(seen) <= 2 * SHARED + 4 * LANE, seen

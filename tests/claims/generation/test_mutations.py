@@ -1,0 +1,262 @@
+"""The tests are tested: each mistake below makes generation differ from the ordinary model, and is seen.
+
+One scenario, in float64: nested prompts on one cache, more of them than lanes, ends at different times, a second call
+that splits nodes of the first, and free slots poisoned with NaN in between. Without a mistake every logit is within
+1e-12 of an ordinary forward pass over the finished text.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import radixtrain.attention
+import radixtrain.generation.engine
+import radixtrain.generation.passes
+from radixtrain import RadixCache
+from radixtrain.generation.engine import _Active
+from radixtrain.generation.nodes import Node
+from radixtrain.generation.passes import Pass, PromptPlan, decoding_pass, shared_runs
+from radixtrain.generation.store import KeyValueStore
+from radixtrain.tree.cached_layout import Paths
+from radixtrain.verification.oracle import float64_throughout
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
+from answers import answered, with_pieces_of, worst_errors
+from families import CORE
+
+del sys.path[:2]
+
+BAR = 1e-12
+FIRST = [[7, 8, 9, 10, 11, 12, 1, 2], [7, 8, 9, 10, 11, 12, 1, 4], [7, 8, 9, 10, 5], [7, 8, 9, 6, 6, 6], [30, 31, 32], [5]]
+SECOND = [[7, 8, 9, 10, 11, 3], [7, 8, 2], [30, 31, 33, 34], [7, 8, 9, 6, 6, 6, 1, 1], [7, 8, 9, 10, 11, 12, 1, 2, 9]]
+ENDS = list(range(16, 40, 3))
+Patch = pytest.MonkeyPatch
+
+
+def worst(name: str) -> float:
+    """The largest error of a logit in the scenario."""
+    model = next(family for family in CORE if family.name == name).build().eval()
+    cache, errors = RadixCache(), []
+    with float64_throughout(model), with_pieces_of(2):
+        for prompts in (FIRST, SECOND):
+            found = answered(
+                model, prompts, cache=cache, batch_size=4, max_new_tokens=6, do_sample=False, eos_token_id=ENDS
+            )
+            errors += worst_errors(model, found)
+            poison(cache)
+    return float(np.max(errors))  # nan if one is
+
+
+def poison(cache: RadixCache) -> None:
+    """NaN in every slot that is free."""
+    free = cache.pool.allocate(cache.pool.num_free)
+    for stored in cache.store.calls:
+        for rows in stored:
+            rows[torch.from_numpy(free[free < len(rows)])] = torch.nan
+    cache.pool.release(free)
+
+
+def is_faithful(name: str) -> bool:
+    """Whether the scenario runs to its end, and is right."""
+    try:
+        return worst(name) <= BAR
+    except (AssertionError, IndexError, RuntimeError, ValueError):  # a mistake may also break a shape or an invariant
+        return False
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Mistral", "gpt-oss"])
+def test_without_a_mutation(name: str) -> None:
+    assert worst(name) <= BAR
+
+
+def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
+    """Lanes move, several at once, kept rows have several readers, nodes split, and sequences leave before others."""
+    seen: dict[str, int] = {"moved": 0, "moved at once": 0, "runs": 0, "splits": 0, "left": 0}
+    move, split, leave = _Active._move, Node.split, _Active._leave
+
+    def count_moves(self: _Active, movers: Any, *rest: Any) -> None:
+        seen["moved"] += len(movers)
+        seen["moved at once"] += len(movers) > 1
+        move(self, movers, *rest)
+
+    def count_runs(nodes: Sequence[Node]) -> Any:
+        runs = shared_runs(nodes)
+        seen["runs"] += sum(len(places) > 1 for places, _ in runs)
+        return runs
+
+    def count_splits(self: Node, length: int) -> Node:
+        seen["splits"] += 1
+        return split(self, length)
+
+    def count_leaving(self: _Active, first: int) -> None:
+        before = len(self)
+        leave(self, first)
+        seen["left"] += 0 < len(self) < before
+
+    monkeypatch.setattr(_Active, "_move", count_moves)
+    monkeypatch.setattr(_Active, "_leave", count_leaving)
+    monkeypatch.setattr(Node, "split", count_splits)
+    monkeypatch.setattr(radixtrain.generation.engine, "shared_runs", count_runs)
+    assert is_faithful("Qwen3")
+    assert all(seen.values()), seen
+
+
+def leave_out_a_shared_run(patch: Patch) -> None:
+    patch.setattr(radixtrain.generation.engine, "shared_runs", lambda nodes: shared_runs(nodes)[1:])
+
+
+def leave_out_a_shared_run_of_prompts(patch: Patch) -> None:
+    patch.setattr(radixtrain.generation.passes, "shared_runs", lambda nodes: shared_runs(nodes)[1:])
+
+
+def count_a_shared_run_twice(patch: Patch) -> None:
+    patch.setattr(radixtrain.generation.engine, "shared_runs", lambda nodes: [*shared_runs(nodes), *shared_runs(nodes)[:1]])
+
+
+def count_a_shared_run_of_prompts_twice(patch: Patch) -> None:
+    def twice(nodes: Sequence[Node]) -> Any:
+        return [*shared_runs(nodes), *shared_runs(nodes)[:1]]
+
+    patch.setattr(radixtrain.generation.passes, "shared_runs", twice)
+
+
+def change_decoding(patch: Patch, change: Callable[[Pass], Pass]) -> None:
+    patch.setattr(radixtrain.generation.engine, "decoding_pass", lambda *arguments: change(decoding_pass(*arguments)))
+
+
+def show_a_slot_too_many(patch: Patch) -> None:
+    """The mask of every lane is one slot longer."""
+
+    def change(step: Pass) -> Pass:
+        lanes = step.layout.lanes
+        assert lanes is not None
+        mask = lanes.mask.clone()
+        filled = (mask == 0).sum(1)
+        for row, length in enumerate(filled.tolist()):
+            mask[row, length : length + 1] = 0
+        step.layout.lanes = replace(lanes, mask=mask)
+        return step
+
+    change_decoding(patch, change)
+
+
+def hide_the_first_slot(patch: Patch) -> None:
+    def change(step: Pass) -> Pass:
+        lanes = step.layout.lanes
+        assert lanes is not None
+        mask = lanes.mask.clone()
+        mask[(mask == 0).sum(1) > 1, 0] = -torch.inf
+        step.layout.lanes = replace(lanes, mask=mask)
+        return step
+
+    change_decoding(patch, change)
+
+
+def count_a_position_twice(patch: Patch) -> None:
+    """A new token gets the position after its own."""
+    change_decoding(patch, lambda step: replace(step, position_ids=step.position_ids + 1))
+
+
+def count_prompts_from_the_cached_end(patch: Patch) -> None:
+    """Positions of a prompt begin at 0 after what is cached."""
+    pass_of = PromptPlan.pass_of
+
+    def wrong(self: PromptPlan, *arguments: Any) -> Pass:
+        step, start = pass_of(self, *arguments), int(self.cached.max())
+        return replace(step, position_ids=(step.position_ids - start).clamp(min=0))
+
+    patch.setattr(PromptPlan, "pass_of", wrong)
+
+
+def leave_lanes_where_they_are(patch: Patch) -> None:
+    patch.setattr(_Active, "_move", lambda self, *arguments: None)
+
+
+def swap_lanes_that_move(patch: Patch) -> None:
+    """Of two lanes that move at once each goes into the gap of the other."""
+    move = _Active._move
+
+    def swapped(self: _Active, movers: Any, gaps: Any, ends: Any) -> None:
+        move(self, movers[::-1], gaps, np.full_like(ends, ends.max(initial=0)))
+
+    patch.setattr(_Active, "_move", swapped)
+
+
+def keep_stale_runs(patch: Patch) -> None:
+    """What was shared is not found anew after a sequence has left: only readers that do not exist are dropped."""
+    leave = _Active._leave
+
+    def stale(self: _Active, first: int) -> None:
+        before, lanes = self.shared, torch.arange(self.lanes.number)
+        leave(self, first)
+        if before is not None:
+            self.shared = tuple(piece for piece in before if int(lanes[piece.q_rows].max()) < len(self))
+
+    patch.setattr(_Active, "_leave", stale)
+
+
+def leave_lanes_as_they_are(patch: Patch) -> None:
+    patch.setattr(KeyValueStore, "zero", lambda self, slots: None)
+
+
+def split_at_the_wrong_end(patch: Patch) -> None:
+    """The upper node gets the last slots instead of the first ones."""
+    split = Node.split
+
+    def wrong(self: Node, length: int) -> Node:
+        self.slots = np.roll(self.slots, length)
+        return split(self, length)
+
+    patch.setattr(Node, "split", wrong)
+
+
+def keep_the_last_token(patch: Patch) -> None:
+    """A finished sequence goes into the cache with its last token, which was never computed."""
+    keep = _Active._keep
+
+    def wrong(self: _Active, request: Any, lane: int) -> None:
+        self.used[lane] += 1
+        request.token_ids.append(0)
+        keep(self, request, lane)
+        request.token_ids.pop()
+        self.used[lane] -= 1
+
+    patch.setattr(_Active, "_keep", wrong)
+
+
+PLAIN = [
+    *(leave_out_a_shared_run, leave_out_a_shared_run_of_prompts),
+    *(count_a_shared_run_twice, count_a_shared_run_of_prompts_twice),
+    *(show_a_slot_too_many, hide_the_first_slot, count_a_position_twice, count_prompts_from_the_cached_end),
+    *(leave_lanes_where_they_are, swap_lanes_that_move, keep_stale_runs, leave_lanes_as_they_are),
+    *(split_at_the_wrong_end, keep_the_last_token),
+]
+
+
+@pytest.mark.parametrize("mutate", PLAIN, ids=lambda mutate: mutate.__name__)
+def test_a_mutation(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    assert not is_faithful("Qwen3")
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_a_window_off_by_one(by: int, monkeypatch: Patch) -> None:
+    within = Paths.within
+    monkeypatch.setattr(Paths, "within", lambda self, window: within(self, window + by))
+    assert not is_faithful("Mistral")
+
+
+def test_forgotten_sinks(monkeypatch: Patch) -> None:
+    def without(*arguments: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        return radixtrain.attention.cached_attention(*arguments, **options)
+
+    monkeypatch.setattr("radixtrain.hf.attention.cached_attention", without)
+    assert not is_faithful("gpt-oss")
