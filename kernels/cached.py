@@ -32,11 +32,14 @@ class Lanes:
 
     first: the first slot of the first lane. step: slots from one lane to the next.
     mask: (U, longest), float32, 0 for what is seen and -inf for what is hidden. Hidden slots hold finite values.
+    order, inverse: (U,), int64. the queries in the order in which shared rows count them, and back; None if they are.
     """
 
     first: int
     step: int
     mask: Tensor
+    order: Tensor | None = None
+    inverse: Tensor | None = None
 
     def rectangles(self, num_queries: int) -> Rectangles:
         """One for each lane. num_queries: of a lane, which all see the same."""
@@ -89,8 +92,12 @@ def attention_in_lanes(
     part = lanes.rectangles(q_UGKH.shape[1])
     k_ULKH, v_ULKH = (part.keys(rows) for rows in stored)
     out_UGKH, lse_UKG = looping.part_forward(q_UGKH, k_ULKH, v_ULKH, part, scoring)
-    parts = out_UGKH.transpose(1, 2).flatten(1, 2), lse_UKG.flatten(1, 2).t()
-    return _merged(q_UNH, parts, [(piece, *stored) for piece in shared], kernel, scoring, sinks_N)
+    out_UNH, lse_NU = out_UGKH.transpose(1, 2).flatten(1, 2), lse_UKG.flatten(1, 2).t()
+    onto_shared = [(piece, *stored) for piece in shared]
+    if lanes.order is None or lanes.inverse is None:
+        return _merged(q_UNH, (out_UNH, lse_NU), onto_shared, kernel, scoring, sinks_N)
+    q, out, lse = q_UNH[lanes.order], out_UNH[lanes.order], lse_NU[:, lanes.order]
+    return _merged(q, (out, lse), onto_shared, kernel, scoring, sinks_N)[lanes.inverse]
 
 
 def _merged(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from radixtrain.training.evaluate_generation import EvaluateGeneration
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))
 
@@ -48,6 +50,13 @@ def test_the_default_for_own_data_is_safe() -> None:
     assert "demo" not in str(config) and "validation_file" not in config["data"]
     outputs = [yaml.safe_load((ROOT / name).read_text("utf-8")).get("output_dir") for name in CONFIGS]
     assert outputs.count(config["output_dir"]) == 1
+
+
+def test_what_is_commented_out_has_keys_that_exist() -> None:
+    text = (ROOT / "configs/sft.yaml").read_text(encoding="utf-8")
+    block = re.findall(r"^# (evaluate_generation:.*\n(?:#  .*\n)+)", text, re.MULTILINE)[0].replace("\n# ", "\n")
+    given = yaml.safe_load(block)["evaluate_generation"]
+    assert EvaluateGeneration(**given).logged == "eval_exact_match"
 
 
 def test_every_place_to_fill_is_marked() -> None:

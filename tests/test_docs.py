@@ -33,6 +33,7 @@ from radixtrain.data.rows.pairs import PAIRS
 from radixtrain.data.sample import Sample
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
+from radixtrain.training.metrics import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
@@ -176,7 +177,8 @@ def test_a_weight_of_a_row_is_unused() -> None:
 # docs/configuration.md: its tables are the code's
 
 CONFIGURATION = "docs/configuration.md"
-TABLES = ["cli", "model", "data", "verify", "export", "bench"]
+TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "bench"]
+SECTIONS = ("model", "data", "evaluate_generation")
 NOT_KEYS = ("self", "model", "datamodule")  # of `verify`, which the command line fills in
 
 
@@ -189,6 +191,9 @@ class Recorder:
 
     def add_argument(self, name: str, *, type: Any, default: Any, help: str) -> None:
         self.rows.append([name.removeprefix("--"), kind_of(type), as_yaml(default), help])
+
+    def add_class_arguments(self, *_: Any) -> None:
+        """Of a section, which has a table of its own."""
 
     def link_arguments(self, source: str, target: str, **_: Any) -> None:
         self.linked.add(target)
@@ -207,19 +212,21 @@ def rows_of(table: str) -> list[list[str]]:
     """key, values, default, meaning: from the signature and the docstring."""
     from radixtrain.commands.bench import bench
     from radixtrain.commands.export import export
+    from radixtrain.training.evaluate_generation import EvaluateGeneration
     from radixtrain.training.module import RadixModule
     from radixtrain.training.trainer import Trainer
 
     if table == "cli":
         return recorded().rows
-    owner = {"model": RadixModule, "data": SFTData, "verify": Trainer.verify, "export": export, "bench": bench}[table]
+    sections = {"model": RadixModule, "data": SFTData, "evaluate_generation": EvaluateGeneration}
+    owner = {**sections, "verify": Trainer.verify, "export": export, "bench": bench}[table]
     called = owner.__init__ if inspect.isclass(owner) else owner
     kinds = get_type_hints(called)
     documented = {each.arg_name: each.description for each in parse_docstring(inspect.getdoc(owner) or "").params}
     keys = {
         name: parameter
         for name, parameter in inspect.signature(called).parameters.items()
-        if f"{table}.{name}" not in recorded().linked and (table in ("model", "data") or name not in NOT_KEYS)
+        if f"{table}.{name}" not in recorded().linked and (table in SECTIONS or name not in NOT_KEYS)
     }
     return [
         [name, kind_of(kinds[name]), as_yaml(parameter.default), documented[name] or ""]
@@ -274,7 +281,7 @@ def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str])
     """The defaults of the pages are those of the command line, also where Lightning sets them."""
     printed = printed_by("fit", "--model.model_name_or_path=x", "--print_config")
     config = yaml.safe_load(printed)
-    for table in ("model", "data"):
+    for table in SECTIONS:
         assert set(config[table]) == {name for name, *_ in rows_of(table)}
     assert config["seed_everything"] == 42 and "`seed_everything`, 42 by default" in read(CONFIGURATION)
     for key in ("devices", "log_every_n_steps"):
@@ -285,6 +292,14 @@ def test_every_environment_variable_is_named() -> None:
     sources = [path for folder in ("radixtrain", "kernels", "tests") for path in (ROOT / folder).rglob("*.py")]
     read_by_us = {name for path in sources for name in re.findall("RADIXTRAIN_[A-Z]+", path.read_text("utf-8"))}
     assert read_by_us == set(re.findall("RADIXTRAIN_[A-Z]+", read(CONFIGURATION)))
+
+
+def test_the_metric_of_the_page_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [code] = re.findall(r"^```python\n(def first_word.*?)^```", read(CONFIGURATION), re.M | re.S)
+    (tmp_path / "metric_of_the_page.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    metric = load_metric("metric_of_the_page.first_word")
+    assert metric(["one two", "two"], ["one", "one"], [{}, {}]) == [1, 0]
 
 
 class TestResume:

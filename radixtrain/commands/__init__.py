@@ -20,10 +20,12 @@ class Command(NamedTuple):
 
 TABLE = (
     Command("fit", "lightning", "fine-tune", example="fit --config configs/sft.yaml"),
-    Command("validate", "lightning", "loss on data.validation_file"),
+    Command("validate", "lightning", "loss on data.validation_file, and what the answers to it are worth"),
     Command("test", "lightning", "loss on data.test_file"),
     Command(
-        "predict", "lightning", "scores of the rows of data.predict_file: log-probabilities, yes or no, embeddings"
+        "predict",
+        "lightning",
+        "scores of the rows of data.predict_file: log-probabilities, yes or no, embeddings; or answers to them",
     ),
     Command("report", "lightning", "what the data share, and what that brings here, before training"),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),

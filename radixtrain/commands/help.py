@@ -26,6 +26,7 @@ TRAINER = {
     "enable_progress_bar": ("true", "a bar on a terminal, single lines in a file"),
     "fast_dev_run": ("false", "a single step, to try a configuration"),
 }
+SECTIONS = ("model", "data", "evaluate_generation")
 WIDEST = 120
 INDENT = 42  # of the explanations
 
@@ -57,14 +58,17 @@ def _page(command: str, width: int) -> str:
     lines = [f"usage: radixtrain {command}{config} [--key value ...]", row.help]
     sections = [("", [key for key in keys if "." not in key.name])]
     if has_trainer:
-        sections += [(name, [key for key in keys if key.name.startswith(f"{name}.")]) for name in ("model", "data")]
+        sections += [(name, [key for key in keys if key.name.startswith(f"{name}.")]) for name in SECTIONS]
         sections.append(("trainer", [Key(f"trainer.{name}", "", *each) for name, each in TRAINER.items()]))
     for name, listed in sections:
         lines += ["", f"{name}:"] if name else [""]
         lines += [_line(key, width) for key in listed]
     asks = [f"--help KEY: a key in full, such as --help {keys[-1].name.rpartition('.')[2]}"]
     if has_trainer:
-        asks += ["--help model, data or trainer: a section in full", "--help_all: everything Lightning knows (seconds)"]
+        asks += [
+            f"--help {', '.join(SECTIONS)} or trainer: a section in full",
+            "--help_all: everything Lightning knows (seconds)",
+        ]
     return "\n".join([*lines, "", *asks, ""])
 
 

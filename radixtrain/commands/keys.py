@@ -56,6 +56,7 @@ def keys_of(command: str) -> tuple[Key, ...]:
     shared = () if any(key.name == "ckpt_path" for key in own) else (CKPT,)
     linked = _linked()
     sections = [
+        *_keys(PACKAGE / "training" / "evaluate_generation.py", "EvaluateGeneration.__init__", "evaluate_generation."),
         *_keys(PACKAGE / "training" / "module.py", "RadixModule.__init__", "model."),
         *_keys(PACKAGE / "data" / "datamodule.py", "SFTData.__init__", "data."),
     ]

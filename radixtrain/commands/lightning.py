@@ -6,6 +6,7 @@ import logging
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.training.callbacks import PredictionWriter, RunSummary, SaveOnSigterm
 from radixtrain.training.checkpoint import check_checkpoint_file, check_model_folder, save_hf_folder
+from radixtrain.training.evaluate_generation import EvaluateGeneration
 from radixtrain.training.first_checks import check_monitors, check_room, earlier_run, num_stored_parameters
 from radixtrain.training.first_screen import show_first_screen, steps_between_logs
 from radixtrain.training.model_card import documents
@@ -62,12 +64,14 @@ class RadixCLI(LightningCLI):
             default=True,
             help="False runs the ordinary baseline: stock attention, padded batches.",
         )
+        parser.add_class_arguments(EvaluateGeneration, "evaluate_generation")
         parser.link_arguments("output_dir", "trainer.default_root_dir")
         parser.link_arguments("dedup", "model.dedup")
         parser.link_arguments("dedup", "data.dedup")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=_data_seed)
         parser.link_arguments("model.model_name_or_path", "data.model_name_or_path")
         parser.link_arguments("model.scores", "data.predict_unlabelled", compute_fn=_is_unlabelled)
+        parser.link_arguments("model.generate", "data.predict_prompts")
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -98,7 +102,11 @@ class RadixCLI(LightningCLI):
             kwargs["max_epochs"] = DEFAULT_EPOCHS
         _check_trainer_settings(config)
         data = self._get(self.config, "data")
-        check_monitors(_as_list(config.callbacks), bool(data.validation_file or data.val_size))
+        self.evaluation: EvaluateGeneration = self._get(self.config_init, "evaluate_generation")
+        has_validation = bool(data.validation_file or data.val_size)
+        if self.subcommand == "fit" and self.evaluation.logged and not has_validation:
+            raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
+        check_monitors(_as_list(config.callbacks), has_validation, self.evaluation.logged)
         callbacks = self._callbacks(config, output_dir)
         if config.fast_dev_run and not _has(callbacks, Checkpoint):
             kwargs["enable_checkpointing"] = False
@@ -121,6 +129,7 @@ class RadixCLI(LightningCLI):
             *_as_list(config.callbacks),
             self.summary,
             PredictionWriter(output_dir),
+            *([self.evaluation] if self.evaluation.logged else []),
             SaveOnSigterm(checkpoints),
         ]
         if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
@@ -144,11 +153,15 @@ class RadixCLI(LightningCLI):
         if subcommand not in WITHOUT_WEIGHTS:
             self.datamodule.setup(subcommand)
             self.model.configure_model()
+        if subcommand in ("fit", "validate"):
+            self.evaluation.prepare(self.model, self.datamodule)
+        self.model.answer_options = replace(self.evaluation.options, seed=self.datamodule.hparams.seed)
         trainer = cast(Any, self.trainer)
         trainer.typed = self.typed
         if subcommand == "fit":
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
-            show_first_screen(trainer, self.model, self.datamodule, self._get(self.config, "trainer"), written)
+            config, evaluates = self._get(self.config, "trainer"), self.evaluation.line()
+            show_first_screen(trainer, self.model, self.datamodule, config, written, evaluates)
         try:
             super()._run_subcommand(subcommand)
         except MisconfigurationException as error:

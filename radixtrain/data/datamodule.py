@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
@@ -15,13 +15,18 @@ from radixtrain.collators.grouping import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.grouping import check_group_by_prefix, grouped_order
+from radixtrain.data.prompts import Prompt, PromptDataset, Prompts, choose_prompts
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.splits import encoder_of, load_split, take_validation
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features_of
 from radixtrain.data.tokenized.corpus import Corpus
+from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["SFTData"]
 
@@ -75,6 +80,8 @@ class SFTData(L.LightningDataModule):
         dedup: False for the ordinary padded baseline on the same batches.
         predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true
             if no score of `model.scores` is of labelled tokens.
+        predict_prompts: rows for `predict` are prompts, up to their last answer if they have one; on the command line
+            it is `model.generate`.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
@@ -110,6 +117,7 @@ class SFTData(L.LightningDataModule):
         model_name_or_path: str | None = None,
         dedup: bool = True,
         predict_unlabelled: bool = False,
+        predict_prompts: bool = False,
     ):
         super().__init__()
         self.save_hyperparameters()
@@ -133,7 +141,7 @@ class SFTData(L.LightningDataModule):
         }
         for split in wanted[stage]:
             if split not in self.conversations and self._file(split):
-                unlabelled = split == "predict" and self.hparams.predict_unlabelled
+                unlabelled = split == "predict" and (self.hparams.predict_unlabelled or self.hparams.predict_prompts)
                 self.conversations[split], self.reports[split] = load_split(
                     self._file(split), self.hparams, f"data.{split}_file", unlabelled
                 )
@@ -157,7 +165,23 @@ class SFTData(L.LightningDataModule):
         return self._loader("test")
 
     def predict_dataloader(self) -> StepLoader:
+        """Steps; with `predict_prompts` the prompts of as many conversations."""
         return self._loader("predict", merge_labels=False)
+
+    def validation_prompts(self, num_samples: int | None = None) -> Prompts:
+        """The rows of the validation up to their last answer; all, or `num_samples` that the seed draws."""
+        hparams = self.hparams
+        cut_length = hparams.max_length if hparams.excess_length_strategy == "truncate" else None
+        return choose_prompts(self.conversations["validation"], num_samples, hparams.seed, cut_length)
+
+    def first_prompt(self) -> list[Prompt]:
+        """That of the first row of `predict`, in a list."""
+        return PromptDataset(self.conversations["predict"])[[0]]
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """With the chat template of the configuration."""
+        assert self.hparams.model_name_or_path is not None
+        return load_tokenizer(self.hparams.model_name_or_path, self.hparams.chat_template_path)
 
     def encoder(self, unlabelled: bool = False) -> ChatEncoder:
         """What renders and tokenises the rows; unlabelled: of `predict`, for rows without answers."""
@@ -246,9 +270,10 @@ class SFTData(L.LightningDataModule):
         if merge_labels:
             self._check_weights(split)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
-        workers = self.hparams.dataloader_num_workers
+        workers, corpus = self.hparams.dataloader_num_workers, self.conversations[split]
+        is_prompts = split == "predict" and self.hparams.predict_prompts
         return StepLoader(
-            StepDataset(self.conversations[split], self.step_collator(merge_labels)),
+            PromptDataset(corpus) if is_prompts else StepDataset(corpus, self.step_collator(merge_labels)),
             self._sampler(split),
             num_workers=workers,
             persistent_workers=workers > 0 and split == "train",

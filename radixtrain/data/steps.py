@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from radixtrain.collators.grouping import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.data.prompts import PromptDataset
 from radixtrain.data.sample import Sample
 from radixtrain.data.weights import draw_epoch, epoch_size
 from radixtrain.tree.arrays import IntArray
@@ -96,7 +97,8 @@ class StepSampler(Sampler[list[int]]):
 
 
 class StepLoader:
-    """A DataLoader over steps that counts how many it handed out, so that a resumed run goes on with the next one.
+    """A DataLoader over steps, or over the prompts of each, that counts how many it handed out, so that a resumed run
+    goes on with the next one.
 
     Lightning stores `state_dict()` in its checkpoints, and sets the epoch of `sampler`. A resumed run does not read the
     steps that it skips: the sampler starts later. A wrapper and not a subclass, because Lightning rebuilds DataLoaders
@@ -105,9 +107,9 @@ class StepLoader:
 
     batch_sampler = None  # Lightning's `predict` asks for it
 
-    def __init__(self, dataset: StepDataset, sampler: StepSampler, **options: Any):
+    def __init__(self, dataset: StepDataset | PromptDataset, sampler: StepSampler, **options: Any):
         self.sampler = sampler
-        self.loader: DataLoader[Step] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
+        self.loader: DataLoader[Any] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
         self.handed_out = 0
 
     @property
@@ -122,7 +124,7 @@ class StepLoader:
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Any]:
         self.handed_out = self.sampler.start
         steps = iter(self.loader)
         self.sampler.start = 0  # Lightning leaves a pass at its last step, so code after the loop may never run

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from radixtrain.generation.cache import CacheFull, Match, RadixCache
-from radixtrain.generation.passes import LaneBlock, decoding_pass, shared_runs
+from radixtrain.generation.passes import LaneBlock, SharedRows, decoding_pass
 from radixtrain.generation.prefill import Prefill, number_that_fits
 from radixtrain.generation.requests import Request
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.generation.stopping import LENGTH, STOP, Stopper
-from radixtrain.kernels.pieces import Piece
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cached_layout import shared_piece
 
 __all__ = ["Engine", "Limits"]
 
@@ -71,7 +69,7 @@ class Engine:
                 if waiting and self._has_room(active):
                     self._admit(waiting, active)
                 if len(active):
-                    active.decode()
+                    active.advance()
         finally:
             active.close()
 
@@ -85,9 +83,8 @@ class Engine:
         number = number_that_fits(waiting, self.limits.num_lanes - len(active))
         while number:
             requests = [waiting[place] for place in range(number)]
-            next_lcp = waiting[number].lcp if len(waiting) > number else 0
             try:
-                started = self.prefill.start(requests, active.lanes, len(active), self.limits.longest_tail, next_lcp)
+                started = self.prefill.start(requests, active.lanes, len(active), self.limits.longest_tail)
             except CacheFull:
                 if number == 1 and not len(active):
                     raise
@@ -133,7 +130,7 @@ class _Active:
     mask: Tensor
     newest: Tensor
     requests: list[Request] = field(default_factory=list)
-    shared: tuple[Piece, ...] | None = None
+    shared: SharedRows | None = None
 
     @classmethod
     def empty(cls, engine: Engine) -> _Active:
@@ -179,12 +176,11 @@ class _Active:
         self.shared = None
         self._leave(first)
 
-    def decode(self) -> None:
+    def advance(self) -> None:
         """One token for every sequence."""
         n, device = len(self), self.newest.device
         if self.shared is None:
-            runs = shared_runs([request.node for request in self.requests if request.node is not None])
-            self.shared = tuple(shared_piece(places, slots, device) for places, slots in runs)
+            self.shared = SharedRows.of(self.requests, device)
         self.mask[:n].scatter_(1, torch.from_numpy(self.used[:n]).to(device)[:, None], 0.0)
         self.used[:n] += 1
         mask = self.mask[:n, : int(self.used[:n].max())]

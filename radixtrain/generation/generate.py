@@ -15,7 +15,7 @@ from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.engine import Engine, Limits
 from radixtrain.generation.generated import Generated, GenerationStats
 from radixtrain.generation.options import max_new_tokens_of, resolve_config
-from radixtrain.generation.passes import PIECE_CELLS
+from radixtrain.generation.passes import PIECE_CELLS, worth_keeping
 from radixtrain.generation.prefill import Prefill
 from radixtrain.generation.prompts import token_ids_of
 from radixtrain.generation.requests import Request
@@ -101,12 +101,15 @@ def _requests(ids: Sequence[IntArray], config: GenerationConfig, chooser: TokenC
     samples = config.num_return_sequences or 1
     max_new = max_new_tokens_of(config, np.array([len(prompt) for prompt in ids]))
     by_order = sort_sequences(np.concatenate(ids), cumulative(np.array([len(prompt) for prompt in ids])))
+    lengths = by_order.lengths.repeat(samples)
+    lcp = np.where(np.arange(len(lengths)) % samples, lengths, by_order.lcp.repeat(samples))  # samples share it all
     requests = []
-    for prompt, lcp in zip(by_order.order.tolist(), by_order.lcp.tolist(), strict=True):
-        for sample in range(samples):
-            index, most = prompt * samples + sample, int(max_new[prompt])
-            draws = chooser.draws(index, most) if chooser.samples else np.zeros(0)
-            requests.append(Request(index, ids[prompt], most, draws, lcp if sample == 0 else len(ids[prompt])))
+    for rank, (prompt, kept) in enumerate(
+        zip(by_order.order.repeat(samples).tolist(), worth_keeping(lcp), strict=True)
+    ):
+        index, most = prompt * samples + rank % samples, int(max_new[prompt])
+        draws = chooser.draws(index, most) if chooser.samples else np.zeros(0)
+        requests.append(Request(index, ids[prompt], most, draws, rank, int(lcp[rank]), int(kept)))
     return requests
 
 
@@ -114,9 +117,7 @@ def _limits(requests: Sequence[Request], batch_size: int | None) -> Limits:
     """How many lanes, and how long they are: the tails that they take and the longest answer."""
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise UserError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
-    lengths = np.array([len(request.prompt) for request in requests])
-    lcp = np.array([request.lcp for request in requests] + [0])
-    tail = _longest_tail(lengths - np.maximum(lcp[:-1], lcp[1:]))
+    tail = _longest_tail(np.array([len(request.prompt) - request.kept for request in requests]))
     length = tail + max(request.max_new for request in requests)
     number = batch_size or max(1, min(MAX_LANES, LANE_SLOTS // length))
     return Limits(min(number, len(requests)), tail, length)
@@ -130,7 +131,7 @@ def _longest_tail(tails: IntArray) -> int:
     ordered = np.sort(np.maximum(tails, 1))
     longer = len(ordered) - 1 - np.arange(len(ordered))  # tails that are longer than each
     cells = ordered * len(ordered) + longer * PIECE_CELLS
-    return int(ordered[cells.argmin()]) + PIECE_CELLS // 16
+    return int(ordered[cells.argmin()])
 
 
 def check_ids(ids: Sequence[IntArray], vocabulary: int) -> None:

@@ -23,11 +23,15 @@ from radixtrain.generation.requests import Request
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.pieces import Piece
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
-from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_piece
+from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_pieces
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.sorting import without_small_branches
 
-__all__ = ["PIECE_CELLS", "LaneBlock", "Pass", "PromptPlan", "decoding_pass", "shared_runs"]
+__all__ = [
+    *("PIECE_CELLS", "LaneBlock", "Pass", "PromptPlan", "SharedRows"),
+    *("decoding_pass", "shared_runs", "worth_keeping"),
+]
 
 # (query, key) pairs that a product of its own has to save at every step to be worth its calls: measured on one thread
 PIECE_CELLS = 512
@@ -81,12 +85,8 @@ class PromptPlan:
     kept: IntArray
 
     @classmethod
-    def of(cls, requests: Sequence[Request], matches: Sequence[Match], longest_tail: int, next_lcp: int) -> PromptPlan:
-        """Plan the prompts.
-
-        longest_tail: tokens of a prompt that its lane takes at most.
-        next_lcp: tokens that the last of them shares with the prompt that will come next; 0 if none will.
-        """
+    def of(cls, requests: Sequence[Request], matches: Sequence[Match], longest_tail: int) -> PromptPlan:
+        """Plan the prompts. longest_tail: tokens of a prompt that its lane takes at most."""
         nodes = list(dict.fromkeys(match.node for match in matches))
         places = {node: place for place, node in enumerate(nodes)}
         node_of = np.array([places[match.node] for match in matches])
@@ -98,8 +98,7 @@ class PromptPlan:
         positions = concatenate_ranges(cached, lengths - cached)
         marked = tokens + marks * node_of.repeat(lengths - cached)
         plan = build_prefix_plan(marked, cu_seqlens, positions)
-        kept = np.maximum(_worth_keeping(plan), cached)
-        kept[-1] = max(kept[-1], next_lcp if next_lcp - kept[-1] >= PIECE_CELLS // 8 else 0)
+        kept = np.maximum(np.array([request.kept for request in requests]), cached)
         kept = np.maximum(kept, lengths - longest_tail)
         return cls(requests, matches, plan, tokens[plan.gather_indices], nodes, node_of, kept)
 
@@ -145,7 +144,7 @@ class PromptPlan:
             max_seqlen=max(len(request.prompt) for request in self.requests),
             written_rows=_on(rows, device),
             slots=_on(slots, device),
-            shared=tuple(self._shared(device)),
+            shared=self._shared(device),
             paths=Paths(plan.path_cu_seqlens_q, lambda run: self._path(int(plan.path_sequences[run]), slot_of_row)),
             prompts=TreeLayout.from_plan(plan).to(device),
         )
@@ -176,14 +175,38 @@ class PromptPlan:
         starts = self.plan.cu_seqlens[:-1] - self.cached
         return np.concatenate([start + places for start, places in zip(starts, predicting, strict=True)])
 
-    def _shared(self, device: torch.device) -> list[Piece]:
+    def _shared(self, device: torch.device) -> tuple[Piece, ...]:
         """Cached rows that the new rows see whole. Rows that continue one node are neighbours."""
         owner = self.node_of.repeat(lengths_of(self.plan.cu_seqlens))[self.plan.gather_indices]
         bounds = np.searchsorted(owner, np.arange(len(self.nodes) + 1))
-        return [
-            shared_piece(np.concatenate([np.arange(*bounds[each : each + 2]) for each in members]), slots, device)
+        runs = [
+            (np.concatenate([np.arange(*bounds[each : each + 2]) for each in members]), slots)
             for members, slots in shared_runs(self.nodes)
         ]
+        return shared_pieces(runs, device)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """What active sequences read from the cache.
+
+    order, inverse: (n,), int64. the sequences in sorted order, in which `pieces` count, and back; None if they are.
+    """
+
+    pieces: tuple[Piece, ...]
+    order: Tensor | None
+    inverse: Tensor | None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], device: torch.device) -> SharedRows:
+        """Sorted, so that those that read the same are neighbours, whatever lanes they are in."""
+        order = np.argsort([request.rank for request in requests], kind="stable")
+        nodes = [requests[place].node for place in order.tolist()]
+        runs = shared_runs([node for node in nodes if node is not None])
+        pieces = shared_pieces([(np.array(members), slots) for members, slots in runs], device)
+        if not pieces or (np.diff(order) == 1).all():
+            return cls(pieces, None, None)
+        return cls(pieces, _on(order, device), _on(np.argsort(order), device))
 
 
 def decoding_pass(
@@ -193,13 +216,13 @@ def decoding_pass(
     used: IntArray,
     lanes: LaneBlock,
     mask: Tensor,
-    shared: tuple[Piece, ...],
+    shared: SharedRows,
 ) -> Pass:
     """The pass that computes the last token of each request, which stands in the lane of its place.
 
     tokens: (n,), int64, on the device. lengths: (n,), int64. of the sequences, in tokens.
     used: (n,), int64. slots of each lane that are filled, the new token's included.
-    mask: (n, longest), as in `Lanes`. shared: the kept rows.
+    mask: (n, longest), as in `Lanes`. shared: the kept rows that the requests read.
     """
     places, device = np.arange(len(requests)), tokens.device
 
@@ -211,11 +234,20 @@ def decoding_pass(
         max_seqlen=int(lengths.max()),
         written_rows=None,
         slots=_on(lanes.first + places * lanes.step + used - 1, device),
-        shared=shared,
+        shared=shared.pieces,
         paths=Paths(np.arange(len(requests) + 1), path),
-        lanes=Lanes(lanes.first, lanes.step, mask),
+        lanes=Lanes(lanes.first, lanes.step, mask, shared.order, shared.inverse),
     )
     return Pass(tokens, _on(lengths - 1, device), _on(places, device), layout)
+
+
+def worth_keeping(lcp: IntArray) -> IntArray:
+    """(n,), int64. leading tokens of each sequence that are worth a product of their own, for all that read them.
+
+    lcp: (n,), int64. tokens that each of the sorted sequences shares with the one before it.
+    """
+    depths = without_small_branches(lcp, PIECE_CELLS)
+    return np.maximum(depths, np.append(depths[1:], 0))
 
 
 def shared_runs(nodes: Sequence[Node]) -> list[tuple[list[int], IntArray]]:
@@ -233,17 +265,6 @@ def shared_runs(nodes: Sequence[Node]) -> list[tuple[list[int], IntArray]]:
     for node, places in readers.items():
         runs.setdefault(tuple(places), []).append(node)  # a node comes before the one above it
     return [(list(places), np.concatenate([node.slots for node in run[::-1]])) for places, run in runs.items()]
-
-
-def _worth_keeping(plan: PrefixPlan) -> IntArray:
-    """(B,), int64. the depth down to which each sequence has rows that are worth a product of their own."""
-    starts = plan.segment_starts[:-1]
-    lengths = lengths_of(plan.segment_starts)
-    saved = (plan.counts[starts] - 1) * lengths
-    depths = np.where(saved >= PIECE_CELLS, plan.position_ids[plan.segment_starts[1:] - 1] + 1, 0)
-    of_tokens = depths.repeat(lengths)[plan.inverse_indices]
-    ends = plan.position_ids[plan.inverse_indices[plan.cu_seqlens[1:] - 1]] + 1  # some end inside a segment
-    return np.minimum(np.maximum.reduceat(of_tokens, plan.cu_seqlens[:-1]), ends)
 
 
 def _on(values: IntArray, device: torch.device) -> Tensor:

@@ -58,12 +58,11 @@ class Prefill:
         lanes: LaneBlock,
         first_lane: int,
         longest_tail: int,
-        next_lcp: int,
         predicting: Sequence[IntArray] | None = None,
     ) -> tuple[Tensor, IntArray]:
         """Compute these prompts: what is kept goes into the cache and is locked, the tails go to the lanes.
 
-        requests: sorted. first_lane: of the first of them. longest_tail, next_lcp: as in `PromptPlan.of`.
+        requests: sorted. first_lane: of the first of them. longest_tail: as in `PromptPlan.of`.
         predicting: of each request, the places of the tokens whose logits are wanted; by default only its last one.
 
         Returns logits, (R, V), and the length of each tail. Raises CacheFull, and leaves no trace, if the budget is too
@@ -73,7 +72,7 @@ class Prefill:
         for match in matches:
             self.cache.lock(match.node)
         try:
-            plan = PromptPlan.of(requests, matches, longest_tail, next_lcp)
+            plan = PromptPlan.of(requests, matches, longest_tail)
             return self._compute(plan, lanes, first_lane, predicting), plan.tails
         finally:
             for match in matches:

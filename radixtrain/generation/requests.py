@@ -16,11 +16,12 @@ __all__ = ["Request"]
 class Request:
     """An answer to be.
 
-    index: its place in the result.
+    index: its place in the result. rank: its place in sorted order.
     prompt: (n,), int64.
     max_new: most tokens of the answer.
     draws: (max_new,), float64 in [0, 1). what its tokens are sampled with; empty if they are not sampled.
     lcp: tokens that the prompt shares with the request before it, in sorted order.
+    kept: leading tokens of the prompt that the cache should hold, because other requests read them too.
 
     While it is active:
 
@@ -33,7 +34,9 @@ class Request:
     prompt: IntArray
     max_new: int
     draws: np.ndarray
+    rank: int = 0
     lcp: int = 0
+    kept: int = 0
     node: Node | None = None
     path: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     token_ids: list[int] = field(default_factory=list)

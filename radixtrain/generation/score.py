@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import CacheFull, RadixCache
 from radixtrain.generation.generate import check_ids
-from radixtrain.generation.passes import LaneBlock
+from radixtrain.generation.passes import LaneBlock, worth_keeping
 from radixtrain.generation.prefill import Prefill, number_that_fits
 from radixtrain.generation.prompts import token_ids_of
 from radixtrain.generation.requests import Request
@@ -107,9 +107,8 @@ class _Scoring:
         try:
             while waiting:
                 requests = self._next(waiting, number)
-                next_lcp = waiting[len(requests)].lcp if len(waiting) > len(requests) else 0
                 try:
-                    scores.update(self._scored(requests, lanes, longest, next_lcp))
+                    scores.update(self._scored(requests, lanes, longest))
                 except CacheFull:
                     if len(requests) == 1:
                         raise
@@ -126,9 +125,10 @@ class _Scoring:
         sequences = [np.concatenate([prompt, completion[:-1]]) for prompt, completion in self.pairs]
         cu_seqlens = cumulative(np.array([len(each) for each in sequences]))
         by_order = sort_sequences(np.concatenate(sequences), cu_seqlens)
+        columns = zip(by_order.order.tolist(), by_order.lcp.tolist(), worth_keeping(by_order.lcp).tolist(), strict=True)
         return [
-            Request(index, sequences[index], 0, np.zeros(0), lcp)
-            for index, lcp in zip(by_order.order.tolist(), by_order.lcp.tolist(), strict=True)
+            Request(index, sequences[index], 0, np.zeros(0), rank, lcp, kept)
+            for rank, (index, lcp, kept) in enumerate(columns)
         ]
 
     def _next(self, waiting: Sequence[Request], most: int) -> list[Request]:
@@ -143,13 +143,11 @@ class _Scoring:
             requests.append(waiting[place])
         return requests
 
-    def _scored(
-        self, requests: Sequence[Request], lanes: LaneBlock, longest: int, next_lcp: int
-    ) -> dict[int, CompletionScore]:
+    def _scored(self, requests: Sequence[Request], lanes: LaneBlock, longest: int) -> dict[int, CompletionScore]:
         prompts = [len(self.pairs[request.index][0]) for request in requests]
         places = [np.arange(length - 1, len(request.prompt)) for length, request in zip(prompts, requests, strict=True)]
         try:
-            logits, _ = self.prefill.start(requests, lanes, 0, longest, next_lcp, places)
+            logits, _ = self.prefill.start(requests, lanes, 0, longest, places)
         finally:
             for request in requests:
                 request.release(self.prefill.cache)

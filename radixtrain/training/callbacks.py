@@ -15,7 +15,7 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
 from radixtrain.training.speed import Speed
@@ -97,7 +97,7 @@ class RunSummary(L.Callback):
         effective, computed = speed.num_tokens / speed.seconds, speed.num_computed_tokens / speed.seconds
         return {
             "loss": f"{self.first_loss:.4f} -> {float(metrics['loss']):.4f} in {trainer.global_step} steps",
-            "eval_loss": f"{float(metrics['eval_loss']):.4f}" if "eval_loss" in metrics else "",
+            **{name: f"{float(metrics[name]):.4f}" for name in sorted(metrics, key=_place) if name.startswith("eval_")},
             "r": _sharing(speed),
             "tokens/s": f"{effective:,.0f} effective, {computed:,.0f} computed, {speed.seconds:.0f} s of training",
         }
@@ -121,9 +121,10 @@ class RunSummary(L.Callback):
 
 
 class PredictionWriter(L.Callback):
-    """Writes `predictions.jsonl`: one line for each sequence, with its scores, in the order of the file.
+    """Writes `predictions.jsonl`: one line for each sequence, with its scores or its answer, in the order of the file.
 
     {"row": "test.jsonl:1", "tokens": [3, 17], "logprobs": [-0.12, -0.03]}
+    {"row": "test.jsonl:1", "answer": "Shelf two.", "num_tokens": 4, "logprob": -0.31, "finish_reason": "stop"}
 
     The file appears when it is complete. Then it prints where it is, r, and sequences and tokens per second.
     """
@@ -145,12 +146,15 @@ class PredictionWriter(L.Callback):
         with self.partial.open("a", encoding="utf-8") as file:
             file.writelines(f"{_as_json(record)}\n" for record in outputs)
         self.num_sequences += len(outputs)
-        self.speed.add(batch)
+        if isinstance(batch, Step):
+            self.speed.add(batch)
 
-    def on_predict_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_predict_end(self, trainer: L.Trainer, module: Any) -> None:
         os.replace(self.partial, self.path)
         _say(f"predictions  {self.path} ({self.num_sequences} sequences)")
         speed = self.speed
+        if module.hparams.generate:
+            _say(f"{'r':<12} {module.answer_speed}")
         if speed.seconds:
             per_second = (
                 count / speed.seconds for count in (self.num_sequences, speed.num_tokens, speed.num_computed_tokens)
@@ -158,6 +162,11 @@ class PredictionWriter(L.Callback):
             rates = "{:,.1f} sequences/s, {:,.0f} tokens/s effective, {:,.0f} computed".format(*per_second)
             r = f"{speed.r:.2f} tokens per computed token"
             _say(f"{'r':<12} {r}; {rates}, {speed.seconds:.0f} s")
+
+
+def _place(metric: str) -> tuple[bool, str]:
+    """The loss, then what answers are worth."""
+    return metric != "eval_loss", metric
 
 
 def _sharing(speed: Speed) -> str:

@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.report.wording import bytes_text
+from radixtrain.training.metrics import OWN_METRICS
 
 __all__ = ["METRICS", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]
 
@@ -66,15 +67,22 @@ def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, s
     return needed
 
 
-def check_monitors(callbacks: Iterable[Any], has_validation: bool) -> None:
-    """UserError if a callback watches a metric that the run does not log."""
+def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:
+    """UserError if a callback watches a metric that the run does not log.
+
+    of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.
+    """
+    logged = METRICS if of_answers is None else (*METRICS, of_answers)
     for callback in callbacks:
         watched = getattr(callback, "monitor", None)
         if not isinstance(watched, str):
             continue
         place = f"trainer.callbacks: {type(callback).__name__}: monitor"
-        if watched not in METRICS:
-            meant = did_you_mean(watched, METRICS, f"; a run logs {', '.join(METRICS)}")
+        if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
+            metric = watched.removeprefix("eval_")
+            raise UserError(f"{place}: {watched} is not logged: set evaluate_generation.metric: {metric}")
+        if watched not in logged:
+            meant = did_you_mean(watched, logged, f"; a run logs {', '.join(logged)}")
             raise UserError(f"{place}: no metric {watched!r}{meant}")
         if watched == "eval_loss" and not has_validation:
             raise UserError(f"{place}: eval_loss needs rows for it: set data.validation_file or data.val_size")

@@ -37,11 +37,11 @@ MOST_CONVERSATIONS = 20_000
 SAMPLE_CHARS = 800
 
 
-def show_first_screen(trainer: Any, module: Any, data: SFTData, config: Any, written: int) -> None:
+def show_first_screen(trainer: Any, module: Any, data: SFTData, config: Any, written: int, evaluates: str = "") -> None:
     """Print it.
 
     module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as it was set.
-    written: bytes, see `check_room`.
+    written: bytes, see `check_room`. evaluates: what is generated after each validation; empty for nothing.
     """
     corpus, report, settings = data.conversations["train"], data.reports["train"], data.hparams
     tokenizer = load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
@@ -49,6 +49,7 @@ def show_first_screen(trainer: Any, module: Any, data: SFTData, config: Any, wri
     entries = [
         *data_entries(corpus, report, settings.max_length, unused),
         *sharing_entries(data),
+        *([("answers", evaluates)] if evaluates else []),
         *model_entries(module, trainer, data.steps_per_epoch, written),
     ]
     _print(entries, _sample_text(corpus, tokenizer))

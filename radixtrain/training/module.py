@@ -13,13 +13,17 @@ from torch import Tensor, nn
 
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
+from radixtrain.data.prompts import Prompt
 from radixtrain.data.tokens.next_tokens import next_token_ids
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
+from radixtrain.generation.cache import RadixCache
 from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import PredictingRows, predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
+from radixtrain.training.answer_options import AnswerOptions
+from radixtrain.training.answering import AnswerSpeed, answer_prompts, check_answering
 from radixtrain.training.callbacks import VerifyFirstBatch
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
@@ -31,6 +35,8 @@ from radixtrain.verification.report import EquivalenceReport
 from radixtrain.verification.step import verify_step
 
 __all__ = ["RadixModule"]
+
+ANSWER_CACHE = 65_536  # tokens of prompts and answers that `predict` keeps from batch to batch
 
 
 class RadixModule(L.LightningModule):
@@ -71,6 +77,7 @@ class RadixModule(L.LightningModule):
         next_tokens: words of one token each, in quotes, whose `next_token_...` scores are written. A blank at the start
             of a word counts.
         normalize_embeddings: scale embeddings to an L2 norm of 1.
+        generate: `predict` writes an answer to each row and no scores; `evaluate_generation` says how it is generated.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
@@ -102,6 +109,7 @@ class RadixModule(L.LightningModule):
         scores: list[str] | str | None = None,
         next_tokens: list[str] | None = None,
         normalize_embeddings: bool = True,
+        generate: bool = False,
     ):
         super().__init__()
         self.save_hyperparameters()
@@ -112,8 +120,13 @@ class RadixModule(L.LightningModule):
         self.rates: Rates | None = None
         self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
+        self.answer_options = AnswerOptions()  # of `predict`; the command line sets them
+        self.answer_speed = AnswerSpeed()
+        self.answer_cache = RadixCache(max_tokens=ANSWER_CACHE)
         _check_numbers(self.hparams)
         check_scores(self.scores, next_tokens)
+        if generate and scores is not None:
+            raise UserError("model.generate: true writes answers, model.scores writes scores; leave one of them out")
 
     def configure_model(self) -> None:
         """Load and prepare the model, and look at its head, once, before a checkpoint is restored into it."""
@@ -136,7 +149,9 @@ class RadixModule(L.LightningModule):
         if isinstance(data, SFTData):
             data.step_cost = self.step_cost
             self.steps_per_epoch = data.steps_per_epoch if stage == "fit" else None
-        if stage == "predict":
+        if stage == "predict" and self.hparams.generate:
+            check_answering(self.model, self._tokenizer(), data.first_prompt(), self.answer_options, self.hparams.dedup)
+        elif stage == "predict":
             self.scorer = self._scorer()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -176,9 +191,11 @@ class RadixModule(L.LightningModule):
     def test_step(self, step: Step, index: int) -> None:
         self._log_mean_loss("test_loss", step)
 
-    def predict_step(self, step: Step, index: int) -> list[dict[str, Any]]:
-        """For each sequence its file row, or None, and its scores."""
+    def predict_step(self, step: Step | list[Prompt], index: int) -> list[dict[str, Any]]:
+        """For each sequence its file row, or None, and its scores; for each prompt its file row and the answer."""
         assert self.model is not None
+        if not isinstance(step, Step):
+            return self._answers(step)
         self.scorer = self.scorer or self._scorer()
         records: list[dict[str, Any]] = [{"row": row} for row in step.where or (None,) * sum(map(len, step.members))]
         for batch, members in zip(step.micro_batches, step.members, strict=True):
@@ -200,6 +217,9 @@ class RadixModule(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.speed.start()  # validation between the epochs is not training
+
+    def on_validation_end(self) -> None:
+        self.speed.start()  # nor is one inside of an epoch
 
     def step_cost(self) -> StepCost | None:
         """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated.
@@ -240,6 +260,21 @@ class RadixModule(L.LightningModule):
         if self.plain_head is None:  # a model that `configure_model` did not load
             self.plain_head = has_plain_head(self.model)
         return self.plain_head
+
+    def _answers(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
+        options, dedup = self.answer_options, self.hparams.dedup
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        cache = self.answer_cache if 2 * longest <= ANSWER_CACHE else None
+        tokenizer = self._tokenizer()
+        found = answer_prompts(self.model, prompts, tokenizer, options, dedup, logprobs=True, cache=cache)
+        self.answer_speed.add(found)
+        pairs = zip(prompts, found.answers, strict=True)
+        return [{"row": prompt.where, **answer.record()} for prompt, answer in pairs]
+
+    def _tokenizer(self) -> Any:
+        """With the chat template of the data."""
+        trainer: Any = self.trainer
+        return trainer.datamodule.tokenizer()
 
     def _scorer(self) -> Scorer:
         """What `predict` computes of a batch. Reads the tokenizer if words are scored."""

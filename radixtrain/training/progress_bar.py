@@ -101,12 +101,12 @@ class ProgressLines(ProgressBar):
         step, total = trainer.global_step, _num_steps(trainer, pl_module)
         is_end = step in (self.first_step + 1, total)
         if is_end or (step % trainer.log_every_n_steps == 0 and self._is_time()):
-            self._say(f"step {step}{_of(total)}", _shown(trainer, leave_out=("eval_loss",)), self._eta(step, total))
+            self._say(f"step {step}{_of(total)}", _shown(trainer, leave_out="eval_"), self._eta(step, total))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        metrics = trainer.callback_metrics
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and "eval_loss" in metrics:
-            self._say(f"step {trainer.global_step}", f"eval_loss {float(metrics['eval_loss']):.4f}")
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and metrics:
+            self._say(f"step {trainer.global_step}", *(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     def on_validation_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         self._count(trainer, "validate", args, trainer.num_val_batches)
@@ -144,12 +144,15 @@ def _num_steps(trainer: L.Trainer, module: L.LightningModule) -> int:
 
 
 def _readable(metrics: Any) -> dict[str, str]:
-    """Those of `SHOWN`, in its order."""
-    return {short: form.format(float(metrics[name])) for name, (short, form) in SHOWN.items() if name in metrics}
+    """Those of `SHOWN`, in its order, and after the losses what answers are worth."""
+    of_answers = {name: (name, "{:.4f}") for name in metrics if name.startswith("eval_")}
+    forms = {"loss": SHOWN["loss"], "eval_loss": SHOWN["eval_loss"], **of_answers, **SHOWN}
+    return {short: form.format(float(metrics[name])) for name, (short, form) in forms.items() if name in metrics}
 
 
-def _shown(trainer: L.Trainer, leave_out: tuple[str, ...]) -> str:
-    metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in leave_out}
+def _shown(trainer: L.Trainer, leave_out: str) -> str:
+    """leave_out: what the names of metrics begin with that are not shown."""
+    metrics = {name: value for name, value in trainer.callback_metrics.items() if not name.startswith(leave_out)}
     return "  ".join(f"{name} {value}" for name, value in _readable(metrics).items())
 
 

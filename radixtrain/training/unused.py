@@ -17,7 +17,7 @@ from radixtrain.errors import DataError
 __all__ = ["unused_keys"]
 
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-SCORES = ("scores", "next_tokens", "normalize_embeddings")
+SCORES = ("scores", "next_tokens", "normalize_embeddings", "generate")
 SHARING = ("attention", "kernel", "allow_dropout")
 COLLATING = ("min_shared_tokens", "pad_to_multiple_of")
 CHATS = ("split_turns", "assistant_only_loss", "chat_template_path", "chat_template_kwargs")

@@ -18,10 +18,11 @@ from torch import Tensor
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.pieces import Piece
 from radixtrain.kernels.ragged import Ragged
+from radixtrain.kernels.rectangles import Bounds
 from radixtrain.tree.arrays import cumulative, lengths_of
 from radixtrain.tree.layout import TreeLayout
 
-__all__ = ["CachedLayout", "Paths", "shared_piece"]
+__all__ = ["CachedLayout", "Paths", "shared_piece", "shared_pieces"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,44 @@ class CachedLayout:
         return self._windows[window]
 
 
+def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
+    """Runs of stored rows, and the queries that see each whole: (rows, slots), both ascending and int64.
+
+    On the host, whose kernels loop, runs that no query sees both of are one piece with a rectangle for each, so that
+    they are merged at once. A device takes one call a run: a call of several would need their keys side by side.
+    """
+    if device.type != "cpu":
+        return tuple(shared_piece(*run, device) for run in runs)
+    levels: list[list[Bounds]] = []
+    pieces = []
+    for rows, slots in sorted(runs, key=lambda run: -len(run[0])):
+        bounds = (*_range_of(rows), *_range_of(slots))
+        if len(bounds) < 4:  # one of the two is not a range
+            pieces.append(shared_piece(rows, slots, device))
+            continue
+        q0, q1, k0, k1 = bounds
+        level = next((level for level in levels if all(q1 <= each[0] or each[1] <= q0 for each in level)), None)
+        if level is None:
+            levels.append(level := [])
+        level.append((q0, q1, k0, k1))
+    return (*(_level_piece(sorted(level)) for level in levels), *pieces)
+
+
+def _range_of(rows: np.ndarray) -> tuple[int, int] | tuple[()]:
+    """Start and end of rows that follow each other; empty if they do not."""
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    return (first, end) if end - first == len(rows) and bool((np.diff(rows) == 1).all()) else ()
+
+
+def _level_piece(level: list[Bounds]) -> Piece:
+    """Rectangles on the host whose queries do not meet. Queries between them see nothing."""
+    first, end = level[0][0], level[-1][1]
+    bounds = tuple((q0 - first, q1 - first, k0, k1) for q0, q1, k0, k1 in level)
+    q, k = (torch.tensor([0, *(each[side] for each in bounds)], dtype=torch.int32) for side in (1, 3))
+    longest_q, longest_k = (max(each[side + 1] - each[side] for each in bounds) for side in (0, 2))
+    return Piece(slice(first, end), slice(None), Ragged(q, k, longest_q, longest_k, False, bounds))
+
+
 def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, device: torch.device) -> Piece:
     """Queries that see stored rows whole. Rows and slots that follow each other become slices, which are not copied."""
     num_queries, num_keys = len(q_rows), len(slots)
@@ -89,6 +128,5 @@ def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, device: 
 
 
 def _slice_or_indices(rows: np.ndarray, device: torch.device) -> slice | Tensor:
-    first, last = int(rows[0]), int(rows[-1])
-    follow = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
-    return slice(first, last + 1) if follow else torch.from_numpy(rows.astype(np.int64)).to(device)
+    found = _range_of(rows)
+    return slice(*found) if found else torch.from_numpy(rows.astype(np.int64)).to(device)

@@ -3,6 +3,7 @@
 U new rows, N query heads, K key/value heads, H head dim, C slots of the store.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from radixtrain.kernels.looping import EagerKernel, LoopingKernel, TorchCPUKerne
 from radixtrain.kernels.pieces import Piece
 from radixtrain.kernels.scoring import Scoring
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book
-from radixtrain.tree.cached_layout import shared_piece
+from radixtrain.tree.cached_layout import shared_piece, shared_pieces
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -121,6 +122,22 @@ class TestLanes:
         each, sinks = stored(len(FILLED)), torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
         for kernel in (EagerKernel(), TorchCPUKernel()):
             found = attention_in_lanes(each.q, each[1:], lanes(), pieces(shared), kernel, Scoring(SCALE), sinks)
+            close(found, plain(each, seen_in_lanes(shared), sinks=sinks))
+
+    @kernels
+    def test_queries_in_another_order(self, kernel: LoopingKernel) -> None:
+        """Lanes 2 0 3 1 in sorted order, in which the readers of shared rows are neighbours: rectangles of one call."""
+        each, order = stored(len(FILLED)), torch.tensor([2, 0, 3, 1])
+        shared = [([2, 0, 3], [2, 3, 4]), ([2, 0], [7, 8]), ([3, 1], [10, 11, 12])]
+        runs = [
+            (np.array(rows), np.array(slots))
+            for rows, (_, slots) in zip(([0, 1, 2], [0, 1], [2, 3]), shared, strict=True)
+        ]
+        ordered = dataclasses.replace(lanes(), order=order, inverse=order.argsort())
+        pieces = shared_pieces(runs, CPU)
+        assert len(pieces) == 2
+        for sinks in (None, torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)):
+            found = attention_in_lanes(each.q, each[1:], ordered, pieces, kernel, Scoring(SCALE), sinks)
             close(found, plain(each, seen_in_lanes(shared), sinks=sinks))
 
     def test_soft_cap(self) -> None:

@@ -118,7 +118,7 @@ def by_generate(model: Any, prompt: list[int], use_cache: bool) -> tuple[list[in
     ids = torch.tensor([prompt])
     fixed = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "use_cache": use_cache}
     result = model.generate(
-        ids, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, **fixed
+        input_ids=ids, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, **fixed
     )
     return result.sequences[0, len(prompt) :].tolist(), [each[0] for each in result.logits]
 
@@ -141,3 +141,23 @@ def test_the_prompts_bite() -> None:
         stats = answered(model, PROMPTS, max_new_tokens=6, batch_size=3, do_sample=False).generated.stats
     assert stats.num_computed_tokens + stats.num_cached_tokens < stats.num_prompt_tokens
     assert stats.num_cached_tokens > 0, "no later prompt continued what an earlier one had computed"
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "layers": {"target_modules": "all-linear"},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "new tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [7, 8]},
+    "a copy of the embeddings": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("where", ADAPTERS)
+def test_adapters(where: str) -> None:
+    """Wrapped by PEFT, its embeddings too."""
+    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    base = next(family for family in CORE if family.name == "Qwen3").build()
+    model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **ADAPTERS[where])).eval()
+    with with_pieces_of(4):
+        found = answered(model, PROMPTS, max_new_tokens=6, batch_size=3, do_sample=False)
+    num_tokens = sum(map(len, found.generated.token_ids))
+    assert compare_with_generate(model, found, {}, use_cache=True)[1] >= 0.9 * num_tokens

@@ -64,7 +64,7 @@ def test_a_shared_prompt_is_stored_once(
 def test_its_rows_exist_once(tiny_qwen3: Callable[..., Any]) -> None:
     """Keys of a shared token are nowhere else in the store, not in a lane either: no two tokens have equal keys."""
     model, prompts = tiny_qwen3().eval(), prompts_of(PROMPTS)
-    used, cache = slots_in_use(model, prompts, do_sample=False)
+    _, cache = slots_in_use(model, prompts, do_sample=False)
     slots = cache.match_prefix(prompts[0][:SHARED]).slots
     for key, value in cache.store.calls:
         for place in (1, SHARED // 2, SHARED - 1):

@@ -1,8 +1,8 @@
 """The tests are tested: each mistake below makes generation differ from the ordinary model, and is seen.
 
 One scenario, in float64: nested prompts on one cache, more of them than lanes, ends at different times, a second call
-that splits nodes of the first, and free slots poisoned with NaN in between. Without a mistake every logit is within
-1e-12 of an ordinary forward pass over the finished text.
+that splits nodes of the first, a third that continues answers, and free slots poisoned with NaN in between. Without a
+mistake every logit is within 1e-12 of an ordinary forward pass over the finished text.
 """
 
 import sys
@@ -16,29 +16,38 @@ import pytest
 import torch
 from torch import Tensor
 
-import radixtrain.attention
 import radixtrain.generation.engine
 import radixtrain.generation.passes
 from radixtrain import RadixCache
+from radixtrain.attention import cached_attention
 from radixtrain.generation.engine import _Active
 from radixtrain.generation.nodes import Node
-from radixtrain.generation.passes import Pass, PromptPlan, decoding_pass, shared_runs
+from radixtrain.generation.passes import Pass, PromptPlan, SharedRows, decoding_pass, shared_runs
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.tree.cached_layout import Paths
 from radixtrain.verification.oracle import float64_throughout
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-from answers import answered, with_pieces_of, worst_errors
+from answers import answered, texts_of, with_pieces_of, worst_errors
 from families import CORE
 
 del sys.path[:2]
 
 BAR = 1e-12
-FIRST = [[7, 8, 9, 10, 11, 12, 1, 2], [7, 8, 9, 10, 11, 12, 1, 4], [7, 8, 9, 10, 5], [7, 8, 9, 6, 6, 6], [30, 31, 32], [5]]
+FIRST = [
+    [7, 8, 9, 10, 11, 12, 1, 2],
+    [7, 8, 9, 10, 11, 12, 1, 4],
+    [7, 8, 9, 10, 5],
+    [7, 8, 9, 6, 6, 6],
+    [30, 31, 32],
+    [5],
+]
 SECOND = [[7, 8, 9, 10, 11, 3], [7, 8, 2], [30, 31, 33, 34], [7, 8, 9, 6, 6, 6, 1, 1], [7, 8, 9, 10, 11, 12, 1, 2, 9]]
+UNLIKE = [[1, 2], [1, 3, 3, 3, 3], [2, 7, 8], [2, 7, 8, 9]]
 ENDS = list(range(16, 40, 3))
 Patch = pytest.MonkeyPatch
+Runs = list[tuple[list[int], np.ndarray]]
 
 
 def worst(name: str) -> float:
@@ -46,12 +55,14 @@ def worst(name: str) -> float:
     model = next(family for family in CORE if family.name == name).build().eval()
     cache, errors = RadixCache(), []
     with float64_throughout(model), with_pieces_of(2):
-        for prompts in (FIRST, SECOND):
-            found = answered(
-                model, prompts, cache=cache, batch_size=4, max_new_tokens=6, do_sample=False, eos_token_id=ENDS
-            )
+        prompts, batch_size = FIRST, 4
+        for _ in range(3):
+            options = {"cache": cache, "batch_size": batch_size, "max_new_tokens": 6, "eos_token_id": ENDS}
+            found = answered(model, prompts, do_sample=False, **options)
             errors += worst_errors(model, found)
             poison(cache)
+            continued = [[*prompt, *answer, 3] for prompt, answer in texts_of(found.generated)]
+            prompts, batch_size = (SECOND, 4) if prompts is FIRST else ([*continued, *FIRST, *SECOND, *UNLIKE], 6)
     return float(np.max(errors))  # nan if one is
 
 
@@ -104,28 +115,43 @@ def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
     monkeypatch.setattr(_Active, "_move", count_moves)
     monkeypatch.setattr(_Active, "_leave", count_leaving)
     monkeypatch.setattr(Node, "split", count_splits)
-    monkeypatch.setattr(radixtrain.generation.engine, "shared_runs", count_runs)
+    monkeypatch.setattr(radixtrain.generation.passes, "shared_runs", count_runs)
     assert is_faithful("Qwen3")
     assert all(seen.values()), seen
 
 
+def change_runs(patch: Patch, owner: Any, name: str, change: Callable[[Runs], Runs]) -> None:
+    """Only in calls of one method."""
+    method = getattr(owner, name)
+
+    def wrong(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(radixtrain.generation.passes, "shared_runs", lambda nodes: change(shared_runs(nodes)))
+            return method(*arguments)
+
+    patch.setattr(owner, name, staticmethod(wrong) if owner is SharedRows else wrong)
+
+
 def leave_out_a_shared_run(patch: Patch) -> None:
-    patch.setattr(radixtrain.generation.engine, "shared_runs", lambda nodes: shared_runs(nodes)[1:])
+    change_runs(patch, SharedRows, "of", lambda runs: runs[1:])
 
 
 def leave_out_a_shared_run_of_prompts(patch: Patch) -> None:
-    patch.setattr(radixtrain.generation.passes, "shared_runs", lambda nodes: shared_runs(nodes)[1:])
+    change_runs(patch, PromptPlan, "_shared", lambda runs: runs[1:])
 
 
 def count_a_shared_run_twice(patch: Patch) -> None:
-    patch.setattr(radixtrain.generation.engine, "shared_runs", lambda nodes: [*shared_runs(nodes), *shared_runs(nodes)[:1]])
+    change_runs(patch, SharedRows, "of", lambda runs: [*runs, *runs[:1]])
 
 
 def count_a_shared_run_of_prompts_twice(patch: Patch) -> None:
-    def twice(nodes: Sequence[Node]) -> Any:
-        return [*shared_runs(nodes), *shared_runs(nodes)[:1]]
+    change_runs(patch, PromptPlan, "_shared", lambda runs: [*runs, *runs[:1]])
 
-    patch.setattr(radixtrain.generation.passes, "shared_runs", twice)
+
+def mix_up_two_readers(patch: Patch) -> None:
+    """The runs of two sequences are read by each other."""
+    of = SharedRows.of
+    patch.setattr(SharedRows, "of", staticmethod(lambda requests, device: of([*requests[1:], requests[0]], device)))
 
 
 def change_decoding(patch: Patch, change: Callable[[Pass], Pass]) -> None:
@@ -191,14 +217,14 @@ def swap_lanes_that_move(patch: Patch) -> None:
 
 
 def keep_stale_runs(patch: Patch) -> None:
-    """What was shared is not found anew after a sequence has left: only readers that do not exist are dropped."""
-    leave = _Active._leave
+    """What was shared is not found anew after a sequence has left: the lanes read what those before them read."""
+    leave, of = _Active._leave, SharedRows.of
 
     def stale(self: _Active, first: int) -> None:
-        before, lanes = self.shared, torch.arange(self.lanes.number)
+        before = [replace(request) for request in self.requests]
         leave(self, first)
-        if before is not None:
-            self.shared = tuple(piece for piece in before if int(lanes[piece.q_rows].max()) < len(self))
+        if 0 < len(self) < len(before):
+            self.shared = of(before[: len(self)], self.newest.device)
 
     patch.setattr(_Active, "_leave", stale)
 
@@ -234,7 +260,7 @@ def keep_the_last_token(patch: Patch) -> None:
 
 PLAIN = [
     *(leave_out_a_shared_run, leave_out_a_shared_run_of_prompts),
-    *(count_a_shared_run_twice, count_a_shared_run_of_prompts_twice),
+    *(count_a_shared_run_twice, count_a_shared_run_of_prompts_twice, mix_up_two_readers),
     *(show_a_slot_too_many, hide_the_first_slot, count_a_position_twice, count_prompts_from_the_cached_end),
     *(leave_lanes_where_they_are, swap_lanes_that_move, keep_stale_runs, leave_lanes_as_they_are),
     *(split_at_the_wrong_end, keep_the_last_token),
@@ -249,14 +275,23 @@ def test_a_mutation(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_window_off_by_one(by: int, monkeypatch: Patch) -> None:
+    def wrong(*arguments: Any, window: int | None = None, **options: Any) -> Tensor:
+        off = None if window is None else window + by
+        return cached_attention(*arguments, window=off, **options)
+
+    monkeypatch.setattr("radixtrain.hf.attention.cached_attention", wrong)
+    assert not is_faithful("Mistral")
+
+
+def test_copied_windows_that_are_too_short(monkeypatch: Patch) -> None:
     within = Paths.within
-    monkeypatch.setattr(Paths, "within", lambda self, window: within(self, window + by))
+    monkeypatch.setattr(Paths, "within", lambda self, window: within(self, window - 1))
     assert not is_faithful("Mistral")
 
 
 def test_forgotten_sinks(monkeypatch: Patch) -> None:
     def without(*arguments: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
-        return radixtrain.attention.cached_attention(*arguments, **options)
+        return cached_attention(*arguments, **options)
 
     monkeypatch.setattr("radixtrain.hf.attention.cached_attention", without)
     assert not is_faithful("gpt-oss")

@@ -54,12 +54,17 @@ def test_what_is_asked_for(arguments, topic):
 
 
 def test_a_key_in_full(capsys):
-    assert main(["fit", "--help", "batch_size"]) == 0
+    assert main(["fit", "--help", "data.batch_size"]) == 0
     assert capsys.readouterr().out == (
         "--data.batch_size\n    values: integer; default: 32\n"
         "    conversations in one optimizer step. Its gradient does not depend on how the step is cut.\n"
     )
-    assert help_text("fit", "--data.batch_size") == help_text("fit", "batch_size")
+    assert help_text("fit", "--data.max_tokens") == help_text("fit", "max_tokens")
+
+
+def test_a_name_of_two_keys():
+    listed = [line for line in help_text("fit", "batch_size").splitlines() if line.startswith("--")]
+    assert listed == ["--evaluate_generation.batch_size", "--data.batch_size"]
 
 
 def test_a_section_in_full():

@@ -22,7 +22,9 @@ def value_of(default):
 def test_the_keys_of_fit_are_those_of_the_parser_with_its_defaults(printed_by):
     config = yaml.safe_load(printed_by("fit", "--model.model_name_or_path=x", "--print_config"))
     parsed = {**flat(config["model"], "model."), **flat(config["data"], "data."), **flat(config["trainer"], "trainer.")}
-    parsed |= {name: value for name, value in config.items() if name not in ("model", "data", "trainer")}
+    parsed |= flat(config["evaluate_generation"], "evaluate_generation.")
+    sections = ("model", "data", "trainer", "evaluate_generation")
+    parsed |= {name: value for name, value in config.items() if name not in sections}
     options = {"config", "print_config"}
     keys = {key.name: key for key in (*keys_of("fit"), *trainer_keys()) if key.name not in options}
     assert keys.keys() | {"weights_only"} == parsed.keys() | {"weights_only"}
@@ -53,4 +55,6 @@ def test_keys_of_one_command():
 
 
 def test_keys_that_others_fill_in_are_left_out():
-    assert not {"data.seed", "data.model_name_or_path", "model.dedup"} & {key.name for key in keys_of("fit")}
+    assert not {"data.seed", "data.model_name_or_path", "model.dedup", "data.predict_prompts"} & {
+        key.name for key in keys_of("fit")
+    }

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from radixtrain.generation import passes
 from radixtrain.generation.cache import Match, Node, RadixCache
-from radixtrain.generation.passes import LaneBlock, Pass, PromptPlan, decoding_pass, shared_runs
+from radixtrain.generation.passes import (
+    LaneBlock,
+    Pass,
+    PromptPlan,
+    SharedRows,
+    decoding_pass,
+    shared_runs,
+    worth_keeping,
+)
 from radixtrain.generation.requests import Request
 from radixtrain.kernels.pieces import Piece
 from radixtrain.testing import ragged_batches
@@ -34,21 +42,29 @@ def of(cache: RadixCache, ids: Ids) -> Match:
     return match
 
 
+def lcp_of(prompts: Sequence[Ids]) -> np.ndarray:
+    """Tokens that each of the sorted prompts shares with the one before it."""
+    pairs = zip([[], *prompts], prompts, strict=False)
+    return np.array(
+        [
+            next((n for n, ab in enumerate(zip(*pair, strict=False)) if ab[0] != ab[1]), min(map(len, pair)))
+            for pair in pairs
+        ]
+    )
+
+
 def requests(*prompts: Ids) -> list[Request]:
-    return [Request(index, np.array(prompt), 4, np.zeros(0)) for index, prompt in enumerate(prompts)]
+    kept = worth_keeping(lcp_of(prompts)).tolist()
+    return [Request(n, np.array(ids), 4, np.zeros(0), rank=n, kept=kept[n]) for n, ids in enumerate(prompts)]
 
 
 def planned(
-    prompts: Sequence[Ids],
-    cache: RadixCache | None = None,
-    longest_tail: int = 20,
-    next_lcp: int = 0,
-    limits: Sequence[int] | None = None,
+    prompts: Sequence[Ids], cache: RadixCache | None = None, longest_tail: int = 20, limits: Sequence[int] | None = None
 ) -> PromptPlan:
     """Of prompts that are sorted. limits: leading tokens of each that may be matched; by default all but the last."""
     cache = RadixCache() if cache is None else cache
     matches = [of(cache, ids[:limit]) for ids, limit in zip(prompts, limits or [-1] * len(prompts), strict=True)]
-    return PromptPlan.of(requests(*prompts), matches, longest_tail, next_lcp)
+    return PromptPlan.of(requests(*prompts), matches, longest_tail)
 
 
 def pass_of(plan: PromptPlan, first_lane: int = 0, predicting: list[np.ndarray] | None = None) -> Pass:
@@ -130,7 +146,7 @@ class TestWhatIsKept:
         assert plan.kept_rows.tolist() == [] and plan.plan.num_rows == 7, "they are computed once all the same"
 
     def test_what_is_above_rows_that_are_worth_it_is_kept_too(self, cheap: None) -> None:
-        """[1] saves two pairs, [2 3 4] below it three."""
+        """[1] saves two pairs, [1 2 3 4] for two of the three four."""
         plan = planned([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7]])
         assert plan.kept.tolist() == [4, 4, 0]
 
@@ -149,16 +165,21 @@ class TestWhatIsKept:
         assert plan.cached.tolist() == [3, 3, 0] == plan.kept.tolist(), "the last token of a prompt is computed"
         assert plan.plan.num_rows == 4 and plan.kept_rows.tolist() == []
 
-    @pytest.mark.parametrize(("next_lcp", "kept"), [(0, 0), (63, 0), (64, 64), (100, 100)])
-    def test_what_the_next_prompt_begins_with(self, next_lcp: int, kept: int) -> None:
-        """If it is worth it: 512 pairs in eight steps."""
-        plan = planned([list(range(100)), list(range(200, 300))], longest_tail=100, next_lcp=next_lcp)
-        assert plan.kept.tolist() == [0, kept]
+    @pytest.mark.parametrize(("lcp", "expected"), [([0, 511, 0], [0, 0, 0]), ([0, 512, 0], [512, 512, 0]), ([0], [0])])
+    def test_worth_keeping(self, lcp: Ids, expected: Ids) -> None:
+        """512 pairs of a query and a key, saved at every step."""
+        assert worth_keeping(np.array(lcp)).tolist() == expected
 
-    def test_next_lcp_adds_to_what_is_kept(self) -> None:
-        cache = put(RadixCache(), list(range(40)))
-        for next_lcp, kept in ((103, 40), (104, 104)):
-            assert planned([list(range(110))], cache, 110, next_lcp).kept.tolist() == [kept]
+    def test_worth_keeping_counts_all_readers(self) -> None:
+        """Eight read 100 tokens, which saves 700 pairs; two of them 300 more, which saves too few."""
+        assert worth_keeping(np.array([0, *[100] * 6, 400])).tolist() == [100] * 8
+        assert worth_keeping(np.array([0, *[100] * 6, 700])).tolist() == [*[100] * 6, 700, 700]
+
+    def test_what_a_later_prompt_begins_with(self) -> None:
+        """It may come in another pass: what is kept was decided for all."""
+        request = Request(0, np.arange(100), 4, np.zeros(0), kept=64)
+        plan = PromptPlan.of([request], [of(RadixCache(), [])], 100)
+        assert (plan.kept.tolist(), plan.tails.tolist()) == ([64], [36])
 
 
 class TestPassOfPrompts:
@@ -193,8 +214,7 @@ class TestPassOfPrompts:
         each = pass_of(planned(self.PROMPTS, cache))
         assert (each.input_ids.tolist(), each.position_ids.tolist()) == ([4, 5, 6, 9], [3, 4, 3, 0])
         assert stored(each) == Counter([(0, 1000), (1, 1001), (2, 1020), (3, 1040)])
-        (piece,) = each.layout.shared
-        assert piece.q_rows == slice(0, 3) and np.arange(50)[piece.k_rows].tolist() == slots
+        assert [seen_from_cache(each.layout.shared, row) for row in range(4)] == [slots, slots, slots, []]
         assert each.layout.max_seqlen == 5
 
     def test_logits_that_are_asked_for(self) -> None:
@@ -233,26 +253,29 @@ def tokens_in_slots(cache: RadixCache) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def places(rows: slice | torch.Tensor, number: int) -> Ids:
-    return np.arange(number)[rows].tolist()
+def seen_from_cache(shared: Sequence[Piece], row: int) -> Ids:
+    """By the bounds of each call: a piece may have several rectangles."""
+    found, rows = [], np.arange(5000)
+    for each in shared:
+        queries, keys = rows[each.q_rows], rows[each.k_rows]
+        assert each.ragged.bounds is not None
+        found += [
+            slot for q0, q1, k0, k1 in each.ragged.bounds if row in queries[q0:q1] for slot in keys[k0:k1].tolist()
+        ]
+    return found
 
 
-def seen_from_cache(shared: Sequence[Piece], row: int, num_rows: int) -> Ids:
-    return [slot for each in shared if row in places(each.q_rows, num_rows) for slot in places(each.k_rows, 5000)]
-
-
-@example([[1, 2, 3, 0, 0]], [[1, 2, 3, 0, 1], [1, 2, 3, 1], [1, 2, 3, 2]], 20, 0, 512, [4, 1, 3])
+@example([[1, 2, 3, 0, 0]], [[1, 2, 3, 0, 1], [1, 2, 3, 1], [1, 2, 3, 2]], 20, 512, [4, 1, 3])
 @settings(max_examples=80, deadline=None)
 @given(
     ragged_batches(max_sequences=4),
     ragged_batches(),
     st.integers(1, 12),
-    st.integers(0, 6),
     st.sampled_from([1, 2, 4, 512]),
     st.lists(st.integers(0, 9), min_size=8, max_size=8),
 )
 def test_every_row_sees_its_path_once_and_is_stored_where_it_is_read(
-    cached: list[Ids], prompts: list[Ids], longest_tail: int, next_lcp: int, cells: int, limits: Ids
+    cached: list[Ids], prompts: list[Ids], longest_tail: int, cells: int, limits: Ids
 ) -> None:
     """Whatever the cache holds, and however much of each prompt may be taken from it.
 
@@ -261,11 +284,10 @@ def test_every_row_sees_its_path_once_and_is_stored_where_it_is_read(
     """
     cache = put(RadixCache(), *cached)
     prompts = sorted(prompts)
-    next_lcp = min(next_lcp, len(prompts[-1]))
     limits = [min(limit, len(ids) - 1) for limit, ids in zip(limits, prompts, strict=False)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "PIECE_CELLS", cells)
-        plan = planned(prompts, cache, longest_tail, next_lcp, limits)
+        plan = planned(prompts, cache, longest_tail, limits)
     each, held = pass_of(plan), tokens_in_slots(cache)
     inverse, cu_seqlens = plan.plan.inverse_indices, plan.plan.cu_seqlens
     kept_slots = dict(zip(plan.kept_rows.tolist(), range(500, 600), strict=False))
@@ -284,7 +306,7 @@ def test_every_row_sees_its_path_once_and_is_stored_where_it_is_read(
             assert writes[row, slot] == 1
             in_place[row, slot] = 1
             assert [above for above in range(row + 1) if ends[above] > row] == rows[: depth - cached_length + 1]
-            from_cache = seen_from_cache(each.layout.shared, row, plan.plan.num_rows)
+            from_cache = seen_from_cache(each.layout.shared, row)
             assert sorted(held[slot] for slot in from_cache) == [tuple(ids[: n + 1]) for n in range(cached_length)]
         assert each.rows[place] == rows[-1]
         assert [held.get(slot, ()) for slot in plan.kept_path(place, np.array([*kept_slots.values()], dtype=int))][
@@ -306,12 +328,45 @@ def test_windows_of_a_pass_of_prompts(cheap: None) -> None:
     assert paths.within(2)[0].tolist() == [two, 500, 501, 502, 1000, 502, 1020, 1021]
 
 
+class TestSharedRows:
+    """Sequences in lanes 0 to 3: the second and the last read [1 2 3], the third [1 2], the first nothing."""
+
+    def active(self, *ranks: int) -> tuple[list[Request], list[Ids]]:
+        cache = put(RadixCache(), [1, 2, 3], [1, 2, 4])
+        prompts = ([9], [1, 2, 3, 5], [1, 2, 8], [1, 2, 3, 6])
+        found = [
+            Request(n, np.array(ids), 1, np.zeros(0), rank)
+            for n, (ids, rank) in enumerate(zip(prompts, ranks, strict=True))
+        ]
+        for request, ids in zip(found, ([], [1, 2, 3], [1, 2], [1, 2, 3]), strict=True):
+            request.hold(cache, cache.match_prefix(ids).node)
+        return found, [request.path.tolist() for request in found]
+
+    def test_in_sorted_order(self) -> None:
+        active, paths = self.active(3, 0, 2, 1)
+        shared = SharedRows.of(active, CPU)
+        assert shared.order is not None and shared.inverse is not None
+        assert (shared.order.tolist(), shared.inverse.tolist()) == ([1, 3, 2, 0], [3, 0, 2, 1])
+        assert [seen_from_cache(shared.pieces, place) for place in (3, 0, 2, 1)] == paths
+        assert all(isinstance(piece.q_rows, slice) for piece in shared.pieces), "neighbours, so nothing is gathered"
+
+    def test_in_lanes_that_are_sorted(self) -> None:
+        active, paths = self.active(0, 1, 2, 3)
+        shared = SharedRows.of(active, CPU)
+        assert shared.order is None and shared.inverse is None
+        assert [sorted(seen_from_cache(shared.pieces, place)) for place in range(4)] == [sorted(path) for path in paths]
+
+    def test_nothing_is_read(self) -> None:
+        active, _ = self.active(3, 0, 2, 1)
+        assert SharedRows.of(active[:1], CPU).pieces == ()
+
+
 def test_decoding_literally() -> None:
     cache = put(RadixCache(), [1, 2, 3])
     active = requests([1, 2, 3, 4], [9])
     active[0].hold(cache, cache.match_prefix([1, 2, 3]).node)
     tokens, mask = torch.tensor([5, 6]), torch.zeros(2, 3)
-    each = decoding_pass(active, tokens, np.array([6, 3]), np.array([3, 3]), LANES, mask, ())
+    each = decoding_pass(active, tokens, np.array([6, 3]), np.array([3, 3]), LANES, mask, SharedRows((), None, None))
     assert each.input_ids is tokens
     assert (each.position_ids.tolist(), each.rows.tolist()) == ([5, 2], [0, 1])
     layout = each.layout

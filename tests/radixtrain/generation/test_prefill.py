@@ -1,6 +1,6 @@
 """Prompts come in: what is computed, kept and locked, and what is left if that fails."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radixtrain.generation import passes, prefill
 from radixtrain.generation.cache import CacheFull, RadixCache
-from radixtrain.generation.passes import LaneBlock
+from radixtrain.generation.passes import LaneBlock, worth_keeping
 from radixtrain.generation.prefill import Counts, Prefill, number_that_fits
 from radixtrain.generation.requests import Request
 from radixtrain.generation.store import KeyValueStore
@@ -34,8 +34,21 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "PIECE_CELLS", 3)
 
 
+def lcp_of(prompts: Sequence[Ids]) -> np.ndarray:
+    """Tokens that each of the sorted prompts shares with the one before it."""
+    pairs = zip([[], *prompts], prompts, strict=False)
+    return np.array(
+        [
+            next((n for n, ab in enumerate(zip(*pair, strict=False)) if ab[0] != ab[1]), min(map(len, pair)))
+            for pair in pairs
+        ]
+    )
+
+
 def requests(*prompts: Ids) -> list[Request]:
-    return [Request(index, np.array(prompt), 4, np.zeros(0)) for index, prompt in enumerate(prompts)]
+    lcp = lcp_of(prompts)
+    kept = worth_keeping(lcp).tolist()
+    return [Request(n, np.array(ids), 4, np.zeros(0), n, int(lcp[n]), kept[n]) for n, ids in enumerate(prompts)]
 
 
 @contextmanager
@@ -53,7 +66,7 @@ def start(model: Any, cache: RadixCache, *prompts: Ids, longest_tail: int = 10, 
     """The prefill, the requests, the logits and the tails."""
     with entered(model, cache) as (each, lanes):
         active = requests(*prompts)
-        return (each, active, *each.start(active, lanes, 0, longest_tail, 0, **options))
+        return (each, active, *each.start(active, lanes, 0, longest_tail, **options))
 
 
 def truth(model: Any, ids: Ids, *at: int) -> Tensor:
@@ -120,7 +133,7 @@ class TestFailures:
         cache = RadixCache(max_tokens=2)
         with entered(model, cache) as (each, lanes), pytest.raises(CacheFull) as raised:
             active = requests(*PROMPTS)
-            each.start(active, lanes, 0, 10, 0)
+            each.start(active, lanes, 0, 10)
         assert (raised.value.needed, raised.value.available) == (3, 2)
         assert is_free(cache) and cache.num_tokens == 0 and each.counts == Counts()
         assert all(request.node is None for request in active)
@@ -136,7 +149,7 @@ class TestFailures:
         handle = model.model.layers[1].register_forward_pre_hook(interrupt)
         try:
             with entered(model, cache) as (each, lanes), pytest.raises(KeyboardInterrupt):
-                each.start(requests([1, 2, 3, 7, 7, 7], [1, 2, 3, 7, 7, 8]), lanes, 0, 1, 0)
+                each.start(requests([1, 2, 3, 7, 7, 7], [1, 2, 3, 7, 7, 8]), lanes, 0, 1)
         finally:
             handle.remove()
         assert is_free(cache) and cache.num_tokens == 3
@@ -145,7 +158,7 @@ class TestFailures:
 
 class TestNumberThatFits:
     def waiting(self, *lengths_and_lcps: tuple[int, int]) -> list[Request]:
-        return [Request(0, np.zeros(length, dtype=int), 1, np.zeros(0), lcp) for length, lcp in lengths_and_lcps]
+        return [Request(0, np.zeros(length, dtype=int), 1, np.zeros(0), lcp=lcp) for length, lcp in lengths_and_lcps]
 
     @pytest.mark.parametrize(("most", "expected"), [(1, 1), (2, 2), (3, 3), (9, 3)])
     def test_at_most(self, most: int, expected: int) -> None:

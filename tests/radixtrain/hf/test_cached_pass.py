@@ -1,4 +1,4 @@
-"""A pass of generation through a model: what is set for it and set back, what is refused, and a layer that is missed."""
+"""A pass of generation through a model: what is set and set back, what is refused, a layer that is missed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -125,6 +125,16 @@ class TestMonitors:
         with pytest.raises(UserError, match="no metric 'accuracy'; a run logs loss, grad_norm,"):
             check_monitors([EarlyStopping("accuracy")], has_validation=True)
 
+    def test_what_answers_are_worth(self):
+        callbacks = [EarlyStopping("eval_exact_match", mode="max")]
+        check_monitors(callbacks, has_validation=True, of_answers="eval_exact_match")
+        with pytest.raises(
+            UserError, match=r"eval_exact_match is not logged: set evaluate_generation\.metric: exact_m"
+        ):
+            check_monitors(callbacks, has_validation=True)
+        with pytest.raises(UserError, match=r"no metric 'eval_words', did you mean eval_word\?"):
+            check_monitors([EarlyStopping("eval_words")], has_validation=True, of_answers="eval_word")
+
     def test_a_loss_of_rows_that_are_not_there(self):
         with pytest.raises(UserError, match=r"eval_loss needs rows for it: set data\.validation_file or"):
             check_monitors([EarlyStopping("eval_loss")], has_validation=False)

@@ -140,6 +140,36 @@ def test_in_16_bits_the_last_steps_are_float32(predict: Predict, precision: dict
         assert sum(record["next_token_probs"].values()) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.parametrize("dedup", [True, False])
+def test_answers_to_questions(predict: Predict, shop: Path, dedup: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """With and without an answer in the file; token for token those of `model.generate`, a prompt at a time."""
+    loop = Loop(shop / "model")
+    rows = [chat(question, "Shelf one.") if place % 2 else chat(question) for place, question in enumerate(QUESTIONS)]
+    flags = {"model__generate": True, "evaluate_generation__max_new_tokens": 5, "data__batch_size": 4}
+    found = predict(rows, **flags, **FLOAT64, dedup=dedup, data__chat_template_kwargs='{"enable_thinking": false}')
+    for row, record in zip(rows, found, strict=True):
+        prompt = loop.prompt_of(row["messages"][:1])
+        if len(row["messages"]) == 2:  # the answer of a training row begins before the thinking block
+            continue
+        ids = loop.model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)[0, len(prompt) :].tolist()
+        expected = loop.completion(prompt, ids)
+        assert record["answer"] == loop.tokenizer.decode(ids, skip_special_tokens=True)
+        assert record["num_tokens"] == len(ids) and record["finish_reason"] in ("length", "stop")
+        assert record["logprob"] == pytest.approx(expected["completion_logprob"], abs=1e-5)
+    assert list(found[1]) == ["answer", "num_tokens", "logprob", "finish_reason"]
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
+
+
+def test_the_answers_of_both_arms_agree(predict: Predict) -> None:
+    rows = [{"prompt": f"{question} shelf", "completion": " one"} for question in QUESTIONS]
+    flags = {"model__generate": True, "evaluate_generation__max_new_tokens": 6, **FLOAT64}
+    shared, ordinary = (predict(rows, **flags, dedup=dedup) for dedup in (True, False))
+    for one, other in zip(shared, ordinary, strict=True):
+        assert one.pop("logprob") == pytest.approx(other.pop("logprob"), abs=1e-5) and one == other
+    assert shared[0] == shared[4], "the same row twice"
+
+
 def test_scores_of_labels_and_of_the_last_token_beside_each_other(predict: Predict, shop: Path) -> None:
     """Then a row is tokenised as in training: with the end token, which is the last one."""
     loop = Loop(shop / "model")
@@ -200,6 +230,9 @@ def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str],
             "error: model.next_tokens: YAML reads yes, no, on and off without quotes as true and false",
         ),
         ({"model__scores": "[next_token_logits]"}, 1, "error: model.next_tokens is missing"),
+        ({"model__generate": True, "model__scores": "[embedding]"}, 1, "error: model.generate: true writes answers"),
+        ({"model__generate": True, "evaluate_generation__max_new_tokens": 0}, 1, "max_new_tokens must be at least 1"),
+        ({"model__generate": True, "evaluate_generation__generation_kwargs": "{num_beams: 2}"}, 1, "num_beams"),
         ({"model__scores": "[]"}, 1, "error: model.scores: expected one or more of logprobs"),
         ({"model__scores": "[embeding]"}, 1, "probs, embedding; found embeding"),
         ({"model__scores": "[perplexity, embedding]"}, 1, "rows.jsonl:1: expected at least one assistant turn"),

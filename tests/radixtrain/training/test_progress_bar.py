@@ -66,6 +66,11 @@ class TestLines:
             "step 120/1500  loss 1.2346  r 7.9  tokens/s 12,346  lr 2.0e-05  grad_norm 1.32  eta 11:30\n"
         )
 
+    def test_a_validation(self, trainer, capsys):
+        trainer.callback_metrics["eval_exact_match"] = torch.tensor(0.25)
+        ProgressLines().on_validation_end(trainer, MODULE)
+        assert capsys.readouterr().err == "step 0  eval_loss 1.5000  eval_exact_match 0.2500\n"
+
     def test_one_each_log_interval(self, trainer, clock, capsys):
         self.run(trainer, clock, range(1, 31), 0.5)
         assert re.findall(r"step (\d+)/", capsys.readouterr().err) == ["1", "10", "20", "30"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_piece
+from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_piece, shared_pieces
 
 CPU = torch.device("cpu")
 # Three sequences with 1, 2 and 4 new rows, which are the last of their slots.
@@ -104,3 +104,42 @@ class TestSharedPiece:
         assert {call.cu_seqlens_q.dtype, call.cu_seqlens_k.dtype} == {torch.int32}
         assert (call.max_seqlen_q, call.max_seqlen_k, call.causal) == (3, 2, False)
         assert call.bounds == ((0, 3, 0, 2),), "one rectangle, whatever the rows"
+
+
+class TestSharedPieces:
+    def pieces(self, *runs: tuple[list[int], list[int]], device: str = "cpu") -> list[tuple]:
+        """Rows of queries and keys, and the bounds of the call."""
+        arrays = [(np.array(rows), np.array(slots)) for rows, slots in runs]
+        found = shared_pieces(arrays, torch.device(device))
+        return [(piece.q_rows, piece.k_rows, piece.ragged.bounds) for piece in found]
+
+    def test_runs_without_a_common_query_are_one_call(self) -> None:
+        """Rows 0 1 and 4 5 6 with slots of their own, which the rows between them do not see."""
+        found = self.pieces(([4, 5, 6], [20, 21]), ([0, 1], [30, 31, 32]))
+        assert found == [(slice(0, 7), slice(None), ((0, 2, 30, 33), (4, 7, 20, 22)))]
+
+    def test_runs_with_a_common_query_are_several(self) -> None:
+        """The one that most queries see first."""
+        found = self.pieces(([2, 3], [7]), ([0, 1, 2, 3], [1, 2]), ([0, 1], [5, 6]))
+        assert found == [
+            (slice(0, 4), slice(None), ((0, 4, 1, 3),)),
+            (slice(0, 4), slice(None), ((0, 2, 5, 7), (2, 4, 7, 8))),
+        ]
+
+    def test_bounds_count_from_the_first_query(self) -> None:
+        assert self.pieces(([3, 4], [7, 8])) == [(slice(3, 5), slice(None), ((0, 2, 7, 9),))]
+
+    @pytest.mark.parametrize("run", [([0, 2], [7, 8]), ([0, 1], [7, 9])], ids=["rows", "slots"])
+    def test_what_is_no_range_is_gathered(self, run: tuple[list[int], list[int]]) -> None:
+        ((q_rows, k_rows, bounds),) = self.pieces(run)
+        assert bounds == ((0, 2, 0, 2),)
+        for found, expected in ((q_rows, run[0]), (k_rows, run[1])):
+            assert np.arange(50)[found].tolist() == expected
+
+    def test_nothing(self) -> None:
+        assert self.pieces() == []
+
+    def test_a_device_takes_a_call_for_each(self) -> None:
+        """Torch's meta device stands in for CUDA."""
+        found = self.pieces(([4, 5, 6], [20, 21]), ([0, 1], [30, 31, 32]), device="meta")
+        assert [each[:2] for each in found] == [(slice(4, 7), slice(20, 22)), (slice(0, 2), slice(30, 33))]

@@ -1,0 +1,57 @@
+"""Answers to many prompts with one system prompt, which is computed and stored once: four uses, each a few lines.
+
+make fit && python recipes/generate.py                    # the demo's trained model on its validation rows
+python recipes/generate.py --model Qwen/Qwen3-0.6B --file chats.jsonl --max_new_tokens 256
+
+1. answers, as `model.generate` gives them; 2. several samples of each, from one prefill; 3. multiple choice, by the
+log-probabilities of given answers; 4. a conversation whose turns go on where the cache ends.
+"""
+
+import argparse
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixtrain import RadixCache, generate, score_completions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="runs/demo/sft/model")
+    parser.add_argument("--file", default="runs/demo/validation.jsonl", help="chats that end with an answer")
+    parser.add_argument("--max_new_tokens", type=int, default=24)
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    chats = load_dataset("json", data_files=options.file, split="train")["messages"][:]
+    prompts, answers = [chat[:-1] for chat in chats], [chat[-1]["content"] for chat in chats]
+    # Leave `enable_thinking` out for a chat template that does not read it.
+    common = {"tokenizer": tokenizer, "chat_template_kwargs": {"enable_thinking": False}}
+    length = {"max_new_tokens": options.max_new_tokens}
+
+    found = generate(model, prompts, **common, **length)
+    print(found)
+    print(f"exact match: {share_of_equal(found.texts, answers):.1%}\n")
+
+    samples = generate(model, prompts[:2], **common, **length, do_sample=True, num_return_sequences=4, seed=0)
+    print(f"{samples}\n")
+
+    choices = sorted(set(answers))
+    scores = score_completions(model, prompts, choices, **common)
+    chosen = [choices[max(range(len(choices)), key=lambda place: each[place].logprob)] for each in scores]
+    print(f"{len(choices)} choices for each prompt: {share_of_equal(chosen, answers):.1%} are right\n")
+
+    cache, chat = RadixCache(max_tokens=100_000), prompts[0]
+    for question in ("Are you sure?", "And who can I call?"):
+        reply = generate(model, [chat], **common, **length, cache=cache)
+        print(f"turn of {reply.stats.num_prompt_tokens} tokens, {reply.stats.num_cached_tokens} of them cached")
+        chat = [*chat, {"role": "assistant", "content": reply.texts[0]}, {"role": "user", "content": question}]
+
+
+def share_of_equal(texts: list[str], answers: list[str]) -> float:
+    return sum(text.strip() == answer for text, answer in zip(texts, answers, strict=True)) / len(answers)
+
+
+if __name__ == "__main__":
+    main()

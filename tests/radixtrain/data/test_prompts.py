@@ -1,0 +1,136 @@
+"""Rows as prompts: cut before their last answer, token for token what training saw."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.prompts import Prompt, PromptDataset, choose_prompts, end_tokens, prompt_of
+from radixtrain.data.sample import Sample
+
+IGNORED = -100
+
+
+def sample(*labels, where="a:1"):
+    labels = np.array(labels)
+    return Sample(np.where(labels == IGNORED, np.arange(len(labels)) + 50, labels), labels, where)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([IGNORED, IGNORED, 7, 8], ([50, 51], [7, 8])),
+        ([IGNORED, IGNORED, 7, IGNORED, 8, 9], ([50, 51, 7, 53], [8, 9])),
+        ([IGNORED, 7, IGNORED], ([50], [7])),
+        ([5, 6, IGNORED, 7], ([5, 6, 52], [7])),
+        ([IGNORED, IGNORED], ([50, 51], [])),
+        ([5, 6], None),
+    ],
+)
+def test_the_last_run_of_labels_is_the_target(labels, expected):
+    found = prompt_of(sample(*labels))
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None and (found.token_ids.tolist(), found.target_ids.tolist()) == expected
+
+
+class TestChoice:
+    ROWS = tuple([sample(IGNORED, n, where=f"a:{n}")] for n in range(20))
+
+    def test_all_in_the_order_of_the_file(self):
+        assert [each.where for each in choose_prompts(self.ROWS, None, 0).prompts] == [f"a:{n}" for n in range(20)]
+
+    def test_some_are_drawn_by_the_seed(self):
+        one, again, other = (choose_prompts(self.ROWS, 5, seed).prompts for seed in (0, 0, 1))
+        assert [each.where for each in one] == [each.where for each in again] != [each.where for each in other]
+        assert len(one) == 5 and [int(each.where[2:]) for each in one] == sorted(int(each.where[2:]) for each in one)
+
+    def test_more_than_there_are(self):
+        assert len(choose_prompts(self.ROWS, 100, 0)) == 20
+
+    def test_the_last_sample_of_a_conversation(self):
+        turns = [sample(IGNORED, 5), sample(IGNORED, IGNORED, 6)]
+        assert choose_prompts([turns], None, 0).prompts[0].target_ids.tolist() == [6]
+
+    def test_what_is_left_out_is_counted_and_named(self):
+        rows = [[sample(4, 5, where="a:1")], [sample(IGNORED, 6, where="a:2")], [sample(IGNORED, IGNORED, where="a:3")]]
+        found = choose_prompts(rows, None, 0)
+        assert (len(found), found.num_left_out, found.first_left_out) == (1, 2, "a:1")
+        cut = choose_prompts(self.ROWS, None, 0, cut_length=2)
+        assert (len(cut), cut.num_left_out) == (0, 20)
+
+
+ROWS = {
+    "chat": {
+        "messages": [
+            ("system", "Be brief."),
+            ("user", "Hi"),
+            ("assistant", "Yo"),
+            ("user", "Bye"),
+            ("assistant", "Ciao"),
+        ]
+    },
+    "pair": {"prompt": "shelf", "completion": " one"},
+    "text": {"text": "shelf one"},
+}
+
+
+def write(path, *rows):
+    for row in rows:
+        if "messages" in row:
+            row["messages"] = [{"role": role, "content": content} for role, content in row["messages"]]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("split_turns", [True, False])
+def test_rows_of_the_validation(shop, tmp_path, split_turns):
+    """What the chat template writes before the last turn; the completion's prompt; the text is left out."""
+    turns = dict(ROWS["chat"])
+    path = write(tmp_path / "rows.jsonl", turns, ROWS["pair"], ROWS["text"])
+    data = SFTData(validation_file=path, model_name_or_path=str(shop / "model"), split_turns=split_turns)
+    data.setup("validate")
+    found = data.validation_prompts()
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    before = tokenizer.apply_chat_template(turns["messages"][:-1], add_generation_prompt=True, tokenize=False)
+    texts = [(tokenizer.decode(each.token_ids), tokenizer.decode(each.target_ids)) for each in found.prompts]
+    chat, pair = texts
+    assert pair == ("shelf", " one<|im_end|>")
+    assert chat[1].endswith("Ciao<|im_end|>") and (chat[0] == before or not split_turns)
+    assert chat[0].endswith("<|im_start|>assistant\n") and "Bye" in chat[0]
+    assert (found.num_left_out, found.first_left_out) == (1, f"{path}:3")
+
+
+def test_rows_of_predict(shop, tmp_path):
+    """With and without an answer, and tokens as they are."""
+    asked = {"messages": [("user", "Bye")]}
+    rows = [dict(ROWS["chat"]), asked, dict(ROWS["pair"]), {"prompt": "shelf"}, {"text": "shelf"}]
+    path = write(tmp_path / "rows.jsonl", *rows, {"input_ids": [5, 6, 7]}, {"input_ids": [5, 6], "labels": [-100, 6]})
+    options = {"model_name_or_path": str(shop / "model"), "predict_prompts": True, "dataloader_num_workers": 0}
+    data = SFTData(predict_file=path, completion_only_loss=False, batch_size=4, **options)
+    data.setup("predict")
+    prompts = [prompt for batch in data.predict_dataloader() for prompt in batch]
+    tokenizer = data.tokenizer()
+    texts = [tokenizer.decode(each.token_ids) for each in prompts[:5]]
+    assert texts[0].endswith("Bye<|im_end|>\n<|im_start|>assistant\n") and texts[1].endswith("<|im_start|>assistant\n")
+    assert texts[2:] == ["shelf"] * 3
+    assert [each.token_ids.tolist() for each in prompts[5:]] == [[5, 6, 7], [5]]
+    assert [each.where for each in prompts] == [f"{path}:{n}" for n in range(1, 8)]
+
+
+def test_what_ends_an_answer(shop):
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    turn, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    ids = np.array([5])
+    answered = [Prompt(ids, np.array([6, last]), "a:1") for last in (end, 7)]  # 7 is a token like any other
+    assert end_tokens(tokenizer, answered) == {end}
+    assert end_tokens(tokenizer, [Prompt(ids, ids[:0], "a:1")]) == {turn}
+    tokenizer.chat_template = None
+    assert end_tokens(tokenizer, []) == set()
+
+
+def test_a_data_set_of_prompts_has_as_many_entries_as_conversations():
+    assert len(PromptDataset([[sample(5, 6)], [sample(IGNORED, 6)]])) == 2

@@ -1,0 +1,253 @@
+"""Log-probabilities of completions, beside ordinary forward passes in float64."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer
+
+from radixtrain import RadixCache, generate, prepare_model, score_completions
+from radixtrain.errors import UserError
+from radixtrain.generation import passes, score
+from radixtrain.generation.cache import CacheFull
+from radixtrain.generation.score import CompletionScore
+from radixtrain.testing import ragged_batches
+
+Ids = list[int]
+PROMPTS = [[7, 8, 9, 1, 2], [30, 31], [7, 8, 9, 3], [5]]
+COMPLETIONS = [[1], [2, 3, 4], [2, 3], [1, 2, 3, 4, 5, 6]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen3: Callable[..., Any]) -> Any:
+    return tiny_qwen3(vocab_size=400, num_hidden_layers=1).double().eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shop: Path) -> Any:
+    return AutoTokenizer.from_pretrained(shop / "model")
+
+
+def logprobs_of(model: Any, prompt: Ids, completion: Ids) -> list[float]:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+def assert_right(
+    model: Any, found: list[list[CompletionScore]], prompts: list[Ids], of_prompts: list[list[Ids]]
+) -> None:
+    assert [[each.token_ids for each in scores] for scores in found] == of_prompts
+    for prompt, scores in zip(prompts, found, strict=True):
+        for each in scores:
+            assert each.logprobs == pytest.approx(logprobs_of(model, prompt, each.token_ids), abs=1e-12)
+
+
+def is_free(cache: RadixCache) -> bool:
+    """Nothing is locked or reserved, and every slot is free or in the tree."""
+    in_tree = cache.pool.capacity - cache.pool.num_free
+    return (cache.root.locks, cache.num_reserved) == (0, 0) and in_tree == cache.num_tokens
+
+
+class TestScores:
+    def test_of_every_prompt(self, model: Any) -> None:
+        found = score_completions(model, PROMPTS, COMPLETIONS)
+        assert_right(model, found, PROMPTS, [COMPLETIONS] * 4)
+
+    def test_of_each_prompt(self, model: Any) -> None:
+        """As many as each has, none too."""
+        of_prompts = [COMPLETIONS[:1], [], COMPLETIONS[1:], [[9, 9]]]
+        assert_right(model, score_completions(model, PROMPTS, of_prompts), PROMPTS, of_prompts)
+
+    def test_equal_ones(self, model: Any) -> None:
+        """Prompts, completions, and one prompt and completion that read as another."""
+        prompts, of_prompts = [[1, 2], [1, 2], [1]], [[[3, 4], [3, 4]], [[3, 4]], [[2, 3, 4]]]
+        assert_right(model, score_completions(model, prompts, of_prompts), prompts, of_prompts)
+
+    def test_sums_and_means(self, model: Any) -> None:
+        (each,) = score_completions(model, [[7, 8]], [[1, 2, 3]])[0]
+        assert each.logprob == pytest.approx(math.fsum(each.logprobs))
+        assert each.mean_logprob == pytest.approx(each.logprob / 3) and each.logprob < each.mean_logprob < 0
+        assert isinstance(each.logprob, float) and all(type(logprob) is float for logprob in each.logprobs)
+
+    def test_texts(self, model: Any, tokenizer: Any) -> None:
+        """A completion is tokenised by itself, without special tokens."""
+        prompts, completions = ["Where is the saw? ", "Where is the plum? "], ["Shelf one.", "Shelf two."]
+        ids = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in completions]
+        found = score_completions(model, prompts, completions, tokenizer=tokenizer)
+        assert_right(model, found, tokenizer(prompts)["input_ids"], [ids, ids])
+
+    def test_conversations(self, model: Any, tokenizer: Any) -> None:
+        chat = [{"role": "user", "content": "Where is the saw?"}]
+        (prompt,) = tokenizer.apply_chat_template([chat], add_generation_prompt=True, return_dict=False)
+        assert_right(model, score_completions(model, [chat], [[9, 8]], tokenizer=tokenizer), [prompt], [[[9, 8]]])
+        with pytest.raises(UserError, match="shelf_life"):
+            score_completions(model, [chat], [[9]], tokenizer=tokenizer, chat_template_kwargs={"shelf_life": 3})
+
+    def test_nothing(self, model: Any) -> None:
+        assert score_completions(model, [], []) == [] == score_completions(model, [], COMPLETIONS)
+        assert score_completions(model, PROMPTS, []) == [[], [], [], []]
+
+    @pytest.mark.parametrize("kernel", ["torch", "eager"])
+    def test_kernel(self, model: Any, kernel: str) -> None:
+        assert_right(model, score_completions(model, PROMPTS, COMPLETIONS, kernel=kernel), PROMPTS, [COMPLETIONS] * 4)
+
+    def test_prepared_and_adapted(self, tiny_qwen3: Callable[..., Any]) -> None:
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+        model = get_peft_model(prepare_model(tiny_qwen3().double()), config).double().train()
+        found = score_completions(model, PROMPTS, COMPLETIONS)
+        assert model.training
+        assert_right(model.eval(), found, PROMPTS, [COMPLETIONS] * 4)
+
+    def test_generated_logprobs_are_the_same(self, model: Any) -> None:
+        answers = generate(model, PROMPTS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        found = score_completions(model, PROMPTS, [[each] for each in answers.token_ids])
+        for (each,), logprobs in zip(found, answers.logprobs, strict=True):
+            assert each.logprobs == pytest.approx(logprobs, abs=1e-12)
+
+    @pytest.mark.parametrize("name", ["MAX_SEQUENCES", "MAX_LOGITS"])
+    def test_several_passes(self, model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        """The later ones go on with what the earlier ones computed."""
+        monkeypatch.setattr(score, name, {"MAX_SEQUENCES": 3, "MAX_LOGITS": 4 * 400}[name])
+        monkeypatch.setattr(passes, "PIECE_CELLS", 3)
+        sizes: Ids = []
+        handle = model.lm_head.register_forward_pre_hook(lambda head, args: sizes.append(args[0].shape[1]))
+        found = score_completions(model, PROMPTS, COMPLETIONS)
+        handle.remove()
+        assert sum(sizes) == 4 * 12 and len(sizes) >= 6
+        assert name == "MAX_SEQUENCES" or max(sizes) == 6, "one completion is never cut"
+        assert_right(model, found, PROMPTS, [COMPLETIONS] * 4)
+
+
+class TestWork:
+    """Counted in rows of forward passes."""
+
+    def rows(self, model: Any, *arguments: Any, **options: Any) -> int:
+        sizes: Ids = []
+        handle = model.model.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        try:
+            score_completions(model, *arguments, **options)
+        finally:
+            handle.remove()
+        return sum(sizes)
+
+    def test_a_prompt_is_computed_once(self, model: Any) -> None:
+        """And of each completion all but the last token: 2 3 | 2, and 1 2 3 4 5."""
+        assert self.rows(model, [[7, 8, 9]], COMPLETIONS) == 3 + 2 + 5
+
+    def test_the_second_time(self, model: Any) -> None:
+        """Prompts are in the cache, but for the token that predicts; completions are not."""
+        cache = RadixCache()
+        prompts, completions = [list(range(60)), [*range(60), 99]], [[n, n] for n in range(10)]
+        assert self.rows(model, prompts, completions, cache=cache) == 61 + 20
+        assert is_free(cache) and 59 <= cache.num_tokens <= 61
+        before = cache.counters.num_hits
+        assert self.rows(model, prompts, completions, cache=cache) <= 2 + 1 + 20
+        assert cache.counters.num_hits - before >= 20 * 59
+        found = score_completions(model, prompts, completions, cache=cache)
+        assert_right(model, found, prompts, [completions] * 2)
+
+    def test_after_generating(self, model: Any) -> None:
+        """Answers that the cache holds are computed again where they predict, prompts are not."""
+        cache, prompt = RadixCache(), list(range(50))
+        answers = generate(model, [prompt], cache=cache, max_new_tokens=4, do_sample=False, eos_token_id=None).token_ids
+        assert self.rows(model, [prompt], answers, cache=cache) == 4
+        assert_right(model, score_completions(model, [prompt], answers, cache=cache), [prompt], [answers])
+        assert is_free(cache)
+
+    def test_other_weights_empty_the_cache(self, tiny_qwen3: Callable[..., Any]) -> None:
+        model, cache = tiny_qwen3().double().eval(), RadixCache()
+        score_completions(model, PROMPTS, COMPLETIONS, cache=cache)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.v_proj.weight.mul_(2)
+        found = score_completions(model, PROMPTS, COMPLETIONS, cache=cache)
+        assert_right(model, found, PROMPTS, [COMPLETIONS] * 4)
+
+
+@example([[1, 2, 3, 5, 6, 7]], [[1, 2, 3, 5, 6], [1, 2], [1, 2, 3, 8]], [[9, 9], [3, 6, 7], [4, 4]], 512, None)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ragged_batches(max_sequences=3),
+    ragged_batches(max_sequences=4),
+    ragged_batches(max_sequences=4, max_length=5),
+    st.sampled_from([1, 3, 512]),
+    st.sampled_from([None, 30]),
+)
+def test_generated_tries_on_a_cache_that_holds_others(
+    model: Any, cached: list[Ids], prompts: list[Ids], completions: list[Ids], cells: int, max_tokens: int | None
+) -> None:
+    """The example was 0.4 off: a short prompt whose completion goes on like longer prompts that the cache holds."""
+    cache, of_prompts = RadixCache(max_tokens), [completions] * len(prompts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "PIECE_CELLS", cells)
+        generate(model, cached, cache=cache, max_new_tokens=2, do_sample=False, eos_token_id=None)
+        for _ in range(2):
+            assert_right(model, score_completions(model, prompts, completions, cache=cache), prompts, of_prompts)
+            assert is_free(cache)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("prompts", "completions", "message"),
+        [
+            (PROMPTS, "one", "completions must be a list, got str"),
+            (PROMPTS, 3, "completions must be a list, got int"),
+            (PROMPTS, [[[1]], [[2]]], "completions: 2 lists for 4 prompts; give one for each"),
+            (PROMPTS, [[1], []], "completion 1 must have at least one token"),
+            (PROMPTS, ["one"], "completion 0 is a text: give the tokenizer, or token ids"),
+            (PROMPTS, [[1], [2, 400]], "has the token id 400, and the model has embeddings for ids from 0 to 399"),
+            ([[1], [-3]], [[1]], "prompt 1 has the token id -3"),
+            ([[1], []], [[1]], "prompt 1"),
+            (["one"], [[1]], "prompt 0 is a text, which needs a tokenizer"),
+        ],
+    )
+    def test_by_name(self, model: Any, prompts: Any, completions: Any, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            score_completions(model, prompts, completions)
+
+    def test_a_text_without_tokens(self, model: Any, tokenizer: Any) -> None:
+        with pytest.raises(UserError, match="completion 1 must have at least one token, got"):
+            score_completions(model, ["Shelf"], ["one", ""], tokenizer=tokenizer)
+
+    def test_a_kernel(self, model: Any) -> None:
+        with pytest.raises(UserError, match=r"kernel must be auto, .*; got 'fast'"):
+            score_completions(model, PROMPTS, COMPLETIONS, kernel="fast")
+
+    def test_a_hybrid(self, tiny_hybrid: Callable[..., Any]) -> None:
+        with pytest.raises(UserError, match=r"has recurrent layers, .* use model.generate"):
+            score_completions(tiny_hybrid("LFM2"), PROMPTS, COMPLETIONS)
+
+    def test_a_budget_that_is_too_small(self, model: Any) -> None:
+        """For one: a prompt of 60 keeps what no completion is long enough for."""
+        cache = RadixCache(max_tokens=20)
+        with pytest.raises(CacheFull):
+            score_completions(model, [list(range(60))], COMPLETIONS, cache=cache)
+        assert is_free(cache) and cache.num_tokens == 0
+
+    def test_a_budget_for_one_at_a_time(self, model: Any) -> None:
+        cache, prompts = RadixCache(max_tokens=60), [list(range(n, n + 50)) for n in (0, 100, 200)]
+        assert_right(model, score_completions(model, prompts, COMPLETIONS, cache=cache), prompts, [COMPLETIONS] * 3)
+        assert is_free(cache) and cache.num_tokens <= 60
+
+    def test_a_pass_that_is_interrupted(self, model: Any) -> None:
+        cache = RadixCache()
+
+        def interrupt(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.lm_head.register_forward_pre_hook(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                score_completions(model, PROMPTS, COMPLETIONS, cache=cache)
+        finally:
+            handle.remove()
+        assert is_free(cache)
+        assert_right(model, score_completions(model, PROMPTS, COMPLETIONS, cache=cache), PROMPTS, [COMPLETIONS] * 4)

@@ -1,0 +1,53 @@
+"""recipes/generate.py on a shop in miniature, and what it prints against Hugging Face's own model."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixtrain.data.formats import read_rows
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "generate.py"
+THINKING = {"enable_thinking": False}
+
+
+@pytest.fixture
+def printed(shop, monkeypatch, capsys) -> str:
+    files = (f"--model={shop / 'model'}", f"--file={shop / 'validation.jsonl'}")
+    monkeypatch.setattr(sys, "argv", [RECIPE.name, *files, "--max_new_tokens=4"])
+    runpy.run_path(str(RECIPE), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_prints_what_the_model_says(shop, printed):
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    model = AutoModelForCausalLM.from_pretrained(shop / "model")
+    chats = [row.fields["messages"] for row in read_rows(shop / "validation.jsonl")]
+    lines = [line for line in printed.splitlines() if re.match(r" +\d+ +\d+  (stop|length)", line)]
+    for chat, line in zip(chats, lines[: len(chats)], strict=True):
+        prompt = tokenizer.apply_chat_template(
+            chat[:-1], add_generation_prompt=True, return_dict=True, return_tensors="pt", **THINKING
+        )
+        with torch.no_grad():
+            answer = model.generate(**prompt, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
+        assert line.endswith(" ".join(tokenizer.decode(answer, skip_special_tokens=True).split())), line
+    assert len(lines) == len(chats) + 2 * 4, "an answer to each, and 4 samples of 2"
+
+
+def test_every_use_shares(printed):
+    ratios = [float(r) for r in re.findall(r"\(r ([\d.]+)\)", printed)]
+    assert len(ratios) == 2 and min(ratios) > 2
+    assert re.search(r"\d choices for each prompt: [\d.]+% are right", printed)
+    (first, cached), (second, cached_then) = (
+        map(int, turn) for turn in re.findall(r"turn of (\d+) tokens, (\d+) of them cached", printed)
+    )
+    assert cached == 0 and second > first and cached_then > 0.8 * first
+
+
+def test_a_reader_sees_it_on_one_screen():
+    text = RECIPE.read_text(encoding="utf-8")
+    assert "python recipes/generate.py" in text and len(text.splitlines()) <= 72
