@@ -1,11 +1,12 @@
 """Attention of new rows over rows whose keys and values were computed before: prefill and decoding, without a backward.
 
-U new rows, N query heads, K key/value heads, G = N / K, H head dim, L slots of a lane, C slots of the store. What a
-query sees is in parts, merged by log-sum-exp (Hydragen, section 3.1):
+U new rows, N query heads, K key/value heads, G = N / K, H head dim, L slots of a lane, C slots of the store. A *slot*
+is a row of the store: the key and the value of one token. What a query sees is in pieces (`pieces.py`), merged by
+log-sum-exp (Hydragen, section 3.1):
 
 - *shared rows*, stored once, that all queries below them see whole: one product for all of these queries;
-- its own part: among the new rows themselves (prefill, `attention_in_pieces`), or in its *lane*, a private run of
-  `step` slots of one sequence (decoding). All lanes are one batched call on a view of the store: nothing is copied.
+- its own rows: new ones too (prefill), or those of its *lane*, a private run of `step` slots of one sequence
+  (decoding). All lanes are one batched call on a view of the store: nothing is copied.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def attention_in_lanes(
     """Decoding: each query over its own lane and over shared rows. Arguments as above.
 
     The G query heads of a key/value head are G queries of it, so that its keys are read once: in half the time of one
-    query with grouped heads (16 lanes of 60, 8 heads of 128 on 2).
+    query with grouped heads (16 lanes of 60, 8 heads of 128 on 2; one CPU thread).
     A kernel that does not loop takes no strided keys with a mask: then the lanes are computed by the eager kernel.
     """
     looping = kernel if isinstance(kernel, LoopingKernel) else EagerKernel()
@@ -108,7 +109,11 @@ def _merged(
     scoring: Scoring,
     sinks: Tensor | None,
 ) -> Tensor:
-    """first: output and log-sum-exp of every row. rest: pieces with the keys and values that they read."""
+    """(U, N, H). All pieces together, in the dtype of q.
+
+    first: of one that covers every query, its output (U, N, H) and log-sum-exp (N, U).
+    rest: the others, each with the keys and values that it reads.
+    """
     out, lse = first
     if not rest and sinks is None:
         return out

@@ -98,14 +98,12 @@ def tree_attention(
     layout = plan if isinstance(plan, TreeLayout) else _layout_of(plan, query, attention)
     _check_tensors(query, key, value, layout.num_rows, layout.device)
     _check_modifiers(query, softcap, window, sinks)
-    binding = window if window is not None and window < layout.max_seqlen else None
-    modifiers = {"softcap": softcap is not None, "window": binding is not None, "sinks": sinks is not None}
-    choice = choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1], **modifiers)
-    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
+    scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
+    choice = _chosen(attention, kernel, query, scoring, sinks)
     if choice.strategy == "tree":
         return _tiled(query, key, value, layout, scoring.scale)
     if choice.strategy == "reference":
-        mask = tree_mask(layout.row_subtree_ends, layout.row_depths, binding)
+        mask = tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
         return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
@@ -143,13 +141,10 @@ def cached_attention(
     """
     _check_tensors(query, key, value, layout.num_rows, layout.slots.device)
     _check_modifiers(query, softcap, window, sinks)
-    binding = window if window is not None and window < layout.max_seqlen else None
-    modifiers = {"softcap": softcap is not None, "window": binding is not None, "sinks": sinks is not None}
-    choice = choose_attention("auto", kernel, query.device, query.dtype, query.shape[-1], **modifiers)
-    scoring = Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
-    varlen = _kernel(choice.kernel, query.device)
-    if binding is not None:
-        slots, call = layout.windowed(binding)
+    scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
+    varlen = _kernel(_chosen("auto", kernel, query, scoring, sinks).kernel, query.device)
+    if scoring.window is not None:
+        slots, call = layout.windowed(scoring.window)
         piece = Piece(slice(None), slice(None), call)
         seen_keys, seen_values = (rows.index_select(0, slots) for rows in stored)
         return attention_in_pieces(query, seen_keys, seen_values, [piece], varlen, scoring, sinks)
@@ -158,6 +153,22 @@ def cached_attention(
     assert layout.prompts is not None
     own = _pieces_of(layout.prompts, key, value)
     return attention_with_stored_rows(query, key, value, stored, own, layout.shared, varlen, scoring, sinks)
+
+
+def _scoring(query: Tensor, scale: float | None, softcap: float | None, window: int | None, max_seqlen: int) -> Scoring:
+    """How scores are made. A window that no sequence exceeds is left out."""
+    binding = window if window is not None and window < max_seqlen else None
+    return Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
+
+
+def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks: Tensor | None) -> AttentionChoice:
+    """The strategy and kernel for these scores."""
+    modifiers = {
+        "softcap": scoring.softcap is not None,
+        "window": scoring.window is not None,
+        "sinks": sinks is not None,
+    }
+    return choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1], **modifiers)
 
 
 def choose_attention(

@@ -42,11 +42,12 @@ def main() -> None:
     chosen = [choices[max(range(len(choices)), key=lambda place: each[place].logprob)] for each in scores]
     print(f"{len(choices)} choices for each prompt: {share_of_equal(chosen, answers):.1%} are right\n")
 
-    cache, chat = RadixCache(max_tokens=100_000), prompts[0]
-    for question in ("Are you sure?", "And who can I call?"):
+    cache, chat = RadixCache(max_tokens=100_000), prompts[0][:-1]
+    for question in (prompts[0][-1]["content"], "Are you sure?"):
+        chat = [*chat, {"role": "user", "content": question}]
         reply = generate(model, [chat], **common, **length, cache=cache)
         print(f"turn of {reply.stats.num_prompt_tokens} tokens, {reply.stats.num_cached_tokens} of them cached")
-        chat = [*chat, {"role": "assistant", "content": reply.texts[0]}, {"role": "user", "content": question}]
+        chat = [*chat, {"role": "assistant", "content": reply.texts[0]}]
 
 
 def share_of_equal(texts: list[str], answers: list[str]) -> float:

@@ -61,6 +61,7 @@ TABLE = (
         "transformers.PretrainedConfig._attn_implementation",
         (
             "radixtrain/bench/baseline.py",
+            "radixtrain/hf/cached_pass.py",
             "radixtrain/hf/hooks.py",
             "radixtrain/hf/padded/calls.py",
             "radixtrain/hf/prepare.py",
@@ -145,8 +146,13 @@ TABLE = (
     ),
     Private(
         "torch.nn.Module._forward_pre_hooks",
-        ("radixtrain/hf/hooks.py", "radixtrain/hf/padded/calls.py", "radixtrain/hf/padded/head.py"),
-        "finds our hooks, on copies of a head too, and whether PEFT gives each row an adapter (adapter_names)",
+        (
+            "radixtrain/generation/weights.py",
+            "radixtrain/hf/hooks.py",
+            "radixtrain/hf/padded/calls.py",
+            "radixtrain/hf/padded/head.py",
+        ),
+        "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's",
     ),
     Private(
         "torch.nn.Module._forward_pre_hooks_with_kwargs",
@@ -155,8 +161,8 @@ TABLE = (
     ),
     Private(
         "torch.nn.Module._forward_hooks",
-        ("radixtrain/hf/hooks.py",),
-        "finds our hooks",
+        ("radixtrain/generation/weights.py", "radixtrain/hf/hooks.py"),
+        "finds our hooks, and a user's, which empty a cache",
     ),
     Private(
         "torch.nn.Module._forward_hooks_with_kwargs",
@@ -259,7 +265,7 @@ INSTANCES: dict[Any, Callable[[], Any]] = {
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")  # not dunder names, which Python documents
 OUR_MARK = "_radix"  # attributes that we set on objects of others
-DOCUMENTED = {"_asdict", "_replace"}  # of a NamedTuple, whose methods all begin with an underscore
+DOCUMENTED = {"_asdict", "_fields", "_replace"}  # of a NamedTuple, whose methods all begin with an underscore
 
 
 def privates_of(name: str) -> set[str]:

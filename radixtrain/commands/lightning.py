@@ -155,7 +155,7 @@ class RadixCLI(LightningCLI):
             self.model.configure_model()
         if subcommand in ("fit", "validate"):
             self.evaluation.prepare(self.model, self.datamodule)
-        self.model.answer_options = replace(self.evaluation.options, seed=self.datamodule.hparams.seed)
+        self.model.answers.options = replace(self.evaluation.options, seed=self.datamodule.hparams.seed)
         trainer = cast(Any, self.trainer)
         trainer.typed = self.typed
         if subcommand == "fit":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.grouping import check_group_by_prefix, grouped_order
 from radixtrain.data.prompts import Prompt, PromptDataset, Prompts, choose_prompts
 from radixtrain.data.report import EncodeReport
+from radixtrain.data.resume import check_state, state_of
 from radixtrain.data.splits import encoder_of, load_split, take_validation
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features_of
 from radixtrain.data.tokenized.corpus import Corpus
@@ -189,30 +189,12 @@ class SFTData(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of the steps depends on, and a digest of the samples; part of every checkpoint."""
-        corpus = self.conversations.get("train")
-        sizes: dict[str, Any] = {name: int(self.hparams[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
-        sizes["group_by_prefix"] = str(self.hparams.group_by_prefix).lower()  # true is not 1
-        if corpus is None:
-            return {"conversations": 0, **sizes, "digest": ""}
-        return {"conversations": len(corpus), **sizes, "digest": corpus.digest}
+        return state_of(self.hparams, self.conversations.get("train"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UserError if the checkpoint belongs to other data: its place in their order would mean nothing here."""
-        if "train" not in self.conversations:
-            return
-        here = self.state_dict()
-        state = {"group_by_prefix": "false", **state}  # checkpoints of version 0.1.0 and older do not say it
-        if "rows" in state:  # checkpoints of version 0.1.0 and older have a checksum of the tokens
-            here = {**here, "rows": _checksum(self.conversations["train"])}
-            del here["digest"]
-        changed = [
-            f"{name} was {state.get(name)} and is {here[name]}" for name in here if state.get(name) != here[name]
-        ]
-        if changed:
-            named = ", ".join(changed)
-            raise UserError(
-                f"ckpt_path: the checkpoint belongs to other steps: {named}; resume with the data of the run"
-            )
+        """UserError if the checkpoint belongs to other data."""
+        if "train" in self.conversations:
+            check_state(state, self.hparams, self.conversations["train"])
 
     @property
     def steps_per_epoch(self) -> int:
@@ -319,10 +301,3 @@ class SFTData(L.LightningDataModule):
                 f"data.max_length {hparams.max_length} exceeds data.max_tokens {hparams.max_tokens}: a sequence that "
                 f"long has no micro-batch to go into; raise max_tokens or lower max_length"
             )
-
-
-def _checksum(corpus: Corpus) -> int:
-    checksum = 0
-    for sample in (sample for samples in corpus for sample in samples):
-        checksum = zlib.crc32(sample.input_ids.tobytes(), checksum)
-    return checksum

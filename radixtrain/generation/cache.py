@@ -43,7 +43,7 @@ class CacheFull(UserError):
     def __init__(self, needed: int, available: int, max_tokens: int):
         super().__init__(
             f"a cache of max_tokens={max_tokens} has room for {available} more tokens while the others are in use, and "
-            f"{needed} are needed: raise max_tokens or generate in smaller batches (batch_size)"
+            f"{needed} are needed: raise max_tokens"
         )
         self.needed, self.available, self.max_tokens = needed, available, max_tokens
 

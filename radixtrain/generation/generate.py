@@ -16,21 +16,23 @@ from radixtrain.generation.engine import Engine, Limits
 from radixtrain.generation.generated import Generated, GenerationStats
 from radixtrain.generation.options import max_new_tokens_of, resolve_config
 from radixtrain.generation.passes import PIECE_CELLS, worth_keeping
-from radixtrain.generation.prefill import Prefill
-from radixtrain.generation.prompts import token_ids_of
+from radixtrain.generation.prefill import prefill_on
+from radixtrain.generation.prompts import check_ids, padding_mask, token_ids_of
 from radixtrain.generation.requests import Request
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.generation.stopping import Stopper
-from radixtrain.generation.weights import fingerprint
 from radixtrain.hf.backbone import model_inside, parts_of
-from radixtrain.hf.cached_pass import on_stored_rows
+from radixtrain.hf.refusals import check_generation
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import sort_sequences
 
-__all__ = ["check_ids", "generate"]
+__all__ = ["generate"]
 
+# Without a batch size. A lane is a private run of slots, for what one sequence does not share.
 MAX_LANES = 256
-LANE_SLOTS = 65_536  # of all lanes, if no batch size is given
+LANE_SLOTS = 65_536  # of all lanes, if no batch size is given and answers are not longer than is expected
+EXPECTED_ANSWER = 1_024  # tokens; most answers are shorter than they may be
+FIRST_ANSWER = 128  # tokens of an answer that a lane takes before it is made longer
 
 
 def generate(
@@ -54,12 +56,14 @@ def generate(
     model: a `PreTrainedModel` for causal language modelling, one wrapped by PEFT, prepared for training or not. It runs
         in evaluation mode and without gradients, and is left as it was.
     prompts: texts, conversations (lists of messages, rendered with the chat template), lists of token ids, or a padded
-        (B, L) tensor with its attention_mask.
+        (B, L) tensor with its attention_mask, which is inferred from pad_token_id as `model.generate` does.
     tokenizer: for texts and conversations, for `stop_strings`, and to decode the answers.
     generation_config, options: fields of transformers' `GenerationConfig`, with its meanings and defaults:
         max_new_tokens, do_sample, temperature, top_k, top_p, num_return_sequences, stop_strings and so on.
     logits_processor, stopping_criteria: your own, as `model.generate` takes them.
-    batch_size: sequences that are decoded at once; by default as many as fit 65,536 slots, at most 256.
+    chat_template_kwargs: variables of the chat template, for conversations.
+    batch_size: sequences that are decoded at once; by default as many as fit 65,536 stored tokens with
+        answers of up to 1,024 each, at most 256.
     cache: a `RadixCache` that later calls go on with: a conversation, an agent. It keeps prompts and answers as long as
         its budget has room, and is emptied if the weights have changed. By default nothing is kept.
     seed: of the samples. An answer depends on the seed and its place in the result, not on what is computed beside it.
@@ -71,22 +75,23 @@ def generate(
     """
     started = time.perf_counter()
     parts = parts_of(model_inside(model))
+    if parts.base.config.is_encoder_decoder or not parts.base.can_generate():
+        check_generation(parts, 1)  # says why; the options of such a model cannot be resolved
     config = resolve_config(model, generation_config, **options)
+    if attention_mask is None:
+        attention_mask = padding_mask(prompts, config)
     ids = token_ids_of(prompts, tokenizer, attention_mask, **(chat_template_kwargs or {}))
-    check_ids(ids, parts.decoder.config.vocab_size)
+    for place, prompt in enumerate(ids):
+        check_ids(prompt, f"prompt {place}", parts.decoder.config.vocab_size)
     chooser = TokenChooser(model, config, logits_processor, seed)
-    requests = _requests(ids, config, chooser)
+    requests = _requests(ids, config)
     if not requests:
         return _generated(ids, [], config, tokenizer, GenerationStats(0, 0, 0, 0, 0.0))
     stopper = Stopper(model, config, tokenizer, stopping_criteria)
     limits = _limits(requests, batch_size)
-    keeps_answers, cache = cache is not None, RadixCache() if cache is None else cache
     longest = max(len(request.prompt) + request.max_new for request in requests) - 1
-    with cache.exclusive(), on_stored_rows(model, parts, kernel, longest):
-        if keeps_answers:
-            cache.of_weights(fingerprint(model))
-        prefill = Prefill(parts, cache, kernel)
-        Engine(prefill, chooser, stopper, limits, keeps_answers).run(requests)
+    with prefill_on(cache, model, parts, kernel, longest) as prefill:
+        Engine(prefill, chooser, stopper, limits, keeps_answers=cache is not None).run(requests)
     answers = sorted(requests, key=lambda request: request.index)
     counts, seconds = prefill.counts, time.perf_counter() - started
     num_new = sum(len(request.token_ids) for request in requests)
@@ -94,7 +99,7 @@ def generate(
     return _generated(ids, answers, config, tokenizer, stats)
 
 
-def _requests(ids: Sequence[IntArray], config: GenerationConfig, chooser: TokenChooser) -> list[Request]:
+def _requests(ids: Sequence[IntArray], config: GenerationConfig) -> list[Request]:
     """One for each answer, sorted by the prompts."""
     if not ids:
         return []
@@ -108,19 +113,20 @@ def _requests(ids: Sequence[IntArray], config: GenerationConfig, chooser: TokenC
         zip(by_order.order.repeat(samples).tolist(), worth_keeping(lcp), strict=True)
     ):
         index, most = prompt * samples + rank % samples, int(max_new[prompt])
-        draws = chooser.draws(index, most) if chooser.samples else np.zeros(0)
-        requests.append(Request(index, ids[prompt], most, draws, rank, int(lcp[rank]), int(kept)))
+        requests.append(Request(index, ids[prompt], most, np.zeros(0), rank, int(lcp[rank]), int(kept)))
     return requests
 
 
 def _limits(requests: Sequence[Request], batch_size: int | None) -> Limits:
-    """How many lanes, and how long they are: the tails that they take and the longest answer."""
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+    """How many lanes, and how long they are at first: the tails that they take, and the beginning of an answer."""
+    if batch_size is not None and (
+        isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1
+    ):
         raise UserError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
     tail = _longest_tail(np.array([len(request.prompt) - request.kept for request in requests]))
-    length = tail + max(request.max_new for request in requests)
-    number = batch_size or max(1, min(MAX_LANES, LANE_SLOTS // length))
-    return Limits(min(number, len(requests)), tail, length)
+    longest = max(request.max_new for request in requests)
+    number = int(batch_size or 0) or max(1, min(MAX_LANES, LANE_SLOTS // (tail + min(longest, EXPECTED_ANSWER))))
+    return Limits(min(number, len(requests)), tail, tail + min(longest, FIRST_ANSWER))
 
 
 def _longest_tail(tails: IntArray) -> int:
@@ -132,17 +138,6 @@ def _longest_tail(tails: IntArray) -> int:
     longer = len(ordered) - 1 - np.arange(len(ordered))  # tails that are longer than each
     cells = ordered * len(ordered) + longer * PIECE_CELLS
     return int(ordered[cells.argmin()])
-
-
-def check_ids(ids: Sequence[IntArray], vocabulary: int) -> None:
-    """UserError for a token id that is not in the vocabulary of the model."""
-    for place, prompt in enumerate(ids):
-        wrong = prompt[(prompt < 0) | (prompt >= vocabulary)]
-        if len(wrong):
-            raise UserError(
-                f"prompt {place} has the token id {wrong[0]}, and the model has embeddings for ids from 0 to "
-                f"{vocabulary - 1}: is it the tokenizer of this model?"
-            )
 
 
 def _generated(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from radixtrain.errors import UserError
+
 __all__ = ["Generated", "GenerationStats"]
 
 SHOWN_ANSWERS = 10
@@ -18,8 +20,11 @@ SHOWN_TOKENS = 12
 class GenerationStats:
     """What the answers took.
 
-    num_prompt_tokens: of all prompts. num_cached_tokens: of those, found in the cache. num_computed_tokens: rows that
-        the prompts were computed as. num_new_tokens: of all answers. seconds: of the whole call.
+    num_prompt_tokens: of all prompts.
+    num_cached_tokens: of those, found in the cache.
+    num_computed_tokens: computed for the prompts; what they share counts once.
+    num_new_tokens: of all answers.
+    seconds: of the whole call.
     """
 
     num_prompt_tokens: int
@@ -74,6 +79,8 @@ class Generated:
 
     def sequences(self, pad_token_id: int) -> Tensor:
         """What `model.generate` returns, (answers, L), int64: prompts padded on the left, answers on the right."""
+        if not isinstance(pad_token_id, int):
+            raise UserError(f"pad_token_id: expected a token id to pad with, got {pad_token_id!r}; 0 will do")
         n = self.num_return_sequences
         longest_prompt = max(map(len, self.prompt_ids), default=0)
         longest_answer = max(map(len, self.token_ids), default=0)

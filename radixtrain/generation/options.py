@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, WatermarkingConfig
 
 from radixtrain.errors import UserError, did_you_mean, first_line
-from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.backbone import model_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,7 +102,6 @@ INSTEAD = {
     "negative_prompt_attention_mask": "there is no guidance",
     "synced_gpus": "each process generates its own answers",
 }
-DEFAULT_NEW_TOKENS = "max_length"  # what transformers adds to the prompt if no length is given
 
 
 def resolve_config(model: nn.Module, generation_config: GenerationConfig | None, **kwargs: Any) -> GenerationConfig:
@@ -117,8 +116,10 @@ def resolve_config(model: nn.Module, generation_config: GenerationConfig | None,
 
     Raises UserError for an unknown name, a field that is not supported, or a value that transformers refuses.
     """
-    base = pretrained_model_of(model)
-    defaults = getattr(model, "generation_config", None) or GenerationConfig()
+    base = model_inside(model)
+    defaults: Any = getattr(model, "generation_config", None) or base.generation_config or GenerationConfig()
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise UserError(f"generation_config: expected a GenerationConfig, got {type(generation_config).__name__}")
     for name in kwargs:
         _check_name(name)
     try:
@@ -172,7 +173,9 @@ def _check_name(name: str) -> None:
         raise UserError(f"generation option {name!r} is not supported: {INSTEAD[name]}")
     known = {*USED, *WITHOUT_EFFECT, *REFUSED}
     if name not in known:
-        hint = did_you_mean(name, sorted(known), "; expected a field of transformers' GenerationConfig")
+        variables = "variables of the chat template go into chat_template_kwargs"
+        expected = f"; expected a field of transformers' GenerationConfig; {variables}"
+        hint = did_you_mean(name, sorted(known), expected)
         raise UserError(f"unknown generation option {name!r}{hint}")
 
 
@@ -199,7 +202,7 @@ def _settle_lengths(config: GenerationConfig, base: PreTrainedModel, has_length:
     if config.max_new_tokens is not None:
         config.max_length = None
     elif not has_length or config.max_length is None:
-        config.max_new_tokens = config._get_default_generation_params()[DEFAULT_NEW_TOKENS]
+        config.max_new_tokens = config._get_default_generation_params()["max_length"]  # 20, beside the prompt
         config.max_length = getattr(base.config, "max_position_embeddings", None)
 
 
@@ -209,7 +212,7 @@ def _check_values(config: GenerationConfig) -> None:
         config.num_return_sequences = 1
     for name in ("max_new_tokens", "max_length", "num_return_sequences"):
         value = getattr(config, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
             raise UserError(f"{name}: expected a whole number of at least 1, got {value!r}")
     if config.exponential_decay_length_penalty is not None and config.eos_token_id is None:
         raise UserError("exponential_decay_length_penalty raises the score of the end token: set eos_token_id")

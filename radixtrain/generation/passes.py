@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.generation.cache import Match, Node
+from radixtrain.generation.cache import Match
+from radixtrain.generation.nodes import Node, path_to_root
 from radixtrain.generation.requests import Request
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.pieces import Piece
@@ -29,16 +30,16 @@ from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.sorting import without_small_branches
 
 __all__ = [
-    *("PIECE_CELLS", "LaneBlock", "Pass", "PromptPlan", "SharedRows"),
+    *("PIECE_CELLS", "LaneRange", "Pass", "PromptPlan", "SharedRows"),
     *("decoding_pass", "shared_runs", "worth_keeping"),
 ]
 
-# (query, key) pairs that a product of its own has to save at every step to be worth its calls: measured on one thread
+# (query, key) pairs that a product of its own has to save at every step to be worth its calls: on one CPU thread
 PIECE_CELLS = 512
 
 
 @dataclass(frozen=True)
-class LaneBlock:
+class LaneRange:
     """The lanes of a generation: one run of slots. first: its first slot. step: slots of a lane. number: of lanes."""
 
     first: int
@@ -50,17 +51,23 @@ class LaneBlock:
         start = self.first + lane * self.step
         return np.arange(start, start + length)
 
+    def slots_of(self, lanes: IntArray, lengths: IntArray) -> IntArray:
+        """The first slots of several lanes, lane by lane. lengths: how many of each; may be 0."""
+        filled = lengths > 0
+        return concatenate_ranges(self.first + lanes[filled] * self.step, lengths[filled])
+
 
 @dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass on a device.
 
-    input_ids, position_ids: (U,), int64. rows: (R,), int64. those whose logits are wanted.
+    input_ids, position_ids: (U,), int64.
+    predictor_indices: (R,), int64. which rows predict: those whose logits are wanted.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    rows: Tensor
+    predictor_indices: Tensor
     layout: CachedLayout
 
 
@@ -122,7 +129,7 @@ class PromptPlan:
     def pass_of(
         self,
         kept_slots: IntArray,
-        lanes: LaneBlock,
+        lanes: LaneRange,
         first_lane: int,
         predicting: Sequence[IntArray] | None,
         device: torch.device,
@@ -214,7 +221,7 @@ def decoding_pass(
     tokens: Tensor,
     lengths: IntArray,
     used: IntArray,
-    lanes: LaneBlock,
+    lanes: LaneRange,
     mask: Tensor,
     shared: SharedRows,
 ) -> Pass:
@@ -257,10 +264,9 @@ def shared_runs(nodes: Sequence[Node]) -> list[tuple[list[int], IntArray]]:
     """
     readers: dict[Node, list[int]] = {}
     for place, node in enumerate(nodes):
-        above: Node | None = node
-        while above is not None and above.parent is not None:
-            readers.setdefault(above, []).append(place)
-            above = above.parent
+        for above in path_to_root(node):
+            if above.parent is not None:  # the root has no slots
+                readers.setdefault(above, []).append(place)
     runs: dict[tuple[int, ...], list[Node]] = {}
     for node, places in readers.items():
         runs.setdefault(tuple(places), []).append(node)  # a node comes before the one above it

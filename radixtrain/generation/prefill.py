@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.passes import LaneBlock, Pass, PromptPlan
+from radixtrain.generation.passes import LaneRange, Pass, PromptPlan
 from radixtrain.generation.requests import Request
 from radixtrain.generation.store import KeyValueStore
+from radixtrain.generation.weights import fingerprint
 from radixtrain.hf.backbone import Parts
-from radixtrain.hf.cached_pass import StoredPasses
+from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["Counts", "Prefill", "number_that_fits"]
+__all__ = ["Counts", "Prefill", "number_that_fits", "prefill_on"]
 
 MAX_ROWS = 16_384  # new rows of a pass of prompts, as long as it is more than one prompt
 
@@ -28,6 +31,26 @@ class Counts:
     prompt: int = 0
     cached: int = 0
     computed: int = 0
+
+
+@contextmanager
+def prefill_on(
+    cache: RadixCache | None, model: nn.Module, parts: Parts, kernel: str, longest: int
+) -> Iterator[Prefill]:
+    """Inside, the model computes prompts, and no other thread uses the cache or the model.
+
+    cache: emptied if the weights have changed since its last call; None for one that is gone afterwards.
+    model: as the user gave it. parts: of it. longest: as in `check_generation`.
+
+    Raises UserError as `on_stored_rows` does.
+    """
+    if cache is not None and not isinstance(cache, RadixCache):
+        raise UserError(f"cache: expected a RadixCache, or None to keep nothing, got {type(cache).__name__}")
+    own = RadixCache() if cache is None else cache
+    with own.exclusive(), on_stored_rows(model, parts, kernel, longest):
+        if cache is not None:
+            cache.of_weights(fingerprint(model))
+        yield Prefill(parts, own, kernel)
 
 
 class Prefill:
@@ -48,14 +71,14 @@ class Prefill:
         """Where the model takes its tokens."""
         return self.passes.device
 
-    def logits(self, each: Pass) -> Tensor:
+    def logits(self, step: Pass) -> Tensor:
         """(R, V). Run a pass."""
-        return self.passes.logits(each.input_ids, each.position_ids, each.rows, each.layout)
+        return self.passes.logits(step.input_ids, step.position_ids, step.predictor_indices, step.layout)
 
     def start(
         self,
         requests: Sequence[Request],
-        lanes: LaneBlock,
+        lanes: LaneRange,
         first_lane: int,
         longest_tail: int,
         predicting: Sequence[IntArray] | None = None,
@@ -65,10 +88,10 @@ class Prefill:
         requests: sorted. first_lane: of the first of them. longest_tail: as in `PromptPlan.of`.
         predicting: of each request, the places of the tokens whose logits are wanted; by default only its last one.
 
-        Returns logits, (R, V), and the length of each tail. Raises CacheFull, and leaves no trace, if the budget is too
-        small; whoever ends a request unlocks its node.
+        Returns logits, (R, V), and the length of each tail, (B,), int64. The caller releases each request at its end.
+        Raises CacheFull, and leaves no trace, if the budget is too small.
         """
-        matches = [self.cache.match_prefix(_cachable(request, at)) for request, at in _with(requests, predicting)]
+        matches = [self.cache.match_prefix(_cacheable(request, at)) for request, at in _paired(requests, predicting)]
         for match in matches:
             self.cache.lock(match.node)
         try:
@@ -79,7 +102,7 @@ class Prefill:
                 self.cache.unlock(match.node)
 
     def _compute(
-        self, plan: PromptPlan, lanes: LaneBlock, first_lane: int, predicting: Sequence[IntArray] | None
+        self, plan: PromptPlan, lanes: LaneRange, first_lane: int, predicting: Sequence[IntArray] | None
     ) -> Tensor:
         slots = self.cache.reserve(len(plan.kept_rows))
         try:
@@ -107,13 +130,13 @@ def number_that_fits(waiting: Iterable[Request], most: int) -> int:
     return number
 
 
-def _with(
+def _paired(
     requests: Sequence[Request], predicting: Sequence[IntArray] | None
 ) -> Iterable[tuple[Request, IntArray | None]]:
     places: Sequence[IntArray | None] = predicting or [None] * len(requests)
     return zip(requests, places, strict=True)
 
 
-def _cachable(request: Request, predicting: IntArray | None) -> IntArray:
+def _cacheable(request: Request, predicting: IntArray | None) -> IntArray:
     """The tokens that need not be computed if the cache has them: those before the first one that predicts."""
     return request.prompt[: -1 if predicting is None else int(predicting[0])]

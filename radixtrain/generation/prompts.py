@@ -1,4 +1,4 @@
-"""Prompts of any kind to token ids: texts, token ids, conversations, and padded tensors."""
+"""Prompts of any kind -> token ids: texts, token ids, conversations, and padded tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from radixtrain.data.tokens.pieces import PieceTokenizer
 from radixtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["token_ids_of"]
+__all__ = ["check_ids", "padding_mask", "token_ids_of"]
 
+# What a tokenizer returns about text. Of the rest a model may compute something else.
+OF_TEXT = ("input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", "length")
 EXPECTED = "expected a text, a list of token ids, or a list of messages {role, content}"
 
 
@@ -43,6 +45,11 @@ def token_ids_of(
     Raises UserError for a prompt that is empty or of another kind (by its place in the list, from 0), if texts come
     without a tokenizer, and for a variable that the template does not read.
     """
+    if tokenizer is not None and not callable(tokenizer):
+        raise UserError(
+            f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}; load it with "
+            f"AutoTokenizer.from_pretrained"
+        )
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         return token_ids_of(*_encoded(prompts, attention_mask))
     if isinstance(prompts, Tensor | np.ndarray):
@@ -55,15 +62,54 @@ def token_ids_of(
     return found
 
 
+def check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
+    """UserError for a token id that the model has no embedding for. name: whose ids, for the error."""
+    wrong = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(wrong):
+        raise UserError(
+            f"{name} has the token id {wrong[0]}, and the model has embeddings for ids from 0 to {vocabulary - 1}: is "
+            f"it the tokenizer of this model?"
+        )
+
+
+def padding_mask(prompts: Any, config: GenerationConfig) -> Any:
+    """The attention_mask of a (B, L) array of prompts that came without one, as `model.generate` infers it.
+
+    config: whose pad_token_id is padding wherever it stands, unless it is an end token too.
+
+    Returns None if there is no padding, and for prompts of any other kind.
+    """
+    ids = prompts.get("input_ids") if isinstance(prompts, Mapping) and "attention_mask" not in prompts else prompts
+    pad, eos = config.pad_token_id, config.eos_token_id
+    if not isinstance(ids, Tensor | np.ndarray) or pad is None or pad in (eos if isinstance(eos, list) else [eos]):
+        return None
+    mask = _array(ids) != pad
+    return None if mask.all() else mask
+
+
 def _encoded(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, None, Any]:
     """Prompts, no tokenizer, and mask of what a tokenizer returned, which may be lists of different lengths."""
+    _check_only_text(encoding)
     ids = encoding["input_ids"]
     mask = encoding.get("attention_mask") if attention_mask is None else attention_mask
+    if isinstance(ids, list) and ids and isinstance(ids[0], int):  # of one text
+        ids, mask = [ids], None if mask is None else [mask]
     if mask is None or isinstance(ids, Tensor | np.ndarray):
         return ids, None, mask
     if len(mask) != len(ids) or any(len(row) != len(kept) for row, kept in zip(ids, mask, strict=True)):
         raise UserError("attention_mask: expected one number for each token of input_ids")
     return [_array(row)[_array(kept) != 0] for row, kept in zip(ids, mask, strict=True)], None, None
+
+
+def _check_only_text(encoding: Mapping[str, Any]) -> None:
+    """UserError for what would be lost: images, or types that are not those of plain text."""
+    for name, values in encoding.items():
+        if name in OF_TEXT or (name.endswith("token_type_ids") and not any(_array(row).any() for row in values)):
+            continue
+        raise UserError(
+            f"prompts: {name} is not supported, because a prompt is token ids of text; leave it out if the answer does "
+            f"not depend on it, or use model.generate"
+        )
 
 
 def _each(
@@ -78,6 +124,8 @@ def _each(
             check_encodable(prompt, f"prompt {place}")
             texts[place] = prompt
         elif isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+            if "messages" in prompt[0]:
+                raise UserError(f'prompt {place} is made of rows, not of messages: give row["messages"] of each')
             conversations[place] = prompt
         else:
             found[place] = _ids(prompt, place)

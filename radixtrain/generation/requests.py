@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from radixtrain.generation.cache import Node, RadixCache
+from radixtrain.generation.cache import RadixCache
+from radixtrain.generation.nodes import Node, path_to_root
+from radixtrain.generation.sampling import TokenChooser
 from radixtrain.tree.arrays import IntArray
 
 __all__ = ["Request"]
+
+FIRST_DRAWS = 64
 
 
 @dataclass(eq=False)
@@ -19,15 +23,16 @@ class Request:
     index: its place in the result. rank: its place in sorted order.
     prompt: (n,), int64.
     max_new: most tokens of the answer.
-    draws: (max_new,), float64 in [0, 1). what its tokens are sampled with; empty if they are not sampled.
+    draws: (n,), float64 in [0, 1). what its first tokens are sampled with; more are drawn when they are needed.
     lcp: tokens that the prompt shares with the request before it, in sorted order.
     kept: leading tokens of the prompt that the cache should hold, because other requests read them too.
 
     While it is active:
 
     node: where its kept tokens end in the cache, locked.
-    path: slots of the kept tokens, the first of the sequence. The others are in its lane.
+    path: (m,), int64. slots of the kept tokens, the first of the sequence. The others are in its lane.
     token_ids, logprobs: what was generated.
+    finish_reason: as in `Generated`; empty until it is finished.
     """
 
     index: int
@@ -43,24 +48,21 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
 
-    @property
-    def next_draw(self) -> float:
+    def next_draw(self, chooser: TokenChooser) -> float:
         """What the next token is sampled with."""
-        return float(self.draws[len(self.token_ids)])
+        place = len(self.token_ids)
+        if place >= len(self.draws):
+            self.draws = chooser.draws(self.index, max(FIRST_DRAWS, 2 * place))  # begins with those before
+        return float(self.draws[place])
 
     def hold(self, cache: RadixCache, node: Node) -> None:
         """Lock the node where the kept tokens end, and remember their slots as the cache has them."""
         cache.lock(node)
         self.node = node
-        parts: list[IntArray] = []
-        above: Node | None = node
-        while above is not None:
-            parts.append(above.slots)
-            above = above.parent
-        self.path = np.concatenate(parts[::-1])
+        self.path = np.concatenate([above.slots for above in path_to_root(node)][::-1])
 
     def release(self, cache: RadixCache) -> None:
-        """Unlock it."""
+        """Unlock the node; nothing to do if none is held."""
         if self.node is not None:
             cache.unlock(self.node)
             self.node = None

@@ -22,7 +22,7 @@ from transformers.generation import logits_process
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.generation.options import max_length_of
-from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.backbone import model_inside
 
 __all__ = ["TokenChooser"]
 
@@ -77,7 +77,7 @@ class TokenChooser:
         logits_processor: LogitsProcessorList | None = None,
         seed: int | None = None,
     ):
-        self.base: Any = pretrained_model_of(model)
+        self.base: Any = model_inside(model)
         self.config = config
         self.samples = bool(config.do_sample)
         self.own = _processor_list(logits_processor)
@@ -102,9 +102,9 @@ class TokenChooser:
         prompt_lengths: np.ndarray,
         draws: np.ndarray | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens, (n,) int64, and their log-probabilities under the model, (n,) float32. Nothing is read back.
+        """The next tokens, (n,), int64, and their log-probabilities under the model, (n,). Nothing is read back.
 
-        logits: (n, V). of the model's head; float64 gives float64 log-probabilities.
+        logits: (n, V), floating point, of the model's head. The log-probabilities are float32; float64 for float64.
         token_ids: (n, L), int64, on the same device, right-padded. Prompt and what was generated.
         lengths: (n,), int64. Of each row of `token_ids`.
         prompt_lengths: (n,), int64.

@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import CacheFull, RadixCache
-from radixtrain.generation.generate import check_ids
-from radixtrain.generation.passes import LaneBlock, worth_keeping
-from radixtrain.generation.prefill import Prefill, number_that_fits
-from radixtrain.generation.prompts import token_ids_of
+from radixtrain.generation.passes import LaneRange, worth_keeping
+from radixtrain.generation.prefill import Prefill, number_that_fits, prefill_on
+from radixtrain.generation.prompts import check_ids, padding_mask, token_ids_of
 from radixtrain.generation.requests import Request
-from radixtrain.generation.weights import fingerprint
 from radixtrain.hf.backbone import model_inside, parts_of
-from radixtrain.hf.cached_pass import on_stored_rows
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import sort_sequences
 
@@ -68,30 +65,29 @@ def score_completions(
     Raises UserError as `generate` does, and for an empty completion.
     """
     parts = parts_of(model_inside(model))
-    prompt_ids = token_ids_of(prompts, tokenizer, **(chat_template_kwargs or {}))
+    mask = padding_mask(prompts, parts.base.generation_config)
+    prompt_ids = token_ids_of(prompts, tokenizer, mask, **(chat_template_kwargs or {}))
     of_prompts = _of_each_prompt(completions, len(prompt_ids))
+    vocabulary = parts.decoder.config.vocab_size
+    for place, prompt in enumerate(prompt_ids):
+        check_ids(prompt, f"prompt {place}", vocabulary)
     pairs = [
-        (prompt, _completion_ids(completion, place, tokenizer))
+        (prompt, _completion_ids(completion, f"completion {place}", tokenizer, vocabulary))
         for prompt, of_prompt in zip(prompt_ids, of_prompts, strict=True)
         for place, completion in enumerate(of_prompt)
     ]
     if not pairs:
         return [[] for _ in prompt_ids]
-    for ids in (prompt_ids, [completion for _, completion in pairs]):
-        check_ids(ids, parts.decoder.config.vocab_size)
-    is_new, cache = cache is None, RadixCache() if cache is None else cache
     longest = max(len(prompt) + len(completion) for prompt, completion in pairs) - 1
-    with cache.exclusive(), on_stored_rows(model, parts, kernel, longest):
-        if not is_new:
-            cache.of_weights(fingerprint(model))
-        scores = _Scoring(Prefill(parts, cache, kernel), pairs).run()
+    with prefill_on(cache, model, parts, kernel, longest) as prefill:
+        scores = _Scoring(prefill, pairs).run()
     found = iter(scores)
     return [[next(found) for _ in of_prompt] for of_prompt in of_prompts]
 
 
 @dataclass(eq=False)
 class _Scoring:
-    """pairs: prompt and completion, token ids each."""
+    """Scores completions, as many in a pass as fit. pairs: prompt and completion, token ids each."""
 
     prefill: Prefill
     pairs: Sequence[tuple[IntArray, IntArray]]
@@ -103,7 +99,7 @@ class _Scoring:
         cache = self.prefill.cache
         number = min(MAX_SEQUENCES, len(waiting))
         slots = cache.pool.allocate(number * longest, contiguous=True)
-        lanes = LaneBlock(int(slots[0]), longest, number)
+        lanes = LaneRange(int(slots[0]), longest, number)
         try:
             while waiting:
                 requests = self._next(waiting, number)
@@ -143,7 +139,8 @@ class _Scoring:
             requests.append(waiting[place])
         return requests
 
-    def _scored(self, requests: Sequence[Request], lanes: LaneBlock, longest: int) -> dict[int, CompletionScore]:
+    def _scored(self, requests: Sequence[Request], lanes: LaneRange, longest: int) -> dict[int, CompletionScore]:
+        """Of one pass, by the index of the pair. longest: tokens of the longest completion, as long as a lane."""
         prompts = [len(self.pairs[request.index][0]) for request in requests]
         places = [np.arange(length - 1, len(request.prompt)) for length, request in zip(prompts, requests, strict=True)]
         try:
@@ -186,12 +183,17 @@ def _is_list_of_completions(each: Any) -> bool:
     return is_list and all(not isinstance(inner, int | np.integer) for inner in each)
 
 
-def _completion_ids(completion: Any, place: int, tokenizer: Any) -> IntArray:
+def _completion_ids(completion: Any, name: str, tokenizer: Any, vocabulary: int) -> IntArray:
+    """(n,), int64, at least one. name: of the completion, for errors."""
     if isinstance(completion, str):
         if tokenizer is None:
-            raise UserError(f"completion {place} is a text: give the tokenizer, or token ids")
+            raise UserError(f"{name} is a text: give the tokenizer, or token ids")
         completion = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    ids = np.asarray(completion, dtype=np.int64)
-    if ids.ndim != 1 or not len(ids):
-        raise UserError(f"completion {place} must have at least one token, got {completion!r}")
+    ids = np.asarray(completion)
+    if ids.ndim == 1 and not len(ids):
+        raise UserError(f"{name} must have at least one token, got {completion!r}")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UserError(f"{name}: expected a text or a list of token ids, got {completion!r}"[:200])
+    ids = ids.astype(np.int64)
+    check_ids(ids, name, vocabulary)
     return ids

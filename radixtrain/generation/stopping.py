@@ -14,7 +14,7 @@ from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, 
 from transformers import StopStringCriteria as StopStrings
 
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.backbone import model_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +110,7 @@ def _verdicts(criterion: Any, token_ids: Tensor, lengths: np.ndarray, window: in
 def _criteria(model: nn.Module, config: GenerationConfig, tokenizer: Any, own: Any) -> StoppingCriteriaList:
     """Transformers' criteria of these options merged with the user's, without one of length."""
     _check_own(own)
-    base: Any = pretrained_model_of(model)
+    base: Any = model_inside(model)
     config = copy.deepcopy(config)
     config.max_length = None
     config.stop_strings = _stop_strings(config.stop_strings, tokenizer)

@@ -31,9 +31,10 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
     """What equals another fingerprint unless something changed that the model's keys and values depend on.
 
     It contains: the digest, shape, dtype and device of each parameter and buffer; each module, and its attributes that
-    are plain values (LoRA's scaling, which adapters are active or merged); the configuration; and autocast. It does not
-    depend on the mode (`train`, `eval`), hooks, gradients or `requires_grad`. Module attributes that are tensors or
-    functions without being parameters, buffers or modules are not seen.
+    are plain values (LoRA's scaling, which adapters are active or merged); which forward hooks it has, since a hook may
+    change what a module returns; the configuration; and autocast. It does not depend on the mode (`train`, `eval`), our
+    own hooks, gradients or `requires_grad`. Module attributes that are tensors or functions without being parameters,
+    buffers or modules are not seen, nor is what a hook reads.
 
     Raises UserError if a tensor is on the meta device. Reads the device once, at the end.
 
@@ -47,7 +48,7 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
                 "without a device_map that offloads)"
             )
     kinds = tuple((name, tuple(each.shape), each.dtype, each.device) for name, each in tensors.items())
-    modules = tuple((name, weakref.ref(each), *_settings(each)) for name, each in model.named_modules())
+    modules = tuple((name, weakref.ref(each), _hooks(each), *_settings(each)) for name, each in model.named_modules())
     autocast = tuple(_autocast(kind) for kind in sorted({each.device.type for each in tensors.values()}))
     return kinds, _digests(list(tensors.values())), modules, _configuration(model), autocast
 
@@ -107,6 +108,12 @@ def _settings(module: nn.Module) -> Iterator[Hashable]:
     for name, value in vars(module).items():
         if name not in OF_EVERY_MODULE and not name.startswith(OURS) and (plain := _plain(value)) is not None:
             yield name, plain
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of its forward hooks, which torch counts up and never gives twice, without those of preparing."""
+    found = chain(module._forward_pre_hooks.items(), module._forward_hooks.items())
+    return tuple(number for number, hook in found if not getattr(hook, "__module__", "").startswith("radixtrain."))
 
 
 def _configuration(model: nn.Module) -> Hashable:

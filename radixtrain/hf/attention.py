@@ -122,7 +122,7 @@ class CachedCall:
         return cached_attention(*heads, stored, self.layout, kernel=self.kernel, window=window, **scoring)
 
 
-Call = RadixCall | CachedCall
+Call = RadixCall | CachedCall  # the argument `radix_call` of a layer
 
 
 def register_attention() -> None:
@@ -142,10 +142,10 @@ def radix_attention(
     radix_call: Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function "radix", called by every layer: tree attention with a plan, `sdpa` without one.
+    """The attention function "radix", called by every layer: what its call says, `sdpa` without a call.
 
     query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
-    With a plan, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function does.
+    With a call, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function does.
     """
     call = radix_call or _call_of(module, attention_mask, kwargs)
     if call is None:
@@ -162,7 +162,7 @@ def radix_eager_attention(
     radix_call: Call | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function "radix_eager": as `radix_attention`, but without a plan the model's own eager function."""
+    """The attention function "radix_eager": as `radix_attention`, but without a call the model's own eager function."""
     call = radix_call or _call_of(module, attention_mask, kwargs)
     if call is None:
         return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
@@ -209,7 +209,7 @@ def _attend(
     attention_mask: Tensor | None,
     options: Mapping[str, Any],
 ) -> tuple[Tensor, None]:
-    """Tree attention of one layer. heads: query, key, value. options: what Hugging Face's layers pass by keyword."""
+    """The attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
     _check_options(layer, options)
     argument, longest = options.get("sliding_window"), call.max_seqlen
     window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind)

@@ -28,7 +28,6 @@ from radixtrain.tree.cached_layout import CachedLayout
 
 __all__ = ["StoredPasses", "on_stored_rows"]
 
-
 _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()  # of models that have generated
 
 
@@ -46,13 +45,13 @@ def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) ->
     check_generation(parts, longest)
     check_choice(parts.decoder, "auto", kernel)
     lock = _LOCKS.setdefault(parts.base, RLock())
-    with lock, evaluating(model), attention_set(parts), torch.no_grad():
-        with in_words_of_generation():
-            check_adapters(model.modules(), ())
+    with in_words_of_generation(), lock, evaluating(model), attention_set(parts), torch.no_grad():
+        check_adapters(model.modules(), ())
         yield
 
 
 def _check_device(parts: Parts) -> None:
+    """Refuse weights on several devices, or offloaded ones: the store is on one."""
     devices = {str(parameter.device) for parameter in parts.base.parameters()}
     if len(devices) > 1 or "meta" in devices:
         raise UserError(
@@ -77,17 +76,20 @@ class StoredPasses:
         weight: Tensor = self.parts.base.get_input_embeddings().weight  # type: ignore[assignment]
         return weight.device
 
-    def logits(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, layout: CachedLayout) -> Tensor:
+    def logits(
+        self, input_ids: Tensor, position_ids: Tensor, predictor_indices: Tensor, layout: CachedLayout
+    ) -> Tensor:
         """(R, V). Run the model on the new rows of a pass, by its own head, and store their keys and values.
 
-        input_ids, position_ids: (U,), int64. rows: (R,), int64. those whose logits are wanted.
+        input_ids, position_ids: (U,), int64.
+        predictor_indices: (R,), int64. which rows predict: those whose logits are wanted.
         Raises RuntimeError if a layer attended without the stored rows.
         """
         config, base = self.parts.decoder.config, self.parts.base
         assert config._attn_implementation in (ATTENTION_NAME, EAGER_NAME)
         may_bind = window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.store, self.kernel, may_bind)
-        with only_rows(self.parts.backbone, rows):
+        with only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
@@ -100,6 +102,7 @@ class StoredPasses:
         return logits
 
     def _check_layers(self, call: CachedCall) -> None:
+        """RuntimeError unless every layer called the attention function: another one attended to new rows only."""
         if self.num_layers not in (len(call.calls), len(set(call.calls))):  # see `BackboneHooks.after`
             raise RuntimeError(
                 f"attention ran in {len(set(call.calls))} of {self.num_layers} layers of "

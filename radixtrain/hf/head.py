@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -118,10 +119,11 @@ def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
 
 @contextmanager
 def only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
-    """Inside, the backbone returns only these rows of the flattened batch, `[1, P, D]`."""
+    """Inside, the backbone returns to this thread only these rows of the flattened batch, `[1, P, D]`."""
+    thread = get_ident()
 
     def select(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return with_rows(output, _selected(output[0], indices)[None])
+        return with_rows(output, _selected(output[0], indices)[None]) if get_ident() == thread else None
 
     handle = backbone.register_forward_hook(select)
     try:

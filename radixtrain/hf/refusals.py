@@ -25,6 +25,7 @@ from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_no
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, text_layers
 from radixtrain.hf.shape import ModelDimensions
+from radixtrain.hf.sources import source_of_class
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
 
@@ -82,29 +83,27 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) 
     check_dropout(parts, allowed)
 
 
-def check_generation(parts: Parts, longest: int) -> None:
-    """Refuse a model that cannot generate from stored keys and values exactly.
-
-    longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
-    """
-    with in_words_of_generation():
-        _check_generation(parts, longest)
-
-
 @contextmanager
 def in_words_of_generation() -> Iterator[None]:
     """Inside, an error that advises to train without sharing advises to generate without it."""
     try:
         yield
     except UserError as error:
+        if TRAIN_WITHOUT_SHARING not in str(error):
+            raise
         raise UserError(str(error).replace(TRAIN_WITHOUT_SHARING, GENERATE_WITHOUT_SHARING)) from None
 
 
-def _check_generation(parts: Parts, longest: int) -> None:
+@in_words_of_generation()
+def check_generation(parts: Parts, longest: int) -> None:
+    """Refuse a model that cannot generate from stored keys and values exactly.
+
+    longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
+    """
     _check_decoder(parts)
     reason = why_not_next_tokens(parts)
     if reason:
-        raise UserError(reason)
+        raise UserError(f"{reason.partition(':')[0]}; generation needs a model as AutoModelForCausalLM loads it")
     if parts.head is None:
         raise UserError(f"{parts.name} has no head that predicts next tokens; load it with AutoModelForCausalLM")
     _check_layers(parts.name, parts.decoder)
@@ -177,15 +176,13 @@ def _takes_function_from_interface(decoder: Any) -> bool:
     classes: set[Any] = {
         type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)
     }
-    return not classes or any(_mentions_interface(each) for each in classes)
+    return not classes or any(_mentions("attention_interface", each) for each in classes)
 
 
 @cache
-def _mentions_interface(attention: Any) -> bool:
-    try:
-        return "attention_interface" in inspect.getsource(attention)
-    except (OSError, TypeError):  # a class without a source file
-        return True
+def _mentions(word: str, module_class: Any) -> bool:
+    source = source_of_class(module_class)
+    return source is None or word in source
 
 
 def _check_decoder(parts: Parts) -> None:
@@ -320,10 +317,8 @@ def _check_padding_is_left_out(parts: Parts) -> None:
 
 
 def _makes_causal_mask(decoder: Any) -> bool:
-    try:
-        return "causal" in inspect.getsource(type(decoder))
-    except (OSError, TypeError):  # a class without a source file
-        return True
+    decoder_class: Any = type(decoder)
+    return _mentions("causal", decoder_class)
 
 
 def _is_attention(module: nn.Module) -> bool:

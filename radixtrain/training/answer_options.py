@@ -58,7 +58,10 @@ class AnswerOptions:
         """Fields of `GenerationConfig`, with the tokens that end an answer."""
         given = {"temperature": self.temperature} if self.temperature is not None else {}
         own = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
-        return {"eos_token_id": _ends(tokenizer, model, prompts), **own, **given, **self.generation_kwargs}
+        fields = {"eos_token_id": _ends(tokenizer, model, prompts), **own, **given, **self.generation_kwargs}
+        if isinstance(fields["eos_token_id"], int):
+            fields["eos_token_id"] = [fields["eos_token_id"]]
+        return fields
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from radixtrain.data.prompts import Prompt
+from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import generate
 from radixtrain.generation.generated import Generated
@@ -24,7 +26,7 @@ from radixtrain.training.padded_answers import AnswerRow, answers_of_padded_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Answer", "AnswerSpeed", "Answers", "answer_prompts", "check_answering"]
+__all__ = ["Answer", "Answers", "answer_prompts", "check_answering"]
 
 ORDINARY_BATCH = 32  # prompts at once of Hugging Face's `generate`, if `batch_size` does not say it
 
@@ -65,11 +67,16 @@ def check_answering(
     With `dedup: false` Hugging Face's `generate` refuses what it cannot do when it is called.
     """
     fields = options.fields(tokenizer, model, prompts)
-    if dedup:
+    if not dedup:
+        return
+    longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
+    try:
         resolve_config(model, None, **fields)
-        longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
         with on_stored_rows(model, parts_of(model), "auto", longest):
             pass
+    except UserError as error:
+        reason = re.sub("(use|call) model.generate", "set dedup: false", str(error))
+        raise UserError(f"evaluate_generation: {reason}") from None
 
 
 def answer_prompts(
@@ -111,24 +118,3 @@ def answer_prompts(
 def _rows_of(found: Generated) -> list[AnswerRow]:
     columns = zip(found.token_ids, found.logprobs, found.finish_reasons, strict=True)
     return [AnswerRow(ids, sum(logprobs, 0.0), reason) for ids, logprobs, reason in columns]
-
-
-class AnswerSpeed:
-    """How many answers were generated, and how much of their prompts was shared."""
-
-    def __init__(self) -> None:
-        self.num_answers = self.num_new_tokens = self.num_prompt_tokens = self.num_computed_tokens = 0
-        self.seconds = 0.0
-
-    def add(self, found: Answers) -> None:
-        self.num_answers += len(found.answers)
-        self.num_new_tokens += sum(len(answer.token_ids) for answer in found.answers)
-        self.num_prompt_tokens += found.num_prompt_tokens
-        self.num_computed_tokens += found.num_computed_tokens
-        self.seconds += found.seconds
-
-    def __str__(self) -> str:
-        r = self.num_prompt_tokens / self.num_computed_tokens
-        answers, tokens = self.num_answers / self.seconds, self.num_new_tokens / self.seconds
-        rates = f"{answers:,.1f} answers/s, {tokens:,.0f} new tokens/s, {self.seconds:.0f} s"
-        return f"{r:.2f} tokens of prompts per computed token; {rates}"

@@ -154,7 +154,7 @@ class PredictionWriter(L.Callback):
         _say(f"predictions  {self.path} ({self.num_sequences} sequences)")
         speed = self.speed
         if module.hparams.generate:
-            _say(f"{'r':<12} {module.answer_speed}")
+            _say(f"{'r':<12} {module.answers.speed}")
         if speed.seconds:
             per_second = (
                 count / speed.seconds for count in (self.num_sequences, speed.num_tokens, speed.num_computed_tokens)

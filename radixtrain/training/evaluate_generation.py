@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
@@ -139,7 +140,8 @@ class EvaluateGeneration(L.Callback):
         with trainer.precision_plugin.forward_context():
             answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
-        scores = self.metric([answer.text for answer in answers], targets, rows)
+        with isolate_rng():  # a metric of the user may draw
+            scores = self.metric([answer.text for answer in answers], targets, rows)
         return [
             Judged(row["row"], row["prompt"], answer.text, target, score, answer.finish_reason)
             for row, answer, target, score in zip(rows, answers, targets, scores, strict=True)

@@ -34,19 +34,32 @@ class Metric:
         """The score of each answer. UserError, in one line, if a user's function fails or returns anything else."""
         try:
             scores = self.judge(answers, targets, rows)
-            scores = [float(score) for score in scores]
         except UserError:
             raise
         except Exception as error:  # a user's function may raise anything
             last = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{last.filename}:{last.lineno}: {type(error).__name__}: {first_line(error)}"
             raise UserError(f"{KEY}: {self.name} failed at {place}") from error
-        if len(scores) != len(answers) or not all(map(math.isfinite, scores)):
-            found = f"{len(scores)} numbers" if len(scores) != len(answers) else "one that is not finite"
-            raise UserError(
-                f"{KEY}: {self.name} must return a number for each of {len(answers)} answers, found {found}"
-            )
-        return scores
+        numbers = _numbers(scores)
+        if numbers is None:
+            found = f"{type(scores).__name__} {scores!r}"[:100]
+        elif len(numbers) != len(answers):
+            found = f"{len(numbers)} numbers"
+        elif not all(map(math.isfinite, numbers)):
+            found = "one that is not finite"
+        else:
+            return numbers
+        raise UserError(
+            f"{KEY}: {self.name} must return a list with a number for each of {len(answers)} answers, found {found}"
+        )
+
+
+def _numbers(scores: Any) -> list[float] | None:
+    """What a function of the user returned, as a list of numbers; None if it is none."""
+    try:
+        return [float(score) for score in scores]
+    except (TypeError, ValueError):
+        return None
 
 
 def load_metric(name: str, pattern: str | None = None) -> Metric:

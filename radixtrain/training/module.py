@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -17,17 +16,16 @@ from radixtrain.data.prompts import Prompt
 from radixtrain.data.tokens.next_tokens import next_token_ids
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
-from radixtrain.generation.cache import RadixCache
 from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import PredictingRows, predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
-from radixtrain.training.answer_options import AnswerOptions
-from radixtrain.training.answering import AnswerSpeed, answer_prompts, check_answering
+from radixtrain.training.answering import check_answering
 from radixtrain.training.callbacks import VerifyFirstBatch
 from radixtrain.training.checkpoint import check_weights
 from radixtrain.training.loading import load_trainable
-from radixtrain.training.optimizer import adamw, num_steps_of_run, schedule
+from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
+from radixtrain.training.predicted_answers import PredictedAnswers
 from radixtrain.training.speed import Speed
 from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.oracle import Features
@@ -35,8 +33,6 @@ from radixtrain.verification.report import EquivalenceReport
 from radixtrain.verification.step import verify_step
 
 __all__ = ["RadixModule"]
-
-ANSWER_CACHE = 65_536  # tokens of prompts and answers that `predict` keeps from batch to batch
 
 
 class RadixModule(L.LightningModule):
@@ -120,10 +116,8 @@ class RadixModule(L.LightningModule):
         self.rates: Rates | None = None
         self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
-        self.answer_options = AnswerOptions()  # of `predict`; the command line sets them
-        self.answer_speed = AnswerSpeed()
-        self.answer_cache = RadixCache(max_tokens=ANSWER_CACHE)
-        _check_numbers(self.hparams)
+        self.answers = PredictedAnswers()
+        check_settings(self.hparams)
         check_scores(self.scores, next_tokens)
         if generate and scores is not None:
             raise UserError("model.generate: true writes answers, model.scores writes scores; leave one of them out")
@@ -150,7 +144,8 @@ class RadixModule(L.LightningModule):
             data.step_cost = self.step_cost
             self.steps_per_epoch = data.steps_per_epoch if stage == "fit" else None
         if stage == "predict" and self.hparams.generate:
-            check_answering(self.model, self._tokenizer(), data.first_prompt(), self.answer_options, self.hparams.dedup)
+            options, dedup = self.answers.options, self.hparams.dedup
+            check_answering(self.model, data.tokenizer(), data.first_prompt(), options, dedup)
         elif stage == "predict":
             self.scorer = self._scorer()
 
@@ -195,7 +190,8 @@ class RadixModule(L.LightningModule):
         """For each sequence its file row, or None, and its scores; for each prompt its file row and the answer."""
         assert self.model is not None
         if not isinstance(step, Step):
-            return self._answers(step)
+            trainer: Any = self.trainer
+            return self.answers.records(self.model, step, trainer.datamodule.tokenizer(), self.hparams.dedup)
         self.scorer = self.scorer or self._scorer()
         records: list[dict[str, Any]] = [{"row": row} for row in step.where or (None,) * sum(map(len, step.members))]
         for batch, members in zip(step.micro_batches, step.members, strict=True):
@@ -261,21 +257,6 @@ class RadixModule(L.LightningModule):
             self.plain_head = has_plain_head(self.model)
         return self.plain_head
 
-    def _answers(self, prompts: list[Prompt]) -> list[dict[str, Any]]:
-        options, dedup = self.answer_options, self.hparams.dedup
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        cache = self.answer_cache if 2 * longest <= ANSWER_CACHE else None
-        tokenizer = self._tokenizer()
-        found = answer_prompts(self.model, prompts, tokenizer, options, dedup, logprobs=True, cache=cache)
-        self.answer_speed.add(found)
-        pairs = zip(prompts, found.answers, strict=True)
-        return [{"row": prompt.where, **answer.record()} for prompt, answer in pairs]
-
-    def _tokenizer(self) -> Any:
-        """With the chat template of the data."""
-        trainer: Any = self.trainer
-        return trainer.datamodule.tokenizer()
-
     def _scorer(self) -> Scorer:
         """What `predict` computes of a batch. Reads the tokenizer if words are scored."""
         hparams = self.hparams
@@ -299,18 +280,6 @@ class RadixModule(L.LightningModule):
         """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens."""
         mean = sum(self.loss_sum(batch) for batch in step.micro_batches) / step.num_labels
         self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
-
-
-def _check_numbers(settings: Any) -> None:
-    """UserError for what AdamW and the schedule cannot take."""
-    for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"):
-        if not math.isfinite(settings[name]):
-            raise UserError(f"model.{name} must be a finite number, got {settings[name]}")
-        if settings[name] < 0:
-            raise UserError(f"model.{name} must not be negative, got {settings[name]}")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= settings[name] < 1:
-            raise UserError(f"model.{name} must be at least 0 and below 1, got {settings[name]}")
 
 
 def _check_finite(loss: Tensor, grad_norm: Tensor, where: Sequence[str], step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,21 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-__all__ = ["adamw", "num_steps_of_run", "schedule"]
+from radixtrain.errors import UserError
+
+__all__ = ["adamw", "check_settings", "num_steps_of_run", "schedule"]
+
+
+def check_settings(settings: Any) -> None:
+    """UserError for what AdamW and the schedule cannot take."""
+    for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"):
+        if not math.isfinite(settings[name]):
+            raise UserError(f"model.{name} must be a finite number, got {settings[name]}")
+        if settings[name] < 0:
+            raise UserError(f"model.{name} must not be negative, got {settings[name]}")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= settings[name] < 1:
+            raise UserError(f"model.{name} must be at least 0 and below 1, got {settings[name]}")
 
 
 def adamw(module: nn.Module, settings: Any) -> torch.optim.AdamW:

@@ -29,7 +29,7 @@ def answers_of_padded_rows(
     """An answer to each prompt, and the rows that were computed for the prompts, padding among them.
 
     model: not prepared, in evaluation mode. Draws come from torch's generator.
-    fields: of `GenerationConfig`, with `eos_token_id` as a list.
+    fields: of `GenerationConfig`, with `eos_token_id` as a list, or None.
     logprobs: keeps the logits of a batch, (batch_size, max_new_tokens, vocabulary).
 
     Prompts of similar length make a batch, so that little is padded. Raises UserError for an option that `generate`
@@ -51,9 +51,10 @@ def _generated(
     model: Any, batch: dict[str, Tensor], tokenizer: Any, fields: Mapping[str, Any], logprobs: bool
 ) -> list[AnswerRow]:
     length = batch["input_ids"].shape[1]
-    wanted = {"return_dict_in_generate": True, "output_logits": logprobs, "pad_token_id": fields["eos_token_id"][0]}
+    pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
+    wanted = {"return_dict_in_generate": True, "output_logits": logprobs, "pad_token_id": pad}
     try:
-        out = model.generate(**batch, tokenizer=tokenizer, **fields, **wanted)
+        out = model.generate(**batch, tokenizer=tokenizer, **{**fields, **wanted})
     except (TypeError, ValueError) as error:
         raise UserError(f"generation options: {first_line(error)}") from error
     answers = []
@@ -75,7 +76,7 @@ def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, 
 
 def _until_end(tokens: list[int], fields: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], str]:
     """An answer without the end tokens that pad it, and why it ended."""
-    length = next((place for place, token in enumerate(tokens) if token in fields["eos_token_id"]), len(tokens))
+    length = next((place for place, token in enumerate(tokens) if token in (fields["eos_token_id"] or ())), len(tokens))
     stop_strings = fields.get("stop_strings") or ()
     text = tokenizer.decode(tokens[:length]) if stop_strings else ""
     if any(each in text for each in ([stop_strings] if isinstance(stop_strings, str) else stop_strings)):

@@ -151,7 +151,7 @@ def _readable(metrics: Any) -> dict[str, str]:
 
 
 def _shown(trainer: L.Trainer, leave_out: str) -> str:
-    """leave_out: what the names of metrics begin with that are not shown."""
+    """The metrics on one line. leave_out: names that begin with it are not shown."""
     metrics = {name: value for name, value in trainer.callback_metrics.items() if not name.startswith(leave_out)}
     return "  ".join(f"{name} {value}" for name, value in _readable(metrics).items())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -27,17 +28,17 @@ __all__ = ["CachedLayout", "Paths", "shared_piece", "shared_pieces"]
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """The new rows as runs, each the end of one sequence. Host only.
+    """The new rows as runs: rows that follow each other and are the end of one sequence. Host only.
 
-    cu_seqlens: (E+1,), int64. where each run of new rows begins.
-    slots_of: run -> the slots of its whole sequence, its new rows last.
+    cu_seqlens: (E+1,), int64. where each run begins.
+    slots_of: run -> (n,), int64. the slots of its whole sequence, its new rows last.
     """
 
     cu_seqlens: np.ndarray
     slots_of: Callable[[int], np.ndarray]
 
     def within(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """The slots that the runs see through a window of that many tokens, back to back, and their bounds (E+1,)."""
+        """The slots, (J,), that the runs see through a window of that many tokens, run by run; their bounds, (E+1,)."""
         new = lengths_of(self.cu_seqlens)
         slots = [self.slots_of(run)[-(window - 1 + int(count)) :] for run, count in enumerate(new)]
         return np.concatenate(slots), cumulative(np.array([len(each) for each in slots]))
@@ -51,7 +52,7 @@ class CachedLayout:
     written_rows: (W,), int64, or None for all rows in order. slots: (W,), int64. which row is stored in which slot;
         a row may be stored in several.
     shared: stored rows that several queries see whole; `k_rows` are slots.
-    paths: the same for a window that binds.
+    paths: what a layer whose window binds reads instead of `shared`, `prompts` and `lanes`.
     prompts: the tree of the new rows; None for a pass with lanes.
     lanes: of the new rows, one each; None for a pass with prompts.
     """
@@ -72,11 +73,7 @@ class CachedLayout:
         if window not in self._windows:
             device = self.slots.device
             slots, cu_seqlens_k = self.paths.within(window)
-            bounds = self.paths.cu_seqlens, cu_seqlens_k
-            q, k = (torch.from_numpy(each.astype(np.int32)).to(device) for each in bounds)
-            longest_q, longest_k = (int(lengths_of(each).max(initial=0)) for each in bounds)
-            entries = zip(*(pairs for each in bounds for pairs in (each[:-1].tolist(), each[1:].tolist())), strict=True)
-            call = Ragged(q, k, longest_q, longest_k, True, tuple(entries) if device.type == "cpu" else None)
+            call = _varlen_call(self.paths.cu_seqlens, cu_seqlens_k, causal=True, device=device)
             self._windows[window] = torch.from_numpy(slots).to(device), call
         return self._windows[window]
 
@@ -91,29 +88,35 @@ def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.d
         return tuple(shared_piece(*run, device) for run in runs)
     levels: list[list[Bounds]] = []
     pieces = []
-    for rows, slots in sorted(runs, key=lambda run: -len(run[0])):
-        bounds = (*_range_of(rows), *_range_of(slots))
-        if len(bounds) < 4:  # one of the two is not a range
-            pieces.append(shared_piece(rows, slots, device))
+    for run in sorted(runs, key=lambda run: -len(run[0])):
+        queries, keys = (_range_of(each) for each in run)
+        if queries is None or keys is None:
+            pieces.append(shared_piece(*run, device))
             continue
-        q0, q1, k0, k1 = bounds
-        level = next((level for level in levels if all(q1 <= each[0] or each[1] <= q0 for each in level)), None)
+        level = next((level for level in levels if _is_apart(queries, level)), None)
         if level is None:
             levels.append(level := [])
-        level.append((q0, q1, k0, k1))
+        level.append((*queries, *keys))
     return (*(_level_piece(sorted(level)) for level in levels), *pieces)
 
 
-def _range_of(rows: np.ndarray) -> tuple[int, int] | tuple[()]:
-    """Start and end of rows that follow each other; empty if they do not."""
+def _range_of(rows: np.ndarray) -> tuple[int, int] | None:
+    """Start and end of rows that follow each other; None if they do not."""
     first, end = int(rows[0]), int(rows[-1]) + 1
-    return (first, end) if end - first == len(rows) and bool((np.diff(rows) == 1).all()) else ()
+    return (first, end) if end - first == len(rows) and bool((np.diff(rows) == 1).all()) else None
+
+
+def _is_apart(queries: tuple[int, int], level: list[Bounds]) -> bool:
+    """Whether none of these queries is in a rectangle of the level."""
+    start, end = queries
+    return all(end <= q0 or q1 <= start for q0, q1, _, _ in level)
 
 
 def _level_piece(level: list[Bounds]) -> Piece:
-    """Rectangles on the host whose queries do not meet. Queries between them see nothing."""
+    """One piece of rectangles whose queries do not meet. Queries between them see nothing."""
     first, end = level[0][0], level[-1][1]
     bounds = tuple((q0 - first, q1 - first, k0, k1) for q0, q1, k0, k1 in level)
+    # With gaps, `cu_seqlens` would not say what each query sees: kernels of the host read `bounds`.
     q, k = (torch.tensor([0, *(each[side] for each in bounds)], dtype=torch.int32) for side in (1, 3))
     longest_q, longest_k = (max(each[side + 1] - each[side] for each in bounds) for side in (0, 2))
     return Piece(slice(first, end), slice(None), Ragged(q, k, longest_q, longest_k, False, bounds))
@@ -121,10 +124,17 @@ def _level_piece(level: list[Bounds]) -> Piece:
 
 def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, device: torch.device) -> Piece:
     """Queries that see stored rows whole. Rows and slots that follow each other become slices, which are not copied."""
-    num_queries, num_keys = len(q_rows), len(slots)
-    q, k = (torch.tensor([0, count], dtype=torch.int32, device=device) for count in (num_queries, num_keys))
-    call = Ragged(q, k, num_queries, num_keys, False, ((0, num_queries, 0, num_keys),))
+    call = _varlen_call(np.array([0, len(q_rows)]), np.array([0, len(slots)]), causal=False, device=device)
     return Piece(_slice_or_indices(np.asarray(q_rows), device), _slice_or_indices(slots, device), call)
+
+
+def _varlen_call(cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, causal: bool, device: torch.device) -> Ragged:
+    """A call with these bounds, (E+1,) each."""
+    bounds = cu_seqlens_q, cu_seqlens_k
+    q, k = (torch.from_numpy(each.astype(np.int32)).to(device) for each in bounds)
+    longest_q, longest_k = (int(lengths_of(each).max(initial=0)) for each in bounds)
+    entries = zip(*(pairwise(each.tolist()) for each in bounds), strict=True)
+    return Ragged(q, k, longest_q, longest_k, causal, tuple((*queries, *keys) for queries, keys in entries))
 
 
 def _slice_or_indices(rows: np.ndarray, device: torch.device) -> slice | Tensor:

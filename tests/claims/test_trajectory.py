@@ -31,7 +31,8 @@ from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.collators.steps import StepCollator
-from radixtrain.data.datamodule import SFTData, _checksum
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.resume import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "qwen3_tiny_100_steps.txt"
@@ -350,7 +351,7 @@ def token_checksum(folder: Path) -> int:
     settings = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["datamodule_hyper_parameters"]
     data = SFTData(**{name: value for name, value in settings.items() if not name.startswith("_")})
     data.setup("fit")
-    return _checksum(data.conversations["train"])
+    return checksum(data.conversations["train"])
 
 
 def write_golden(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from radixtrain.hf.backbone import is_text
+from radixtrain.hf.sources import source_of_class
 
 __all__ = ["attends", "forks_or_keeps_apart", "layer_around", "mixers_of", "num_attention_layers", "text_layers"]
 
@@ -85,11 +86,5 @@ def attends(module_class: Any) -> bool:
 @cache
 def _source_of(module_class: Any) -> str:
     """The code of a class and of those it inherits from; empty for torch's, and without a source file."""
-    return "".join(_own_source(each) for each in module_class.__mro__ if not each.__module__.startswith("torch."))
-
-
-def _own_source(module_class: type) -> str:
-    try:
-        return inspect.getsource(module_class)
-    except (OSError, TypeError):
-        return ""
+    classes = (each for each in module_class.__mro__ if not each.__module__.startswith("torch."))
+    return "".join(source_of_class(each) or "" for each in classes)

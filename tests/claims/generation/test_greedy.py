@@ -3,10 +3,11 @@
 Prompts are nested, one is a prefix of others, and they are longer than every sliding window. There are more of them
 than lanes, so that lanes are used again. `make test` tries a dozen families, `make test-full` all.
 
-Logits of float32 are within 1e-5 of `generate`'s. If they are further apart because `generate` itself is further than
-that from its own float64 logits, they may be twice as far as that. Two tokens may differ only if the logits of both are
-closer than this bar; what follows such a token is another text, and is not compared. In float64 logits are within 1e-12
-of an ordinary forward pass over the finished text.
+Logits of float32 are within 1e-5 of `generate`'s. Where logits are so large that this is less than 16 of their
+roundings (MiniCPM3's are up to 63), or where `generate` is itself further than that from the float64 logits (Gemma 3n),
+the bar is 16 roundings of the largest one, or twice as far as `generate` is. Two tokens may differ only if the logits
+of both are closer than this bar; what follows such a token is another text, and is not compared. In float64 logits are
+within 1e-12 of an ordinary forward pass over the finished text.
 """
 
 import os
@@ -33,8 +34,7 @@ del sys.path[:2]
 ALL = os.environ.get("RADIXTRAIN_FAMILIES") == "all"
 IN_FULL = pytest.mark.skipif(not ALL, reason="make test-full runs this family (RADIXTRAIN_FAMILIES=all)")
 QUICK = {
-    "text": """DeepSeek-V3, DiffLlama, Falcon-H1, Gemma 2, Gemma 3n, GPT-2, gpt-oss, Llama, Mistral, OPT, Phi-3, Qwen3,
-        Qwen3-MoE""",
+    "text": "DeepSeek-V3, Falcon-H1, Gemma 2, Gemma 3n, GPT-2, gpt-oss, Llama, Mistral, Phi-3, Qwen3, Qwen3-MoE",
     "multimodal": "Gemma 3, Qwen2.5-VL",
 }
 PROMPTS = [
@@ -101,7 +101,8 @@ def compare_with_generate(
         for step, (token, theirs) in enumerate(zip(tokens, logits, strict=True)):
             text = tuple(prompt + tokens[:step])
             theirs_off = (theirs - truth[text]).abs().max().item() if text in truth else 0.0
-            bar, off = max(BAR, 2 * theirs_off), (found.logits[text] - theirs).abs().max().item()
+            rounding = torch.finfo(theirs.dtype).eps * theirs.abs().max().item()
+            bar, off = max(BAR, 16 * rounding, 2 * theirs_off), (found.logits[text] - theirs).abs().max().item()
             assert off <= bar, f"a logit after {text} differs by {off:.1e}, the bar is {bar:.1e}"
             worst, num_compared = max(worst, off), num_compared + 1
             if answer[step] != token:

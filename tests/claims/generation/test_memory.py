@@ -93,6 +93,6 @@ def test_later_prompts_evict_earlier_ones(tiny_qwen3: Callable[..., Any]) -> Non
             return slots
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["radixtrain.generation.generate"], "RadixCache", Watched)
+        patch.setattr(sys.modules["radixtrain.generation.prefill"], "RadixCache", Watched)
         generate(tiny_qwen3().eval(), prompts, max_new_tokens=NEW, batch_size=4, eos_token_id=None, do_sample=False)
     assert max(seen) <= 2 * SHARED + 4 * LANE, seen

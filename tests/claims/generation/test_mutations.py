@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import radixtrain.generation.engine
+import radixtrain.generation.active
 import radixtrain.generation.passes
 from radixtrain import RadixCache
 from radixtrain.attention import cached_attention
-from radixtrain.generation.engine import _Active
+from radixtrain.generation.active import Active
 from radixtrain.generation.nodes import Node
 from radixtrain.generation.passes import Pass, PromptPlan, SharedRows, decoding_pass, shared_runs
 from radixtrain.generation.store import KeyValueStore
@@ -91,9 +91,9 @@ def test_without_a_mutation(name: str) -> None:
 def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
     """Lanes move, several at once, kept rows have several readers, nodes split, and sequences leave before others."""
     seen: dict[str, int] = {"moved": 0, "moved at once": 0, "runs": 0, "splits": 0, "left": 0}
-    move, split, leave = _Active._move, Node.split, _Active._leave
+    move, split, leave = Active._move, Node.split, Active._leave
 
-    def count_moves(self: _Active, movers: Any, *rest: Any) -> None:
+    def count_moves(self: Active, movers: Any, *rest: Any) -> None:
         seen["moved"] += len(movers)
         seen["moved at once"] += len(movers) > 1
         move(self, movers, *rest)
@@ -107,13 +107,13 @@ def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
         seen["splits"] += 1
         return split(self, length)
 
-    def count_leaving(self: _Active, first: int) -> None:
+    def count_leaving(self: Active, first: int) -> None:
         before = len(self)
         leave(self, first)
         seen["left"] += 0 < len(self) < before
 
-    monkeypatch.setattr(_Active, "_move", count_moves)
-    monkeypatch.setattr(_Active, "_leave", count_leaving)
+    monkeypatch.setattr(Active, "_move", count_moves)
+    monkeypatch.setattr(Active, "_leave", count_leaving)
     monkeypatch.setattr(Node, "split", count_splits)
     monkeypatch.setattr(radixtrain.generation.passes, "shared_runs", count_runs)
     assert is_faithful("Qwen3")
@@ -155,7 +155,7 @@ def mix_up_two_readers(patch: Patch) -> None:
 
 
 def change_decoding(patch: Patch, change: Callable[[Pass], Pass]) -> None:
-    patch.setattr(radixtrain.generation.engine, "decoding_pass", lambda *arguments: change(decoding_pass(*arguments)))
+    patch.setattr(radixtrain.generation.active, "decoding_pass", lambda *arguments: change(decoding_pass(*arguments)))
 
 
 def show_a_slot_too_many(patch: Patch) -> None:
@@ -203,30 +203,30 @@ def count_prompts_from_the_cached_end(patch: Patch) -> None:
 
 
 def leave_lanes_where_they_are(patch: Patch) -> None:
-    patch.setattr(_Active, "_move", lambda self, *arguments: None)
+    patch.setattr(Active, "_move", lambda self, *arguments: None)
 
 
 def swap_lanes_that_move(patch: Patch) -> None:
     """Of two lanes that move at once each goes into the gap of the other."""
-    move = _Active._move
+    move = Active._move
 
-    def swapped(self: _Active, movers: Any, gaps: Any, ends: Any) -> None:
+    def swapped(self: Active, movers: Any, gaps: Any, ends: Any) -> None:
         move(self, movers[::-1], gaps, np.full_like(ends, ends.max(initial=0)))
 
-    patch.setattr(_Active, "_move", swapped)
+    patch.setattr(Active, "_move", swapped)
 
 
 def keep_stale_runs(patch: Patch) -> None:
     """What was shared is not found anew after a sequence has left: the lanes read what those before them read."""
-    leave, of = _Active._leave, SharedRows.of
+    leave, of = Active._leave, SharedRows.of
 
-    def stale(self: _Active, first: int) -> None:
+    def stale(self: Active, first: int) -> None:
         before = [replace(request) for request in self.requests]
         leave(self, first)
         if 0 < len(self) < len(before):
             self.shared = of(before[: len(self)], self.newest.device)
 
-    patch.setattr(_Active, "_leave", stale)
+    patch.setattr(Active, "_leave", stale)
 
 
 def leave_lanes_as_they_are(patch: Patch) -> None:
@@ -246,16 +246,16 @@ def split_at_the_wrong_end(patch: Patch) -> None:
 
 def keep_the_last_token(patch: Patch) -> None:
     """A finished sequence goes into the cache with its last token, which was never computed."""
-    keep = _Active._keep
+    keep = Active._keep
 
-    def wrong(self: _Active, request: Any, lane: int) -> None:
+    def wrong(self: Active, request: Any, lane: int) -> None:
         self.used[lane] += 1
         request.token_ids.append(0)
         keep(self, request, lane)
         request.token_ids.pop()
         self.used[lane] -= 1
 
-    patch.setattr(_Active, "_keep", wrong)
+    patch.setattr(Active, "_keep", wrong)
 
 
 PLAIN = [

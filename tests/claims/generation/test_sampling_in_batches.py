@@ -35,7 +35,7 @@ def test_batches_change_nothing(tiny_qwen3: Callable[..., Any], options: dict[st
     model = tiny_qwen3().eval()
     with float64_throughout(model):
         expected = generate(model, PROMPTS, **SAMPLED, **options)
-        for cells, batch_size in [(512, 1), (1, None), (1, 3)]:
+        for cells, batch_size in [(512, 1), (1, 3)]:
             with with_pieces_of(cells):
                 for cache in (None, RadixCache(max_tokens=30)):
                     found = generate(model, PROMPTS, **SAMPLED, **options, batch_size=batch_size, cache=cache)
@@ -51,7 +51,7 @@ def test_other_prompts_change_nothing(tiny_qwen3: Callable[..., Any], options: d
     model = tiny_qwen3().eval()
     with float64_throughout(model), with_pieces_of(2):
         expected = generate(model, PROMPTS, **SAMPLED, **options).token_ids
-        for place in (0, 2, 5):
+        for place in (2, 5):
             prompt, rest = PROMPTS[place], PROMPTS[:place] + PROMPTS[place + 1 :]
             for others in (OTHERS[:6], rest[::-1], rest[:place]):
                 prompts = [*others[:place], prompt, *others[place:]]

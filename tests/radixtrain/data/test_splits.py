@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from radixtrain.data.datamodule import SFTData, _checksum
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.resume import checksum
 from radixtrain.errors import UserError
 
 
@@ -116,7 +117,7 @@ def test_checkpoints_that_hold_a_checksum_of_the_tokens_still_resume(
     path = write(tmp_path / "a.jsonl", "abcdef")
     module = data(path)
     rows = {"conversations": 6, "batch_size": 4, "seed": 42, "shuffle_dataset": 1}
-    module.load_state_dict({**rows, "rows": _checksum(module.conversations["train"])})
+    module.load_state_dict({**rows, "rows": checksum(module.conversations["train"])})
     with pytest.raises(UserError, match="rows was 7 and is"):
         module.load_state_dict({**rows, "rows": 7})
 

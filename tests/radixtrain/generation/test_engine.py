@@ -1,6 +1,6 @@
 """The loop of generation: who is computed when, in which lane, and what is left afterwards.
 
-Answers are beside those of one prompt alone, by ordinary forward passes in float64.
+Of `engine.py` and `active.py`. Answers are beside those of one prompt alone, by ordinary forward passes in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixtrain.generation import engine, passes, prefill
+from radixtrain.generation import passes, prefill
+from radixtrain.generation.active import Active
 from radixtrain.generation.cache import CacheFull, RadixCache
 from radixtrain.generation.engine import Engine, Limits
 from radixtrain.generation.options import resolve_config
@@ -108,7 +109,7 @@ def run(
 
 
 def watch(patch: pytest.MonkeyPatch, watched: Run, cache: RadixCache) -> None:
-    advance = engine._Active.advance
+    advance = Active.advance
 
     def advance_and_check(active: Any) -> None:
         watched.batches.append([request.index for request in active.requests])
@@ -116,7 +117,7 @@ def watch(patch: pytest.MonkeyPatch, watched: Run, cache: RadixCache) -> None:
         advance(active)
         check(active)
 
-    patch.setattr(engine._Active, "advance", advance_and_check)
+    patch.setattr(Active, "advance", advance_and_check)
 
 
 def check(active: Any) -> None:
@@ -131,7 +132,7 @@ def check(active: Any) -> None:
     assert is_seen[:n].sum(1).tolist() == used and all(
         row[:count].all() for row, count in zip(is_seen, used, strict=False)
     )
-    for key, value in active.engine.prefill.store.calls:
+    for key, value in active.prefill.store.calls:
         for rows in (key, value):
             lanes = rows[first : first + step * number].abs().sum((1, 2)).unflatten(0, (number, step)) > 0
             filled = torch.arange(step) < torch.tensor(used + [0] * (number - n))[:, None]

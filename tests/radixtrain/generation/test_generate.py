@@ -393,4 +393,6 @@ class TestLimits:
         assert _limits(many, None).num_lanes == 256 and _limits(many, 270).num_lanes == 270
         long = self.requests(*[(5, 0)] * 300, max_new=1000)
         assert _limits(long, None).num_lanes == 65_536 // (5 + 1000)
-        assert _limits(self.requests((5, 0), max_new=100_000), None).num_lanes == 1
+        longest = _limits(self.requests(*[(5, 0)] * 300, max_new=100_000), None)  # answers are mostly shorter
+        assert longest.num_lanes == 65_536 // (5 + 1024)
+        assert longest.lane_length == 5 + 128

@@ -89,6 +89,10 @@ class TestRefusals:
         [
             ({"temprature": 0.5}, "unknown generation option 'temprature', did you mean temperature?"),
             ({"zzz": 1}, "unknown generation option 'zzz'; expected a field of transformers' GenerationConfig"),
+            (
+                {"enable_thinking": False},
+                "; variables of the chat template go into chat_template_kwargs",
+            ),
             ({"update": 1}, "unknown generation option 'update'"),  # a method of the class
             ({"max_new_tokens": 0}, "`max_new_tokens` must be greater than 0"),
             ({"max_new_tokens": 2.5}, "max_new_tokens: expected a whole number of at least 1, got 2.5"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from radixtrain.generation import passes
 from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.generation.passes import (
-    LaneBlock,
+    LaneRange,
     Pass,
     PromptPlan,
     SharedRows,
@@ -25,7 +25,7 @@ from radixtrain.kernels.pieces import Piece
 from radixtrain.testing import ragged_batches
 
 CPU = torch.device("cpu")
-LANES = LaneBlock(first=1000, step=20, number=16)
+LANES = LaneRange(first=1000, step=20, number=16)
 Ids = list[int]
 
 
@@ -85,11 +85,16 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "PIECE_CELLS", 3)
 
 
-class TestLaneBlock:
+class TestLaneRange:
     def test_slots(self) -> None:
-        assert LaneBlock(10, 4, 3).slots(0, 2).tolist() == [10, 11]
-        assert LaneBlock(10, 4, 3).slots(2, 4).tolist() == [18, 19, 20, 21]
-        assert LaneBlock(10, 4, 3).slots(1, 0).tolist() == []
+        assert LaneRange(10, 4, 3).slots(0, 2).tolist() == [10, 11]
+        assert LaneRange(10, 4, 3).slots(2, 4).tolist() == [18, 19, 20, 21]
+        assert LaneRange(10, 4, 3).slots(1, 0).tolist() == []
+
+    def test_several_lanes_some_of_them_empty(self) -> None:
+        lanes = LaneRange(10, 4, 3)
+        assert lanes.slots_of(np.array([2, 0, 1]), np.array([1, 0, 3])).tolist() == [18, 14, 15, 16]
+        assert lanes.slots_of(np.array([0]), np.array([0])).tolist() == []
 
 
 class TestSharedRuns:
@@ -151,8 +156,8 @@ class TestWhatIsKept:
         assert plan.kept.tolist() == [4, 4, 0]
 
     def test_a_prompt_that_ends_inside_of_kept_rows(self, cheap: None) -> None:
-        plan = planned([[1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]])
-        assert plan.kept.tolist() == [3, 5, 5] and plan.tails.tolist() == [0, 1, 1]
+        plan = planned([[1, 2, 3], [1, 2, 3, 4, 5, 6, 8], [1, 2, 3, 4, 5, 6, 9]])
+        assert plan.kept.tolist() == [3, 6, 6] and plan.tails.tolist() == [0, 1, 1]
 
     def test_longest_tail(self) -> None:
         """What a lane has no room for."""
@@ -189,7 +194,7 @@ class TestPassOfPrompts:
         each = pass_of(planned(self.PROMPTS), first_lane=2)
         assert each.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 9]
         assert each.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 0]
-        assert each.rows.tolist() == [4, 5, 6]
+        assert each.predictor_indices.tolist() == [4, 5, 6]
         assert stored(each) == Counter([(0, 500), (1, 501), (2, 502), (3, 1040), (4, 1041), (5, 1060), (6, 1080)])
         assert (each.layout.num_rows, each.layout.max_seqlen, each.layout.shared) == (7, 5, ())
         assert each.layout.lanes is None and each.layout.prompts is not None
@@ -222,7 +227,7 @@ class TestPassOfPrompts:
         cache = put(RadixCache(), [1, 2, 3])
         plan = planned(self.PROMPTS[:2], cache, limits=[2, 3])
         each = pass_of(plan, predicting=[np.array([2, 4]), np.array([3])])
-        assert each.input_ids[each.rows].tolist() == [3, 5, 6]
+        assert each.input_ids[each.predictor_indices].tolist() == [3, 5, 6]
 
     def test_rows_that_continue_different_nodes_never_merge(self) -> None:
         """Both compute 5, one after [1 2] from the cache, the other after its own 2: two rows in two places."""
@@ -308,7 +313,7 @@ def test_every_row_sees_its_path_once_and_is_stored_where_it_is_read(
             assert [above for above in range(row + 1) if ends[above] > row] == rows[: depth - cached_length + 1]
             from_cache = seen_from_cache(each.layout.shared, row)
             assert sorted(held[slot] for slot in from_cache) == [tuple(ids[: n + 1]) for n in range(cached_length)]
-        assert each.rows[place] == rows[-1]
+        assert each.predictor_indices[place] == rows[-1]
         assert [held.get(slot, ()) for slot in plan.kept_path(place, np.array([*kept_slots.values()], dtype=int))][
             :cached_length
         ] == [tuple(ids[: n + 1]) for n in range(cached_length)]
@@ -368,7 +373,7 @@ def test_decoding_literally() -> None:
     tokens, mask = torch.tensor([5, 6]), torch.zeros(2, 3)
     each = decoding_pass(active, tokens, np.array([6, 3]), np.array([3, 3]), LANES, mask, SharedRows((), None, None))
     assert each.input_ids is tokens
-    assert (each.position_ids.tolist(), each.rows.tolist()) == ([5, 2], [0, 1])
+    assert (each.position_ids.tolist(), each.predictor_indices.tolist()) == ([5, 2], [0, 1])
     layout = each.layout
     assert layout.written_rows is None and layout.slots.tolist() == [1002, 1022]
     assert (layout.num_rows, layout.max_seqlen, layout.prompts) == (2, 6, None)

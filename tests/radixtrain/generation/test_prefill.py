@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radixtrain.generation import passes, prefill
 from radixtrain.generation.cache import CacheFull, RadixCache
-from radixtrain.generation.passes import LaneBlock, worth_keeping
+from radixtrain.generation.passes import LaneRange, worth_keeping
 from radixtrain.generation.prefill import Counts, Prefill, number_that_fits
 from radixtrain.generation.requests import Request
 from radixtrain.generation.store import KeyValueStore
@@ -52,12 +52,12 @@ def requests(*prompts: Ids) -> list[Request]:
 
 
 @contextmanager
-def entered(model: Any, cache: RadixCache) -> Iterator[tuple[Prefill, LaneBlock]]:
+def entered(model: Any, cache: RadixCache) -> Iterator[tuple[Prefill, LaneRange]]:
     """Eight lanes of 10."""
     slots = cache.pool.allocate(80, contiguous=True)
     with on_stored_rows(model, parts_of(model), "auto", 16):
         try:
-            yield Prefill(parts_of(model), cache), LaneBlock(int(slots[0]), 10, 8)
+            yield Prefill(parts_of(model), cache), LaneRange(int(slots[0]), 10, 8)
         finally:
             cache.pool.release(slots)
 

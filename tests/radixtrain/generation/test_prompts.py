@@ -120,6 +120,7 @@ class TestRefusals:
             ([[5], CHAT], "prompt 1 is a conversation, which needs a tokenizer"),
             ([[5], 7], "prompt 1: expected a text, a list of token ids, or a list of messages"),
             ([[5], None], "prompt 1: expected a text.* got NoneType"),
+            ([{"messages": CHAT}], r'prompt 0 is made of rows, not of messages: give row\["messages"\] of each$'),
             ([[5, 6.5]], "prompt 0: expected .* got a list with 6.5"),
             ([[5, True]], "prompt 0: expected .* got a list with True"),
             ([[[5]]], r"prompt 0: expected .* got a list with \[5\]"),

@@ -1,9 +1,12 @@
 """One answer that is being generated: what it holds in the cache."""
 
+from typing import cast
+
 import numpy as np
 
 from radixtrain.generation.cache import Node, RadixCache
 from radixtrain.generation.requests import Request
+from radixtrain.generation.sampling import TokenChooser
 
 
 def request(prompt: list[int]) -> Request:
@@ -15,13 +18,21 @@ def put(cache: RadixCache, ids: list[int]) -> Node:
     return cache.insert(ids, np.append(found.slots, cache.reserve(len(ids) - len(found.slots))))
 
 
+class Drawing:
+    """What draws for a request: its place in the result, and a place in the answer."""
+
+    def draws(self, index: int, count: int) -> np.ndarray:
+        return index + np.arange(count) / 1000
+
+
 def test_each_token_has_its_own_draw() -> None:
-    each = Request(0, np.array([7, 8]), 3, np.array([0.25, 0.5, 0.75]))
+    each, chooser = Request(5, np.array([7, 8]), 300, np.zeros(0)), cast(TokenChooser, Drawing())
     found = []
-    for token in (4, 5, 6):
-        found.append(each.next_draw)
+    for token in range(300):
+        found.append(each.next_draw(chooser))
         each.token_ids.append(token)
-    assert found == [0.25, 0.5, 0.75]
+    assert found == (5 + np.arange(300) / 1000).tolist()
+    assert len(each.draws) < 600
 
 
 def test_no_two_requests_share_a_list() -> None:

@@ -67,6 +67,8 @@ def swapped_values(model: Any) -> None:
 
 
 CHANGES: dict[str, Change] = {
+    "a hook": lambda model: k_proj(model).register_forward_hook(lambda *_: None),
+    "a hook before": lambda model: k_proj(model).register_forward_pre_hook(lambda *_: None),
     "one bit of one weight": one_bit,
     "p.data.add_": lambda model: k_proj(model).weight.data.add_(1e-7),
     "p.data.neg_": lambda model: k_proj(model).weight.data.neg_(),
@@ -129,7 +131,7 @@ NO_CHANGES: dict[str, Change] = {
     "a forward and a backward pass": forward,
     "generate": generate,
     "requires_grad": lambda model: model.requires_grad_(False),
-    "a hook": lambda model: k_proj(model).register_forward_hook(lambda *_: None),
+    "a hook of gradients": lambda model: k_proj(model).register_full_backward_hook(lambda *_: None),
     "weights that are loaded again": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
     "equal values elsewhere": lambda model: setattr(k_proj(model).weight, "data", k_proj(model).weight.data.clone()),
     "another layout of the same values": lambda model: setattr(

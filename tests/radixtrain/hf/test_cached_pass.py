@@ -238,6 +238,14 @@ class TestRefused:
         assert "kernel='flash_attn' cannot be used" in self.refusal(tiny_qwen3(), kernel="flash_attn")
         assert "kernel must be auto, torch, " in self.refusal(tiny_qwen3(), kernel="fast")
 
+    def test_what_a_layer_finds_in_its_pass_is_said_in_words_of_generation(
+        self, tiny_qwen3: Callable[..., Any]
+    ) -> None:
+        model = tiny_qwen3()
+        parts_of(model).decoder.layers[0].self_attn.sinks = 1.0  # and it does not hand them over
+        with pytest.raises(UserError, match=r"would leave it out; use model\.generate"), entered(model) as passes:
+            logits(passes)
+
     def test_a_layer_that_is_not_causal(self) -> None:
         sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
         model = transformers.BertLMHeadModel(transformers.BertConfig(num_attention_heads=2, **sizes))

@@ -192,7 +192,8 @@ def test_off_by_default(run, tmp_path):
             "evaluate_generation.num_samples must be at least 1, or null for all",
         ),
         ({"metric": "contains", "generation_kwargs": "{top_pp: 1}"}, "top_pp"),
-        ({"metric": "contains", "generation_kwargs": "{num_beams: 4}"}, "num_beams"),
+        ({"metric": "contains", "generation_kwargs": "{num_beams: 4}"}, "num_beams=4 is not supported"),
+        ({"metric": "contains", "generation_kwargs": "{num_beams: 4}"}, "leave it out, or set dedup: false"),
     ],
 )
 def test_what_is_refused_before_anything_is_written(run, tmp_path, capsys, flags, message):

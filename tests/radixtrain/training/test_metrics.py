@@ -56,10 +56,11 @@ def test_a_function_of_the_user(module):
     ("body", "message"),
     [
         ("return 1 / 0", r"f failed at .*shelf_metrics\.py:2: ZeroDivisionError: division by zero$"),
-        ("return None", r"f failed at .*: TypeError: 'NoneType' object is not iterable$"),
-        ("return [1.0]", "f must return a number for each of 2 answers, found 1 numbers"),
-        ("return [1.0, float('nan')]", "f must return a number for each of 2 answers, found one that is not finite"),
-        ("return ['good', 'bad']", "f failed at .*: ValueError: could not convert string to float: 'good'"),
+        ("return None", "f must return a list with a number for each of 2 answers, found NoneType None$"),
+        ("return 0.5", "f must return a list with a number for each of 2 answers, found float 0.5$"),
+        ("return [1.0]", "f must return a list with a number for each of 2 answers, found 1 numbers"),
+        ("return [1.0, float('nan')]", "f must return a list .* of 2 answers, found one that is not finite"),
+        ("return ['good', 'bad']", r"f must return a list .* of 2 answers, found list \['good', 'bad'\]$"),
     ],
 )
 def test_a_function_that_fails(module, body, message):
