@@ -12,7 +12,7 @@ log-sum-exp (Hydragen, section 3.1):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -42,11 +42,16 @@ class Lanes:
     order: Tensor | None = None
     inverse: Tensor | None = None
 
+    _rectangles: dict[int, Rectangles] = field(default_factory=dict, init=False, repr=False)  # every layer asks
+
     def rectangles(self, num_queries: int) -> Rectangles:
         """One for each lane. num_queries: of a lane, which all see the same."""
-        number, longest = self.mask.shape
-        mask = self.mask[:, None, None, :]
-        return Rectangles(0, num_queries, self.first, longest, mask, number=number, key_step=self.step)
+        if num_queries not in self._rectangles:
+            number, longest = self.mask.shape
+            mask = self.mask[:, None, None, :]
+            rectangles = Rectangles(0, num_queries, self.first, longest, mask, number=number, key_step=self.step)
+            self._rectangles[num_queries] = rectangles
+        return self._rectangles[num_queries]
 
 
 def attention_with_stored_rows(

@@ -189,7 +189,7 @@ def choose_attention(
     Raises UserError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
     head dim or modifier, for `cascade` if a window binds, and for what `tree` does not take.
     """
-    choice = _choice(attention, kernel, KernelCall(device, dtype, head_dim, softcap, window, sinks))
+    choice = _choice(attention, kernel, device, dtype, head_dim, softcap, window, sinks)
     if choice not in _LOGGED:
         _LOGGED.add(choice)
         logger.info("%s", choice)
@@ -209,7 +209,17 @@ def unlogged() -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)  # every layer asks for the same
-def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
+def _choice(
+    attention: str,
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: bool,
+    window: bool,
+    sinks: bool,
+) -> AttentionChoice:
+    call = KernelCall(device, dtype, head_dim, softcap, window, sinks)
     if attention not in ("auto", *STRATEGIES):
         raise UserError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
     if kernel not in ("auto", *KERNELS):

@@ -34,7 +34,8 @@ __all__ = [
     *("decoding_pass", "shared_runs", "worth_keeping"),
 ]
 
-# (query, key) pairs that a product of its own has to save at every step to be worth its calls: on one CPU thread
+# (query, key) pairs that a product of its own has to save at every step to be worth its calls. On one CPU thread, with
+# 2 layers of 128 and of 512, both ways were equally fast somewhere between 200 and 1,800 pairs.
 PIECE_CELLS = 512
 
 
@@ -62,12 +63,12 @@ class Pass:
     """A forward pass on a device.
 
     input_ids, position_ids: (U,), int64.
-    predictor_indices: (R,), int64. which rows predict: those whose logits are wanted.
+    predictor_indices: (R,), int64. which rows predict: those whose logits are wanted. None: all of them, in order.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    predictor_indices: Tensor
+    predictor_indices: Tensor | None
     layout: CachedLayout
 
 
@@ -245,7 +246,7 @@ def decoding_pass(
         paths=Paths(np.arange(len(requests) + 1), path),
         lanes=Lanes(lanes.first, lanes.step, mask, shared.order, shared.inverse),
     )
-    return Pass(tokens, _on(lengths - 1, device), _on(places, device), layout)
+    return Pass(tokens, _on(lengths - 1, device), None, layout)
 
 
 def worth_keeping(lcp: IntArray) -> IntArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -182,7 +182,7 @@ def _listed(prompts: Any, attention_mask: Any) -> list[Any]:
         )
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, list | tuple):
+    if not isinstance(prompts, Sequence):  # a column of a data set is one too
         raise UserError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
     is_conversation = bool(prompts) and isinstance(prompts[0], Mapping)
     if prompts and isinstance(prompts[0], int | np.integer):

@@ -7,7 +7,7 @@ model is not prepared. No cache of Hugging Face's is involved: the attention fun
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from weakref import WeakKeyDictionary
 
@@ -77,19 +77,19 @@ class StoredPasses:
         return weight.device
 
     def logits(
-        self, input_ids: Tensor, position_ids: Tensor, predictor_indices: Tensor, layout: CachedLayout
+        self, input_ids: Tensor, position_ids: Tensor, predictor_indices: Tensor | None, layout: CachedLayout
     ) -> Tensor:
         """(R, V). Run the model on the new rows of a pass, by its own head, and store their keys and values.
 
         input_ids, position_ids: (U,), int64.
-        predictor_indices: (R,), int64. which rows predict: those whose logits are wanted.
+        predictor_indices: (R,), int64. which rows predict: those whose logits are wanted. None: all, in order.
         Raises RuntimeError if a layer attended without the stored rows.
         """
         config, base = self.parts.decoder.config, self.parts.base
         assert config._attn_implementation in (ATTENTION_NAME, EAGER_NAME)
         may_bind = window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.store, self.kernel, may_bind)
-        with only_rows(self.parts.backbone, predictor_indices):
+        with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],

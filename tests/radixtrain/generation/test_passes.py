@@ -373,7 +373,7 @@ def test_decoding_literally() -> None:
     tokens, mask = torch.tensor([5, 6]), torch.zeros(2, 3)
     each = decoding_pass(active, tokens, np.array([6, 3]), np.array([3, 3]), LANES, mask, SharedRows((), None, None))
     assert each.input_ids is tokens
-    assert (each.position_ids.tolist(), each.predictor_indices.tolist()) == ([5, 2], [0, 1])
+    assert (each.position_ids.tolist(), each.predictor_indices) == ([5, 2], None)
     layout = each.layout
     assert layout.written_rows is None and layout.slots.tolist() == [1002, 1022]
     assert (layout.num_rows, layout.max_seqlen, layout.prompts) == (2, 6, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -172,3 +173,8 @@ class TestRefusals:
         )
         with pytest.raises(DataError, match=r"prompt 1: the chat template failed: .*no system turn"):
             token_ids_of([OTHER, CHAT], tokenizer)
+
+
+def test_a_column_of_a_data_set_is_a_list() -> None:
+    rows = datasets.Dataset.from_dict({"ids": [[3, 4], [5]]})
+    assert [ids.tolist() for ids in token_ids_of(rows["ids"])] == [[3, 4], [5]]
