@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,3 +232,12 @@ def write_families_table(group: str, found: list[list[str]], whole: bool) -> Non
     head = FAMILIES_HEADS["recurrent" if group == "recurrent" else "all"]
     table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *by_name])
     FAMILIES_PAGE.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
+
+
+@pytest.fixture
+def wandb_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Weights & Biases writes to disk, and its run is over afterwards: another logger would go on with it."""
+    wandb = pytest.importorskip("wandb", reason="pip install radixtrain")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    yield
+    wandb.finish()

@@ -26,7 +26,7 @@ from grpo_generate import RadixGeneration, RadixGRPOTrainer  # noqa: E402
 from grpo_whole_groups import WholeGroups  # noqa: E402
 
 sys.path.remove(str(FOLDER))
-del sys.modules["grpo"]  # a recipe, and recipes are imported anew by their own tests
+sys.modules.pop("grpo", None)  # a recipe, and recipes are imported anew by their own tests
 
 # Completions of a greedy group are equal and their advantages zero: what is left of the loss is the KL divergence to
 # the reference. `DIFFERENCES` is that of test_grpo.py.

@@ -19,7 +19,7 @@ sys.path.insert(0, str(FOLDER))
 from grpo_whole_groups import GroupedGRPOTrainer, WholeGroups  # noqa: E402
 
 sys.path.remove(str(FOLDER))
-del sys.modules["grpo"]  # a recipe, and recipes are imported anew by their own tests
+sys.modules.pop("grpo", None)  # a recipe, and recipes are imported anew by their own tests
 
 ONE_STEP = {"gradient_accumulation_steps": 4, "max_steps": 1}  # 16 rows, 4 groups, 4 micro-batches
 WHOLE_BATCH = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_steps": 1}

@@ -141,9 +141,8 @@ def test_a_function_of_the_user(run, tmp_path, monkeypatch):
     assert min(logged(tmp_path / "out", "eval_words").values()) > 100
 
 
-def test_wandb_gets_a_table(run, tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="pip install radixtrain")
-    monkeypatch.setenv("WANDB_MODE", "offline")
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb_gets_a_table(run, tmp_path):
     logger = {"trainer__logger": "lightning.pytorch.loggers.WandbLogger", "trainer__logger.save_dir": tmp_path / "out"}
     assert run(trainer__max_steps=5, **logger, **GREEDY) == 0
     [file] = (tmp_path / "out" / "wandb").glob("offline-run-*/files/media/table/answers*.table.json")

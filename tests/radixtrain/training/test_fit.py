@@ -232,9 +232,8 @@ def test_a_signal_after_a_step_was_counted(arguments, tmp_path, monkeypatch, ste
     assert {later: losses(tmp_path / "whole")[later] for later in resumed} == resumed
 
 
-def test_weights_and_biases_offline(arguments, tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="pip install radixtrain")
-    monkeypatch.setenv("WANDB_MODE", "offline")
+@pytest.mark.usefixtures("wandb_offline")
+def test_weights_and_biases_offline(arguments, tmp_path):
     logger = {"trainer__logger": "lightning.pytorch.loggers.WandbLogger", "trainer__logger.save_dir": tmp_path / "out"}
     assert main(arguments(trainer__max_steps=2, **logger)) == 0
     assert list((tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb"))
