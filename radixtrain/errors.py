@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["DataError", "UserError", "did_you_mean", "first_line"]
+__all__ = ["DataError", "Stopped", "UserError", "did_you_mean", "first_line"]
 
 
 class UserError(ValueError):
@@ -21,13 +21,24 @@ class DataError(UserError):
         return type(self), (self.where, self.reason)
 
 
+class Stopped(BaseException):
+    """A run ended because a signal or a request asked for it. The command prints the message and exits with `code`.
+
+    No `Exception`, as KeyboardInterrupt is none: a signal may raise it where a library catches all of those.
+    """
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """`, did you mean ...?` with the nearest known name; `otherwise` if none is near."""
     close = get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]}?" if close else otherwise
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of another library's message, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

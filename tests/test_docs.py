@@ -1,7 +1,6 @@
 """The pages under docs/ and CONTRIBUTING.md say what the code does: their examples run, their tables are the code's."""
 
 import ast
-import csv
 import inspect
 import json
 import os
@@ -14,14 +13,12 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-import torch
 import yaml
 from docstring_parser import parse as parse_docstring
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from radixtrain.__main__ import main
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.mapping import OURS
@@ -177,7 +174,7 @@ def test_a_weight_of_a_row_is_unused() -> None:
 # docs/configuration.md: its tables are the code's
 
 CONFIGURATION = "docs/configuration.md"
-TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "bench"]
+TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "bench", "doctor"]
 SECTIONS = ("model", "data", "evaluate_generation")
 NOT_KEYS = ("self", "model", "datamodule")  # of `verify`, which the command line fills in
 
@@ -211,6 +208,7 @@ def recorded() -> Recorder:
 def rows_of(table: str) -> list[list[str]]:
     """key, values, default, meaning: from the signature and the docstring."""
     from radixtrain.commands.bench import bench
+    from radixtrain.commands.doctor import doctor
     from radixtrain.commands.export import export
     from radixtrain.training.evaluate_generation import EvaluateGeneration
     from radixtrain.training.module import RadixModule
@@ -219,7 +217,7 @@ def rows_of(table: str) -> list[list[str]]:
     if table == "cli":
         return recorded().rows
     sections = {"model": RadixModule, "data": SFTData, "evaluate_generation": EvaluateGeneration}
-    owner = {**sections, "verify": Trainer.verify, "export": export, "bench": bench}[table]
+    owner = {**sections, "verify": Trainer.verify, "export": export, "bench": bench, "doctor": doctor}[table]
     called = owner.__init__ if inspect.isclass(owner) else owner
     kinds = get_type_hints(called)
     documented = {each.arg_name: each.description for each in parse_docstring(inspect.getdoc(owner) or "").params}
@@ -300,41 +298,6 @@ def test_the_metric_of_the_page_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     metric = load_metric("metric_of_the_page.first_word")
     assert metric(["one two", "two"], ["one", "one"], [{}, {}]) == [1, 0]
-
-
-class TestResume:
-    """What the page says that a resume does with other settings. If one of these changes, so does the page."""
-
-    def test_a_new_learning_rate_is_ignored(self, arguments: Callable[..., list[str]], tmp_path: Path) -> None:
-        last = tmp_path / "out" / "checkpoints" / "last.ckpt"
-        assert main(arguments(trainer__max_epochs=1)) == 0
-        changed = {"model__learning_rate": 1e-3, "model__weight_decay": 0.3, "model__adam_beta1": 0.5}
-        assert main(arguments(ckpt_path=last, **changed)) == 0
-        checkpoint = torch.load(last, weights_only=True)
-        group = checkpoint["optimizer_states"][0]["param_groups"][0]
-        assert (group["initial_lr"], group["weight_decay"], group["betas"][0]) == (1e-2, 0.0, 0.9)
-        assert checkpoint["hyper_parameters"]["learning_rate"] == 1e-3
-        assert self.column(tmp_path, "learning_rate")[0] == 0
-        assert main(arguments(ckpt_path=last, data__batch_size=5)) == 1
-        assert main(arguments(ckpt_path=last, model__use_peft=True)) == 1
-
-    def test_a_stop_by_max_steps_ends_the_epoch(self, arguments: Callable[..., list[str]], tmp_path: Path) -> None:
-        assert main(arguments(trainer__max_epochs=1, trainer__max_steps=2)) == 0
-        last = tmp_path / "out" / "checkpoints" / "last.ckpt"
-        assert main(arguments(trainer__max_epochs=1, ckpt_path=last)) == 0
-        assert not (tmp_path / "out" / "logs" / "version_1" / "metrics.csv").exists()
-
-    def test_a_last_checkpoint_may_be_older_than_the_model(
-        self, arguments: Callable[..., list[str]], shop: Path, tmp_path: Path
-    ) -> None:
-        given = {"trainer__max_epochs": 1, "trainer__val_check_interval": 2}
-        assert main(arguments(data__validation_file=shop / "validation.jsonl", **given)) == 0
-        checkpoint = torch.load(tmp_path / "out" / "checkpoints" / "last.ckpt", weights_only=True)
-        assert checkpoint["global_step"] == 4 and len(self.column(tmp_path, "loss", version=0)) == 5
-
-    def column(self, tmp_path: Path, name: str, version: int = 1) -> list[float]:
-        with (tmp_path / "out" / "logs" / f"version_{version}" / "metrics.csv").open() as file:
-            return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
 # CONTRIBUTING.md: the tour and the map of rooms

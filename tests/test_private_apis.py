@@ -54,8 +54,8 @@ TABLE = (
     ),
     Private(
         "lightning.pytorch.Trainer.fit_loop.epoch_loop._batches_that_stepped",
-        ("radixtrain/training/callbacks.py",),
-        "is counted back in a checkpoint that SIGTERM makes at the end of an epoch",
+        ("radixtrain/training/position.py",),
+        "is set by the position of a run that goes on, so that its log has the same steps",
     ),
     Private(
         "transformers.PretrainedConfig._attn_implementation",
@@ -83,6 +83,16 @@ TABLE = (
         "transformers.PreTrainedModel._can_set_experts_implementation",
         ("radixtrain/verification/oracle.py",),
         "says whether experts can run as a loop, which float64 needs",
+    ),
+    Private(
+        "transformers.utils.chat_template_utils._compile_jinja_template",
+        ("radixtrain/data/rendering/limited.py",),
+        "compiles chat templates, ours so that they keep an account of what they do",
+    ),
+    Private(
+        "jinja2.utils._PassArg",
+        ("radixtrain/data/rendering/limited.py",),
+        "says what a filter is given besides the value",
     ),
     Private(
         "transformers.GenerationConfig._get_default_generation_params",
@@ -243,6 +253,11 @@ TABLE = (
         "sys._getframe",
         ("collators/unprepared.py", "radixtrain/hf/evaluation.py", "radixtrain/hf/padded/calls.py"),
         "reads which trainer calls the model, and whether generate() does",
+    ),
+    Private(
+        "os._exit",
+        ("radixtrain/data/workers.py", "radixtrain/training/requests.py"),
+        "ends a process at once: after a second signal, and a worker whose run was killed",
     ),
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["environment", "header"]
+__all__ = ["environment", "header", "processor"]
 
 
 def environment(device: torch.device, dtype: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def environment(device: torch.device, dtype: str) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "dtype": dtype,
@@ -41,7 +41,7 @@ def header(device: torch.device, dtype: str, repeats: int) -> str:
     )
 
 
-def _processor() -> str:
+def processor() -> str:
     """The CPU's model, or only its architecture if the model is unknown."""
     described = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in described.splitlines() if line.startswith("model name")]

@@ -82,7 +82,7 @@ def _check_plot(plot: str, ordinary: bool) -> None:
     if not ordinary:
         raise UserError("plot shows speed-ups, which ordinary: false leaves unmeasured; set plot to null")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("plot needs matplotlib: pip install 'radixtrain[bench]'")
+        raise UserError("plot needs matplotlib: pip install matplotlib")
 
 
 def _check_shape(shape: ModelShape) -> None:

@@ -58,7 +58,7 @@ def mixed_layers(config: Any) -> MixedLayers:
 def _counted(config: Any) -> MixedLayers:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            decoder = parts_of(AutoModel.from_config(config)).decoder
+            decoder = parts_of(AutoModel.from_config(config, trust_remote_code=False)).decoder
             mixing = sum(number * _multiply_adds(mixer, decoder.config) for mixer, number in kinds_of_mixers(decoder))
     except (ValueError, ImportError, RuntimeError, IndexError, AttributeError) as error:
         reason = f"{type(config).__name__}: its recurrent layers cannot be counted: {first_line(error)}"

@@ -1,4 +1,4 @@
-"""`radixtrain export`: a Lightning checkpoint -> a Hugging Face folder, LoRA adapters merged."""
+"""`radixtrain export`: a checkpoint of `fit` -> a Hugging Face folder, LoRA adapters merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.training.checkpoint import check_model_folder, read_checkpoint, save_hf_folder
+from radixtrain.training.checkpoint import check_model_folder, load_weights, read_checkpoint, save_hf_folder
+from radixtrain.training.folder_lock import locked_model
 from radixtrain.training.model_card import documents
 from radixtrain.training.module import RadixModule
 
@@ -22,19 +23,22 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
     """Write the model of a checkpoint as a folder that `from_pretrained` loads, with a model card.
 
     Args:
-        ckpt_path: a `.ckpt` written by `fit`, in `<output_dir>/checkpoints` of that run.
+        ckpt_path: a folder in `<output_dir>/checkpoints` of a run, such as `step=500`, `last` or `best`; the
+            output_dir, for the newest of them that is whole; or a `.ckpt` file of an earlier version.
         output_dir: the folder to write: absent, empty, or an earlier model, which is replaced as a whole.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
 
     Raises:
-        UserError: the checkpoint is missing, cannot be read, or was not written by radixtrain.
+        UserError: the checkpoint is missing, is damaged, or was not written by radixtrain; or another command is at
+            work in the folder.
     """
     check_model_folder(output_dir, [ckpt_path])
-    checkpoint = read_checkpoint(ckpt_path)
-    module = _restored(checkpoint)
-    assert module.model is not None
-    tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)
-    return save_hf_folder(module.model, tokenizer, output_dir, _documents(checkpoint, tokenizer))
+    with locked_model(Path(output_dir), "export"):
+        checkpoint = read_checkpoint(ckpt_path)
+        module = _restored(checkpoint)
+        assert module.model is not None
+        tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)
+        return save_hf_folder(module.model, tokenizer, output_dir, _documents(checkpoint, tokenizer))
 
 
 def run(argv: Sequence[str]) -> None:
@@ -50,7 +54,7 @@ def run(argv: Sequence[str]) -> None:
 def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:
     module = RadixModule(**_settings(checkpoint["hyper_parameters"]))
     module.configure_model()
-    module.load_state_dict(checkpoint["state_dict"])
+    load_weights(module, checkpoint)
     return module
 
 

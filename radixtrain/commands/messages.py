@@ -11,11 +11,24 @@ from radixtrain.errors import did_you_mean
 
 __all__ = ["usage_message"]
 
-# Classes of Lightning that a key takes by their names, without a dotted path.
+# What a key takes by name: short names, and classes of Lightning without a dotted path.
 CLASSES = {
-    "trainer.logger": ("WandbLogger", "TensorBoardLogger", "CSVLogger", "MLFlowLogger", "CometLogger"),
+    "trainer.logger": (
+        "wandb",
+        "tensorboard",
+        "csv",
+        "none",
+        "WandbLogger",
+        "TensorBoardLogger",
+        "CSVLogger",
+        "MLFlowLogger",
+        "CometLogger",
+    ),
     "trainer.callbacks": ("EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "Timer"),
 }
+
+# Types of Python in words.
+KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
 # A key inside of the value of another one, with one of a few words.
 NESTED = r'Parser key "([^"]+)": .*? Parser key "([^"]+)": (Expected a \S+Literal\[.*?\]\. Got value: \S+)'
@@ -68,20 +81,28 @@ def _names(command: str) -> list[str]:
 
 
 def _wrong_value(key: str, text: str, command: str) -> str:
-    """Of a key whose values are a fixed set, or classes of Lightning; nothing for any other."""
+    """Of a key whose values are a fixed set, plain kinds or classes of Lightning; nothing for any other."""
     got = re.search(r"(?:Got value|Given value): (\S+)$", text)
     if got is None:
-        return ""
+        kinds = _kinds(text) if re.search(r"(?:Got value|Given value):$", text) else ""
+        return f"{key} must be {kinds}; got an empty text" if kinds else ""
     if got[1] == "None" and text.startswith("Expected a <class 'str'>"):
         return f"{key} is missing: write --{key} VALUE, or the key in the file of --config"
     if text.startswith("Expected a <class 'bool'>"):
         return f"{key} must be true or false; got {got[1]}"
     if key in CLASSES and re.fullmatch(r"\w+", got[1]):
-        return f"{key}: no class {got[1]!r}{_class_meant(got[1], CLASSES[key])}"
+        return f"{key}: no {got[1]!r}{_class_meant(got[1], CLASSES[key])}"
     choices = next((each.choices for each in keys_of(command) if each.name == key), ()) or _literals(text)
     if not choices:
-        return ""
+        return f"{key} must be {kinds}; got {got[1]}" if (kinds := _kinds(text)) else ""
     return f"{key} must be one of {', '.join(choices)}; got {got[1]}{did_you_mean(got[1], choices)}"
+
+
+def _kinds(text: str) -> str:
+    """What a key takes, in words, if its type is made of plain ones; otherwise nothing."""
+    expected = re.match(r"(?:Expected a |Does not .*?Subtypes: \[)((?:<class '[^']+'>(?:, )?)+)(?:\.|\])", text)
+    kinds = re.findall(r"<class '([^']+)'>", expected[1]) if expected else []
+    return " or ".join(KINDS[kind] for kind in kinds) if set(kinds) <= KINDS.keys() else ""
 
 
 def _class_meant(name: str, classes: tuple[str, ...]) -> str:

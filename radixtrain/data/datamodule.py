@@ -13,7 +13,8 @@ import lightning as L
 from radixtrain.collators.grouping import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.grouping import check_group_by_prefix, grouped_order
+from radixtrain.data.grouping import grouped_order
+from radixtrain.data.limits import check_sizes
 from radixtrain.data.prompts import Prompt, PromptDataset, Prompts, choose_prompts
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.resume import check_state, state_of
@@ -22,6 +23,7 @@ from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
+from radixtrain.redaction import masked
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 
@@ -126,7 +128,14 @@ class SFTData(L.LightningDataModule):
         """What became of the rows of each split; of `val_size`, before it was taken out."""
         self.step_cost: Callable[[], StepCost | None] | None = None
         """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
-        self._check_sizes()
+        check_sizes(self.hparams)
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
+        settings = super().hparams_initial
+        settings.update(masked(settings))
+        return settings
 
     def setup(self, stage: str) -> None:
         """Read, render and tokenise what this stage needs, unless that has been done."""
@@ -245,8 +254,16 @@ class SFTData(L.LightningDataModule):
         corpus, hparams = self.conversations[split], self.hparams
         if split != "train":
             return StepSampler(len(corpus), hparams.batch_size, shuffle=False, seed=hparams.seed)
-        shuffle = hparams.shuffle_dataset
-        return StepSampler(len(corpus), hparams.batch_size, shuffle, hparams.seed, self._grouping, corpus.weights)
+        trainer: Any = self.trainer
+        return StepSampler(
+            len(corpus),
+            hparams.batch_size,
+            hparams.shuffle_dataset,
+            hparams.seed,
+            self._grouping,
+            corpus.weights,
+            is_fixed=bool(trainer and trainer.overfit_batches),
+        )
 
     def _loader(self, split: str, merge_labels: bool = True) -> StepLoader:
         if merge_labels:
@@ -278,26 +295,3 @@ class SFTData(L.LightningDataModule):
         if split == "predict":
             return self.hparams.predict_file or self.hparams.test_file or ""
         return self.hparams[f"{split}_file"] or ""
-
-    def _check_sizes(self) -> None:
-        hparams = self.hparams
-        smallest = {
-            "batch_size": 1,
-            "dataset_num_proc": 1,
-            "max_tokens": 1,
-            "min_shared_tokens": 1,
-            "dataloader_num_workers": 0,
-        }
-        for name, least in smallest.items():
-            if hparams[name] not in ("auto", None) and hparams[name] < least:
-                raise UserError(f"data.{name} must be at least {least}, got {hparams[name]}")
-        if hparams.val_size < 0:
-            raise UserError(
-                f"data.val_size must be a share below 1 or a number of conversations, got {hparams.val_size}"
-            )
-        check_group_by_prefix(hparams.group_by_prefix, hparams.batch_size, hparams.shuffle_dataset)
-        if hparams.max_length is not None and hparams.max_length > hparams.max_tokens:
-            raise UserError(
-                f"data.max_length {hparams.max_length} exceeds data.max_tokens {hparams.max_tokens}: a sequence that "
-                f"long has no micro-batch to go into; raise max_tokens or lower max_length"
-            )

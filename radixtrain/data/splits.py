@@ -22,6 +22,7 @@ from radixtrain.hf.config import read_config
 
 __all__ = ["encoder_of", "load_split", "take_validation"]
 
+LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory
 ROWS_LOOKED_AT = 32  # for a template that rewrites history
 
 
@@ -68,8 +69,11 @@ def load_split(files: Any, settings: Any, key: str, unlabelled: bool = False) ->
         report.add(found.report)
         parts.append(Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest))
     corpus = Corpus(parts)
-    if corpus.weights is not None and not epoch_size(corpus.weights):
+    size = len(corpus) if corpus.weights is None else epoch_size(corpus.weights)
+    if not size and len(corpus):
         raise UserError(f"{key}: with these weights no conversation is left in an epoch; raise one of them")
+    if size > LARGEST_EPOCH:
+        raise UserError(f"{key}: with these weights an epoch has {size:,} conversations; lower them")
     return corpus, report
 
 

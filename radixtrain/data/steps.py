@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from radixtrain.collators.grouping import GroupedOrder
@@ -14,6 +15,7 @@ from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.prompts import PromptDataset
 from radixtrain.data.sample import Sample
 from radixtrain.data.weights import draw_epoch, epoch_size
+from radixtrain.data.workers import blocked_signals, ends_with_this_process
 from radixtrain.tree.arrays import IntArray
 
 __all__ = ["StepDataset", "StepLoader", "StepSampler", "features_of"]
@@ -57,6 +59,7 @@ class StepSampler(Sampler[list[int]]):
     shuffle: a new permutation each epoch; otherwise the order of the file.
     grouping: draws the permutation so that conversations with a common prompt meet; None for a plain one.
     weights: (num_conversations,), float64. how often each comes in an epoch; None if each comes once.
+    is_fixed: every epoch has the order of the first one.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class StepSampler(Sampler[list[int]]):
         seed: int,
         grouping: GroupedOrder | None = None,
         weights: np.ndarray | None = None,
+        is_fixed: bool = False,
     ):
         self.num_conversations, self.batch_size = num_conversations, batch_size
         self.shuffle, self.seed, self.grouping, self.weights = shuffle, seed, grouping, weights
+        self.is_fixed = is_fixed
         self.epoch_size = num_conversations if weights is None else epoch_size(weights)
         self.epoch = 0
         self.start = 0
@@ -93,7 +98,7 @@ class StepSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""
-        self.epoch = epoch
+        self.epoch = 0 if self.is_fixed else epoch
 
 
 class StepLoader:
@@ -109,6 +114,8 @@ class StepLoader:
 
     def __init__(self, dataset: StepDataset | PromptDataset, sampler: StepSampler, **options: Any):
         self.sampler = sampler
+        own = torch.Generator()  # a DataLoader draws a seed for its workers, by default from the generator of dropout
+        options |= {"generator": own, "worker_init_fn": ends_with_this_process()}
         self.loader: DataLoader[Any] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
         self.handed_out = 0
 
@@ -126,7 +133,8 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.handed_out = self.sampler.start
-        steps = iter(self.loader)
+        with blocked_signals():
+            steps = iter(self.loader)
         self.sampler.start = 0  # Lightning leaves a pass at its last step, so code after the loop may never run
         for step in steps:
             self.handed_out += 1

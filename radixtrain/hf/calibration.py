@@ -18,6 +18,7 @@ from torch import nn
 from radixtrain.attention import choose_attention, unlogged
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.fixed_rates import fixed_rates
 from radixtrain.hf.layer_kinds import LayerKinds, kinds_of_mixers
 from radixtrain.hf.rates import Layer, measured_rates
 from radixtrain.hf.rates_file import file_of, keep_rates, read_rates
@@ -39,6 +40,7 @@ def calibrate(
     kernel: str = "auto",
     dtype: torch.dtype | None = None,
     rates: Rates | None = None,
+    measure: bool = True,
 ) -> StepCost:
     """The cost of a layer of this model on the device of its weights, from the file or measured and kept.
 
@@ -49,6 +51,7 @@ def calibrate(
     kernel: as for `prepare_model`.
     dtype: of the computation; default: of the weights. Under autocast it is another.
     rates: of an earlier calibration, as a checkpoint keeps them; nothing is measured then.
+    measure: False for rates that are the same on every machine, and so are the choices and the order of all sums.
 
     For `RadixCollator(step_cost=...)`. Measuring takes seconds and waits for the device; the global random state does
     not change. Raises UserError for another device, an attention without a known cost, a kernel that cannot run there,
@@ -72,7 +75,8 @@ def calibrate(
         kinds=LayerKinds.of(parts.decoder),
         mixers=kinds_of_mixers(parts.decoder),
     )
-    return layer.cost(rates or _known_rates(layer), CHOICES if attention == "auto" else (attention,))
+    rates = rates or (_known_rates(layer) if measure else _fixed_rates(layer))
+    return layer.cost(rates, CHOICES if attention == "auto" else (attention,))
 
 
 def _known_rates(layer: Layer) -> Rates:
@@ -89,12 +93,18 @@ def _known_rates(layer: Layer) -> Rates:
     return _MEASURED[path]
 
 
+def _fixed_rates(layer: Layer) -> Rates:
+    with unlogged(), torch.inference_mode(False), torch.enable_grad():
+        return fixed_rates(layer)
+
+
 def _measured_and_kept(layer: Layer, path: Path) -> Rates:
     began = time.perf_counter()
     # Lightning validates and predicts in inference mode
     with unlogged(), torch.inference_mode(False), torch.enable_grad():
         rates, error = _measured(layer)
-    logger.info("calibrated in %.1f s: %s", time.perf_counter() - began, path)
+    hint = "trainer.deterministic: true chooses without it, the same on every machine"
+    logger.info("calibrated in %.1f s: %s (%s)", time.perf_counter() - began, path, hint)
     if error > MAX_ERROR:
         logger.warning(
             "the calibration is %.0f %% off its own measurements, as on a busy machine; it is used for this run and "

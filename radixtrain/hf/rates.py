@@ -32,7 +32,7 @@ from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 __all__ = ["Layer", "fastest", "measured_rates", "non_negative_fit"]
 
 REPEATS = 4  # keep the minimum: other load can only slow a run down
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 FREE = Rates(call=0.0, rectangle=0.0, pair=0.0, element=0.0, flop=0.0)
 
 

@@ -25,7 +25,7 @@ from radixtrain.tree.run_choice import runs_of_segments
 from radixtrain.tree.run_layout import RunLayout
 from radixtrain.tree.runs import RunCost, RunTable
 
-__all__ = ["measured_run_cost", "mixers_key"]
+__all__ = ["can_fork", "measured_run_cost", "mixers_key"]
 
 CHUNKS = (64, 128, 256)  # rows; of the kernels in transformers and of those that it calls
 KERNELS = ("transformers", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels")  # that a mixer may run
@@ -47,14 +47,19 @@ def measured_run_cost(layer: Layer) -> tuple[RunCost, float]:
 
     Without forks if no mixer can start from a state with a gradient.
     """
-    can_fork = not all(_why_it_cannot_fork(layer, mixer) for mixer, _ in layer.mixers)
-    tables = [_table(*tree) for tree in TREES if can_fork or not tree[0]]
+    forks = can_fork(layer)
+    tables = [_table(*tree) for tree in TREES if forks or not tree[0]]
     seconds = np.array([_mean_seconds(layer, table) for table in tables])
     fits = {rows: _fit(tables, seconds, rows) for rows in CHUNKS}
     chunk_rows = min(fits, key=lambda rows: fits[rows][1])
     (call, row, chunk, state), error = fits[chunk_rows]
     rates = {"call": call, "row": row, "chunk": chunk, "state": state}
-    return RunCost(**rates, chunk_rows=chunk_rows, can_fork=can_fork), error
+    return RunCost(**rates, chunk_rows=chunk_rows, can_fork=forks), error
+
+
+def can_fork(layer: Layer) -> bool:
+    """Whether some mixer can start from a state with a gradient."""
+    return not all(_why_it_cannot_fork(layer, mixer) for mixer, _ in layer.mixers)
 
 
 def counts_of(table: RunTable, chunk_rows: int) -> tuple[int, int, int, int]:

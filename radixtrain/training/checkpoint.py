@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from radixtrain.checkpoints import folder as checkpoints
+from radixtrain.checkpoints.choice import resolve
+from radixtrain.checkpoints.replacing import recover, writing
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import restore_model
+from radixtrain.training.adapters import merged
+from radixtrain.training.finite import check_weights_finite
 from radixtrain.training.model_card import CARD, MARK, SETTINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_checkpoint_file", "check_model_folder", "check_weights", "read_checkpoint", "save_hf_folder"]
+__all__ = [
+    "check_checkpoint_file",
+    "check_model_folder",
+    "check_weights",
+    "load_weights",
+    "read_checkpoint",
+    "save_hf_folder",
+    "trained_names",
+]
 
 # What `save_pretrained` of models and tokenizers writes. Full names, since *.json would match a user's data too.
 MODEL_FILES = [
@@ -31,34 +42,46 @@ MODEL_FILES = [
 
 
 def check_checkpoint_file(ckpt_path: str) -> None:
-    """UserError if there is no such file, or if it is not of torch's format (a zip file). Reads only its end."""
-    if not Path(ckpt_path).is_file():
-        raise UserError(f"ckpt_path: no such file: {ckpt_path}")
-    if not zipfile.is_zipfile(ckpt_path):
-        raise UserError(
-            f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain, or one that was not written to its end; those of "
-            f"a run are in its output_dir, in checkpoints/"
-        )
+    """UserError if there is no such checkpoint, or if it is damaged. Reads all of it."""
+    resolve(ckpt_path, Path())
 
 
 def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
-    """A checkpoint that `fit` wrote: `hyper_parameters`, `state_dict` and whatever else Lightning keeps, on the CPU.
+    """A checkpoint that `fit` wrote, without the optimizer: `hyper_parameters`, `state_dict` and others, on the CPU.
 
-    Raises UserError if there is no such file, or if it is no checkpoint of radixtrain. No code in it is run.
+    ckpt_path: see `resolve`; the output_dir of a run stands for its newest checkpoint.
+
+    Raises UserError if there is none, if it is damaged, or if it is no checkpoint of radixtrain. No code in it is run.
     """
-    check_checkpoint_file(ckpt_path)
-    try:
-        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a file that is no checkpoint
-        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: {type(error).__name__}") from error
-    if not isinstance(checkpoint, dict) or not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
+    checkpoint = checkpoints.read_checkpoint(resolve(ckpt_path, Path()), leave_out=["optimizer_states"])
+    if not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
         raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
     return checkpoint
 
 
-def check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them."""
-    here = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+def load_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Load the weights of a checkpoint into a module, which has those of the base model if it holds only adapters.
+
+    Raises UserError, and changes nothing, unless they are the weights of this module, or exactly its trained ones.
+    """
+    is_partial = bool((checkpoint.get("radixtrain") or {}).get("partial"))
+    check_weights(module, checkpoint["state_dict"], is_partial)
+    module.load_state_dict(checkpoint["state_dict"], strict=not is_partial)
+
+
+def trained_names(module: nn.Module) -> set[str]:
+    """The names in a module's `state_dict` of what training changes: all that a checkpoint of adapters holds."""
+    return {name for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+def check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor], is_partial: bool = False) -> None:
+    """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them.
+
+    is_partial: the checkpoint holds only what is trained.
+    """
+    state = module.state_dict()
+    names = trained_names(module) if is_partial else state.keys()
+    here = {name: tuple(tensor.shape) for name, tensor in state.items() if name in names}
     there = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in (*here, *there):
         if here.get(name) != there.get(name):
@@ -77,6 +100,7 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
     Raises UserError for anything else, since the folder is replaced as a whole.
     """
     target = Path(output_dir).resolve()
+    recover(target)
     for source in reads:
         if source is not None and Path(source).exists() and Path(source).resolve().is_relative_to(target):
             raise UserError(
@@ -106,23 +130,16 @@ def save_hf_folder(
     documents: names and texts of files beside them, see `radixtrain/training/model_card.py`.
     """
     target = check_model_folder(output_dir)
-    staging, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
-    if replaced.exists() and not target.exists():
-        replaced.rename(target)  # an earlier run was killed between the two renames below
-    for leftover in (staging, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    restore_model(model)
-    if hasattr(model, "merge_and_unload"):
-        model.save_pretrained(staging / "adapter")
-        model = model.merge_and_unload()
-    model.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    for name, text in (documents or {}).items():
-        (staging / name).write_text(text, encoding="utf-8")
-    if target.exists():
-        target.rename(replaced)
-    staging.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    check_weights_finite(model, f"{output_dir} is not written")
+    with writing(target) as staging:
+        restore_model(model)
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(staging / "adapter")
+            model = merged(model)
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        for name, text in (documents or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
     return Path(output_dir)
 
 

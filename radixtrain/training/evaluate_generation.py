@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class EvaluateGeneration(L.Callback):
         )
         self.metric: Metric | None = None if metric is None else load_metric(metric, pattern)
         self.prompts: Prompts | None = None
+        self.interruptible: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered while answers are generated; the command line lets a signal end it."""
 
     @property
     def logged(self) -> str | None:
@@ -137,7 +140,7 @@ class EvaluateGeneration(L.Callback):
         """The answers, generated in the precision of the run, and what they are worth."""
         assert self.metric is not None
         tokenizer = trainer.datamodule.tokenizer()
-        with trainer.precision_plugin.forward_context():
+        with self.interruptible(), trainer.precision_plugin.forward_context():
             answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
         with isolate_rng():  # a metric of the user may draw

@@ -17,15 +17,15 @@ from radixtrain.errors import UserError, did_you_mean
 from radixtrain.report.wording import bytes_text
 from radixtrain.training.metrics import OWN_METRICS
 
-__all__ = ["METRICS", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]
+__all__ = ["METRICS", "check_judges", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]
 
 # What a run logs. A callback of Lightning may watch one of these.
 METRICS = (
     *("loss", "grad_norm", "learning_rate", "r", "best_r"),
     *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
 )
+VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
-COPIES = 2  # of the state, in the default checkpoints: `step=N.ckpt` and `last.ckpt`
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 
 
@@ -40,10 +40,10 @@ def num_stored_parameters(model_name_or_path: str) -> int | None:
     return None if files is None else sum(_num_parameters(path) for path in files)
 
 
-def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, settings: Any, checkpoints: bool) -> int:
+def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, settings: Any, copies: int) -> int:
     """Bytes that the run writes into `output_dir`, at least.
 
-    settings: of a `RadixModule`. checkpoints: whether the default ones are written.
+    settings: of a `RadixModule`. copies: checkpoints that are there at once; those of adapters are left out.
 
     Raises UserError if the folder cannot be made or written to, or if the disk has less room.
     """
@@ -55,14 +55,14 @@ def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, s
     if not os.access(above, os.W_OK | os.X_OK):
         raise UserError(f"output_dir {output_dir}: {above} cannot be written to; name another folder")
     weights = BYTES[settings.dtype] * (num_parameters or 0)
-    state = weights if settings.use_peft else 3 * weights  # AdamW keeps two numbers for each trained one
-    needed = weights + (COPIES * state if checkpoints else 0)
+    state = 0 if settings.use_peft else 3 * weights  # AdamW keeps two numbers for each trained one
+    needed = weights + copies * state
     free = shutil.disk_usage(above).free
     if needed > free:
         raise UserError(
-            f"output_dir {output_dir}: the run writes at least {bytes_text(needed)} (the model, and checkpoints of "
-            f"about {bytes_text(state)}), and {bytes_text(free)} are free; name a folder on a larger disk, or set "
-            f"trainer.enable_checkpointing: false to keep only the model"
+            f"output_dir {output_dir}: the run writes at least {bytes_text(needed)}, a model and {copies} checkpoints "
+            f"of about {bytes_text(state)}, and {bytes_text(free)} are free; name a folder on a larger disk, lower "
+            f"save_total_limit, or set trainer.enable_checkpointing: false to keep only the model"
         )
     return needed
 
@@ -77,29 +77,40 @@ def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: s
         watched = getattr(callback, "monitor", None)
         if not isinstance(watched, str):
             continue
-        place = f"trainer.callbacks: {type(callback).__name__}: monitor"
+        ours = getattr(callback, "configured_by", "")  # our own callbacks judge validations
+        place = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
         if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
             metric = watched.removeprefix("eval_")
             raise UserError(f"{place}: {watched} is not logged: set evaluate_generation.metric: {metric}")
         if watched not in logged:
-            meant = did_you_mean(watched, logged, f"; a run logs {', '.join(logged)}")
+            possible = [name for name in logged if not ours or name.startswith("eval_")]
+            meant = did_you_mean(watched, possible, f"; a run logs {', '.join(possible)}")
             raise UserError(f"{place}: no metric {watched!r}{meant}")
+        if ours and not watched.startswith("eval_"):
+            raise UserError(f"{place}: {watched} is not measured by a validation; {VALIDATION_METRICS}")
         if watched == "eval_loss" and not has_validation:
             raise UserError(f"{place}: eval_loss needs rows for it: set data.validation_file or data.val_size")
 
 
+def check_judges(callbacks: Iterable[Any], settings: Any) -> None:
+    """UserError if `save_best` or `early_stopping` is set in a run that does not validate or writes no checkpoint.
+
+    settings: those of `trainer`.
+    """
+    for name in (getattr(callback, "configured_by", "") for callback in callbacks):
+        if name and settings.limit_val_batches == 0:
+            raise UserError(f"{name} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
+        if name == "save_best" and settings.enable_checkpointing is False:
+            raise UserError(f"{name} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")
+
+
 def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ckpt_path: str | None) -> str:
-    """A notice, or nothing: `fit` is about to replace an earlier run, or another command takes weights from elsewhere.
+    """A notice, or nothing: a command takes weights from elsewhere although its folder holds a run.
 
     model_folder: where `fit` leaves the model.
     """
     if ckpt_path is not None or not (model_folder / "config.json").is_file():
         return ""
-    if subcommand == "fit":
-        return (
-            f"{model_folder.parent} holds an earlier run: {model_folder.name}/ and checkpoints of the same step will "
-            f"be replaced, its other checkpoints stay"
-        )
     if (
         subcommand not in ("validate", "test", "predict")
         or Path(model_name_or_path).resolve() == model_folder.resolve()
@@ -137,7 +148,7 @@ def _of_folder(folder: Path, name: str) -> list[Path]:
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(pattern))
         hint = f"; {others[0]} is of another format: convert it to safetensors" if others else ""
         raise UserError(f"model.model_name_or_path {name!r}: no weights ({WHOLE} or {SHARDED}) in the folder{hint}")
-    shards = set(json.loads((folder / SHARDED).read_text(encoding="utf-8"))["weight_map"].values())
+    shards = _shards(folder / SHARDED)
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
         raise UserError(
@@ -145,6 +156,14 @@ def _of_folder(folder: Path, name: str) -> list[Path]:
             f"{missing[0]} is the first; copy or download the model again"
         )
     return [folder / shard for shard in sorted(shards)]
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that the index of sharded weights names."""
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{index}: expected a JSON object with a weight_map; copy or download it again") from None
 
 
 def _num_parameters(path: Path) -> int:
@@ -156,8 +175,9 @@ def _num_parameters(path: Path) -> int:
             header = json.loads(file.read(min(header_size, size)))
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         end = 8 + header_size + max(entry["data_offsets"][1] for entry in tensors)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        number = sum(math.prod(entry["shape"]) for entry in tensors)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: the weights cannot be read, the file is damaged; copy or download it again") from None
     if size != end:
         raise UserError(f"{path}: the weights are incomplete, {size:,} of {end:,} bytes; copy or download it again")
-    return sum(math.prod(entry["shape"]) for entry in tensors)
+    return number

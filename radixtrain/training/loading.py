@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -19,10 +19,14 @@ from transformers import (
     AutoModelForMultimodalLM,
 )
 
-from radixtrain.errors import UserError, did_you_mean, first_line
-from radixtrain.hf.adapters import check_not_shared
+from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.config import reason_of
+from radixtrain.hf.model_files import MODEL_JSON, check_json_files
 from radixtrain.hf.prepare import prepare_model
+from radixtrain.hf.quantized import four_bit_layers, keep_trainable
+from radixtrain.training.adapters import check_quantized, quantization, with_adapters
+from radixtrain.training.finite import check_weights_finite
 
 __all__ = ["auto_class", "load_model", "load_trainable", "with_training_options"]
 
@@ -36,7 +40,11 @@ LOADERS: dict[Any, Any] = {
 
 def load_trainable(settings: Any) -> Any:
     """The model that the settings of a `RadixModule` describe, in training mode. UserError if it cannot be made."""
-    model = load_model(settings.model_name_or_path, settings.dtype, settings.attn_implementation)
+    model = load_model(
+        settings.model_name_or_path, settings.dtype, settings.attn_implementation, quantization(settings)
+    )
+    check_weights_finite(model, f"model.model_name_or_path {settings.model_name_or_path!r}")
+    check_quantized(model, settings)
     model = with_training_options(model, settings)
     if settings.dedup:
         allowed = settings.allow_dropout or ()
@@ -50,27 +58,81 @@ def with_training_options(model: Any, settings: Any) -> Any:
     if settings.activation_checkpointing:
         _enable_activation_checkpointing(model)
     if settings.use_peft:
-        model = _with_lora(model, settings)
+        model = with_adapters(model, settings)
     _check_router_loss(model)
     return model
 
 
-def load_model(model_name_or_path: str, dtype: str, attn_implementation: str) -> Any:
-    """A causal language model, or a multimodal one to train on text. UserError, in one line, if it cannot be loaded."""
+def load_model(model_name_or_path: str, dtype: str, attn_implementation: str, quantization_config: Any = None) -> Any:
+    """A causal language model, or a multimodal one to train on text. UserError, in one line, if it cannot be loaded.
+
+    quantization_config: transformers', for the weights; None leaves them as they are.
+    """
+    check_json_files(model_name_or_path, MODEL_JSON)
     try:
-        model = auto_class(model_name_or_path).from_pretrained(
-            model_name_or_path, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        reason = first_line(error)
+        with _without_table():
+            model, loaded = auto_class(model_name_or_path).from_pretrained(
+                model_name_or_path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # otherwise transformers refuses them without a name
+                output_loading_info=True,
+                **({} if quantization_config is None else {"quantization_config": quantization_config}),
+            )
+    except Exception as error:  # a value of a wrong type in config.json ends in any kind of error
+        reason = reason_of(error)
         if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
             reason = "its class has no sdpa attention; set model.attn_implementation: eager"
         raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
+    _check_loaded(model, loaded, model_name_or_path)
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UserError(
             f"model.dtype {dtype!r}: the checkpoint is float16, which needs a loss scale; set it to bfloat16 or float32"
         )
+    keep_trainable(model)
     return model
+
+
+@contextmanager
+def _without_table() -> Iterator[None]:
+    """Inside, transformers prints no table of missing and unread weights; `_check_loaded` says it in a line."""
+    library = logging.getLogger("transformers.modeling_utils")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
+
+
+def _check_loaded(model: Any, loaded: Mapping[str, Any], model_name_or_path: str) -> None:
+    """Refuse weights that transformers filled with random numbers: the checkpoint has none, or of another shape.
+
+    loaded: transformers' loading info. A head tied to the embedding is not missing, nor what a class computes itself.
+    """
+    place, name = f"model.model_name_or_path {model_name_or_path!r}", type(model).__name__
+    mismatched = sorted(loaded["mismatched_keys"])
+    if mismatched:
+        weight, there, here = mismatched[0]
+        raise UserError(
+            f"{place}: {weight} is {list(there)} in the checkpoint and {list(here)} in {name} as config.json describes "
+            f"it{_and_more(mismatched)}; the two are not of one model"
+        )
+    missing, unread = sorted(loaded["missing_keys"]), sorted(loaded["unexpected_keys"])
+    if missing:
+        hint = f"; it has {unread[0]}, which {name} does not" if unread else ""
+        raise UserError(
+            f"{place}: the checkpoint has no {missing[0]}{_and_more(missing)}, and {name} would be trained from random "
+            f"numbers there{hint}"
+        )
+    if unread:
+        logger.warning("%s has no place for %s%s of the checkpoint", name, unread[0], _and_more(unread))
+
+
+def _and_more(names: Sequence[Any]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def auto_class(model_name_or_path: str) -> Any:
@@ -78,7 +140,7 @@ def auto_class(model_name_or_path: str) -> Any:
 
     A class for text and images keeps its tower for images: for Qwen3.5, `AutoModelForCausalLM` would leave it out.
     """
-    config = AutoConfig.from_pretrained(model_name_or_path)
+    config = AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=False)
     made = {loader: _names(mapping[type(config)]) for loader, mapping in LOADERS.items() if type(config) in mapping}
     wrote = set(config.architectures or ())
     return next((loader for loader, names in made.items() if wrote & names), next(iter(made), AutoModelForCausalLM))
@@ -103,61 +165,8 @@ def _check_router_loss(model: nn.Module) -> None:
         )
 
 
-def _with_lora(model: nn.Module, settings: Any) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
-    except ImportError:
-        raise UserError("model.use_peft needs the package peft: pip install 'radixtrain[peft]'") from None
-    if settings.lora_r < 1:
-        raise UserError(f"model.lora_r must be at least 1, got {settings.lora_r}")
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=settings.lora_r,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules=settings.lora_target_modules,
-    )
-    linear = _names_of_linear(model)  # PEFT changes the model before it refuses it
-    try:
-        adapted: Any = get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(_why_not_adapted(error, settings.lora_target_modules, linear)) from None
-    _check_all_found(settings.lora_target_modules, adapted.base_model.targeted_module_names, linear)
-    check_not_shared(adapted)
-    return adapted
-
-
-def _check_all_found(targets: Any, found: list[str], linear: list[str]) -> None:
-    """Refuse a name without a layer: PEFT passes over it in silence if another one has some."""
-    names = targets if isinstance(targets, list) else []
-    missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in found)]
-    if missing:
-        raise UserError(
-            f"model.lora_target_modules: no layer has the name {missing[0]!r}{did_you_mean(missing[0], linear)}"
-        )
-
-
-def _names_of_linear(model: Any) -> list[str]:
-    """What `all-linear` stands for: the last names of the linear layers, without the head."""
-    head = model.get_output_embeddings()
-    modules = model.named_modules()
-    return sorted({path.rpartition(".")[2] for path, x in modules if isinstance(x, nn.Linear) and x is not head})
-
-
-def _why_not_adapted(error: ValueError, targets: Any, linear: list[str]) -> str:
-    """PEFT's reason. If it finds no layer, or refuses one that `all-linear` has chosen, those that can be named are."""
-    if "not found in the base model" in str(error):
-        return f"model.lora_target_modules: no layer has a name of {targets}; linear layers are {', '.join(linear)}"
-    refused = re.search(r"Module '(\w+)' is incompatible with Mamba", str(error))
-    if not refused or targets != "all-linear":
-        return f"model.lora_...: {first_line(error)}"
-    others = ", ".join(name for name in linear if name != refused[1])
-    return (
-        f"model.lora_target_modules: all-linear has {refused[1]}, which PEFT refuses for the Mamba layers of this "
-        f"model; name the others: [{others}]"
-    )
-
-
 def _num_parameters(model: nn.Module) -> tuple[int, int]:
+    """All of them, and those that train. Two of 4 bits are one number of the weight."""
     parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    packed = sum(layer.weight.numel() for layer in four_bit_layers(model).values())
+    return packed + sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

@@ -11,23 +11,20 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-__all__ = ["CARD", "MARK", "SETTINGS", "documents", "masked"]
+from radixtrain.redaction import masked
+
+__all__ = ["CARD", "MARK", "SETTINGS", "documents", "versions"]
 
 CARD, SETTINGS = "README.md", "radixtrain.yaml"
 MARK = "<!-- written by radixtrain -->"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
-SECRET_KEYS = re.compile(r"(^|_)(api_?key|key|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
-SECRET_TEXT = re.compile(
-    r"hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abp]-[\w-]{10,}|"
-    r"A[KS]IA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-)
 SHOWN = (  # settings of the card, if they are in the configuration
     *("batch_size", "max_tokens", "max_length", "split_turns", "assistant_only_loss", "completion_only_loss"),
     *("group_by_prefix", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_peft", "dedup"),
 )
-LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "load_in_4bit")
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,18 +51,7 @@ def documents(
     """
     clean = masked(dict(config))
     settings = yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
-    return {CARD: _card(clean, results, data, has_chat_template), SETTINGS: settings}
-
-
-def masked(value: Any, name: str = "") -> Any:
-    """The same configuration with `***` for what looks like a password or an access token, by its key or its text."""
-    if isinstance(value, Mapping):
-        return {key: masked(entry, str(key)) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [masked(entry, name) for entry in value]
-    if not isinstance(value, str):
-        return value if isinstance(value, bool | int | float | None) else str(value)
-    return "***" if value and SECRET_KEYS.search(name) else SECRET_TEXT.sub("***", value)
+    return {CARD: _card(clean, masked(results), masked(data), has_chat_template), SETTINGS: settings}
 
 
 def _card(
@@ -81,7 +67,7 @@ def _card(
         "Data": _table({"files": ", ".join(Path(source).name for source in sources), **data}),
         "Results": _table(results),
         "Settings": f"{_table(shown_settings)}\n\nAll of them: `{SETTINGS}`.",
-        "Versions": _table(_versions()),
+        "Versions": _table(versions()),
     }
     body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items() if text)
     made = "`radixtrain` computes once what the rows of a batch have in common; the gradient is the ordinary one."
@@ -111,7 +97,8 @@ def _sources(files: Any) -> list[str]:
     return [str(each["path"]) if isinstance(each, Mapping) else str(each) for each in listed]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that made the model, by their names."""
     found: dict[str, str] = {}
     for package in ("radixtrain", "torch", "transformers", "lightning", "peft"):
         try:

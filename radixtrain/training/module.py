@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 import lightning as L
@@ -20,12 +18,23 @@ from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import PredictingRows, predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
+from radixtrain.redaction import masked
 from radixtrain.training.answering import check_answering
 from radixtrain.training.callbacks import VerifyFirstBatch
 from radixtrain.training.checkpoint import check_weights
+from radixtrain.training.finite import NonFiniteGuard, check_weights_finite
 from radixtrain.training.loading import load_trainable
-from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
+from radixtrain.training.optimizer import adamw, check_settings, epoch_length, num_steps_of_run, schedule
+from radixtrain.training.position import (
+    Position,
+    check_not_beyond,
+    generator_states,
+    run_pending_validation,
+    set_generator_states,
+    settle_loops,
+)
 from radixtrain.training.predicted_answers import PredictedAnswers
+from radixtrain.training.resume import add_run_state, apply_settings, check_same_model, restored_rates, without_timer
 from radixtrain.training.speed import Speed
 from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.oracle import Features
@@ -58,13 +67,22 @@ class RadixModule(L.LightningModule):
         adam_beta2: decay of the second moment.
         adam_epsilon: added to the root of the second moment.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
+        on_nonfinite: what is done with a step whose loss or gradient is not finite. raise stops the run before the
+            weights change, skip leaves the step out and names its rows.
+        max_skipped_steps: most steps of a run that `on_nonfinite: skip` leaves out; the next one stops it.
         activation_checkpointing: recompute activations in the backward pass: less memory, a third more time.
         use_peft: train LoRA adapters and not the weights.
         lora_r: rank of the adapters.
-        lora_alpha: their scale, times `1 / lora_r`.
+        lora_alpha: their scale, times `1 / lora_r`, or `1 / sqrt(lora_r)` with use_rslora.
         lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
         lora_target_modules: names of the layers that get one; `all-linear` for every one but the head. The head can be
             named if it is not tied to the embedding.
+        use_dora: DoRA: the adapters learn the direction of a weight, and one number for each output its length.
+        use_rslora: rank-stabilised LoRA: the scale falls with the square root of the rank.
+        load_in_4bit: QLoRA: hold the weights in 4 bits under the adapters. Needs bitsandbytes.
+        bnb_4bit_quant_type: how 4 bits stand for a number.
+        bnb_4bit_compute_dtype: of the products with 4-bit weights; null takes `dtype`.
+        bnb_4bit_use_double_quant: quantise the scales of the 4-bit weights too: 0.4 bits less for each weight.
         dedup: False for the ordinary baseline: stock attention on padded batches.
         verify_first_batch: before training, compare the gradient of the first optimizer step with ordinary Hugging
             Face's, and stop if they differ; see the command `verify`.
@@ -94,12 +112,20 @@ class RadixModule(L.LightningModule):
         adam_beta2: float = 0.999,
         adam_epsilon: float = 1e-8,
         max_grad_norm: float = 1.0,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        max_skipped_steps: int = 10,
         activation_checkpointing: bool = False,
         use_peft: bool = False,
         lora_r: int = 16,
         lora_alpha: int = 32,
         lora_dropout: float = 0.0,
         lora_target_modules: list[str] | str = "all-linear",
+        use_dora: bool = False,
+        use_rslora: bool = False,
+        load_in_4bit: bool = False,
+        bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4",
+        bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = None,
+        bnb_4bit_use_double_quant: bool = False,
         dedup: bool = True,
         verify_first_batch: bool = False,
         scores: list[str] | str | None = None,
@@ -117,10 +143,27 @@ class RadixModule(L.LightningModule):
         self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
         self.answers = PredictedAnswers()
+        self.position = Position(0, 0)
+        self.is_stepping = False
+        """Whether the weights are being changed: what is saved then is no step."""
+        self.generators_before_step: dict[str, Any] | None = None
+        self.resumed: dict[str, Any] | None = None
+        """The checkpoint that this run goes on from, until its first step."""
+        self.base_digest: str | None = None
+        self.last_step: dict[str, Any] = {}
+        """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
         check_settings(self.hparams)
+        self.guard = NonFiniteGuard(on_nonfinite, max_skipped_steps)
         check_scores(self.scores, next_tokens)
         if generate and scores is not None:
             raise UserError("model.generate: true writes answers, model.scores writes scores; leave one of them out")
+
+    @property
+    def hparams_initial(self) -> Any:
+        """What Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
+        settings = super().hparams_initial
+        settings.update(masked(settings))
+        return settings
 
     def configure_model(self) -> None:
         """Load and prepare the model, and look at its head, once, before a checkpoint is restored into it."""
@@ -150,18 +193,35 @@ class RadixModule(L.LightningModule):
             self.scorer = self._scorer()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the rates, so that a run that is resumed on another machine chooses as it did before."""
-        checkpoint["radixtrain_rates"] = None if self.rates is None else asdict(self.rates)
+        """Adds the position, the random generators and what else a run that goes on needs; see `resume.py`."""
+        add_run_state(checkpoint, self, self.generators_before_step)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_weights(self, checkpoint["state_dict"])
-        rates = checkpoint.get("radixtrain_rates")
-        self.rates = None if rates is None else Rates.from_dict(rates)
+        """UserError if this is no checkpoint of this model. In `fit`, Lightning's loops go on from its position."""
+        check_same_model(checkpoint, self)
+        self.strict_loading = not checkpoint.get("radixtrain", {}).get("partial", False)
+        check_weights(self, checkpoint["state_dict"], is_partial=not self.strict_loading)
+        self.rates = restored_rates(checkpoint)
+        if self.trainer.state.fn != "fit":
+            return
+        without_timer(checkpoint)
+        self.position, self.resumed = Position.of(checkpoint), checkpoint
+        length = epoch_length(self.trainer, self.steps_per_epoch)
+        if length:
+            check_not_beyond(self.trainer, self.position, length)
+            checkpoint["loops"]["fit_loop"] = self.position.loops(length)
 
     def configure_optimizers(self) -> Any:
         optimizer = adamw(self, self.hparams)
         scheduler = schedule(optimizer, self.hparams, num_steps_of_run(self.trainer, self.steps_per_epoch))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        """The random generators of a resumed run are set here: nothing draws between this and the step."""
+        if self.resumed and "generators" in self.resumed.get("radixtrain", {}):
+            set_generator_states(self.resumed["radixtrain"]["generators"])
+        self.resumed = None
+        self.generators_before_step = generator_states()
 
     def training_step(self, step: Step, index: int) -> None:
         """One optimizer step over its micro-batches."""
@@ -174,11 +234,14 @@ class RadixModule(L.LightningModule):
             self.manual_backward(share)
             loss += share.detach()
         grad_norm = self._clip()
-        _check_finite(loss, grad_norm, step.where, self.global_step)
-        optimizer.step()
-        learning_rate = optimizer.param_groups[0]["lr"]
-        scheduler.step()
-        self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
+        if self.guard.allows(self, loss, grad_norm, step.where, self.global_step):
+            self.is_stepping = True
+            optimizer.step()
+            learning_rate = optimizer.param_groups[0]["lr"]
+            scheduler.step()
+            self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
+        self.position = Position(self.position.num_batches + 1, self.global_step)
+        self.is_stepping, self.generators_before_step = False, None
 
     def validation_step(self, step: Step, index: int) -> None:
         self._log_mean_loss("eval_loss", step)
@@ -209,7 +272,26 @@ class RadixModule(L.LightningModule):
         return self._predict(batch).loss_sum()
 
     def on_train_start(self) -> None:
+        check_weights_finite(self, "fit cannot start")
+        if self.resumed:
+            apply_settings(self.resumed, self)
+            settle_loops(self.trainer)
+            if self.position.validation_pending:
+                run_pending_validation(self.trainer)
+                self.position = self.position.validated()
         self.speed.start()
+
+    def on_validation_start(self) -> None:
+        check_weights_finite(self, "the weights cannot be evaluated")
+
+    def on_test_start(self) -> None:
+        check_weights_finite(self, "the weights cannot be evaluated")
+
+    def on_predict_start(self) -> None:
+        check_weights_finite(self, "predict cannot start")
+
+    def on_train_end(self) -> None:
+        check_weights_finite(self, "the last step of the run spoilt the weights")
 
     def on_train_epoch_start(self) -> None:
         self.speed.start()  # validation between the epochs is not training
@@ -226,7 +308,8 @@ class RadixModule(L.LightningModule):
             return None
         dtype = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else None
         choices = {"attention": self.hparams.attention, "kernel": self.hparams.kernel}
-        cost = calibrate(self.model, **choices, dtype=dtype, rates=self.rates)
+        measure = not torch.are_deterministic_algorithms_enabled()  # as `trainer.deterministic: true` does
+        cost = calibrate(self.model, **choices, dtype=dtype, rates=self.rates, measure=measure)
         self.rates = cost.rates
         return cost
 
@@ -274,20 +357,11 @@ class RadixModule(L.LightningModule):
         if step.num_unique_tokens:
             sharing["best_r"] = step.num_tokens / step.num_unique_tokens
         rates = {"tokens_per_second": effective, "computed_tokens_per_second": computed}
-        self.log_dict({**values, **sharing, **rates}, prog_bar=True, batch_size=1)
+        self.last_step = {**values, **sharing, **rates}
+        self.log_dict(self.last_step, prog_bar=True, batch_size=1)
 
     def _log_mean_loss(self, name: str, step: Step) -> None:
         """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens."""
-        mean = sum(self.loss_sum(batch) for batch in step.micro_batches) / step.num_labels
-        self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
-
-
-def _check_finite(loss: Tensor, grad_norm: Tensor, where: Sequence[str], step: int) -> None:
-    """Stop before the optimizer step, naming the file rows. The only place where a step waits for the device."""
-    if torch.isfinite(torch.stack([loss, grad_norm.to(loss.dtype)])).all():
-        return
-    shown = ", ".join(where[:8]) + (f" and {len(where) - 8} more" if len(where) > 8 else "")
-    raise UserError(
-        f"loss {loss.item()} and grad_norm {grad_norm.item()} at step {step} are not both finite; the weights were "
-        f"not changed. Rows of this step: {shown}"
-    )
+        mean: Any = sum(self.loss_sum(batch) for batch in step.micro_batches) / step.num_labels
+        if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
+            self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)

@@ -27,7 +27,7 @@ def random_trainable(settings: Any, num_layers: int, device: torch.device) -> An
     options = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
     try:
         with torch.random.fork_rng(), device:
-            model = auto_class(settings.model_name_or_path).from_config(config, **options)
+            model = auto_class(settings.model_name_or_path).from_config(config, trust_remote_code=False, **options)
             return with_training_options(model, settings).train()
     except (ValueError, ImportError, RuntimeError, IndexError, AttributeError) as error:
         reason = f"{type(config).__name__} cannot be made with {num_layers} layers: {first_line(error)}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from radixtrain.data.datamodule import SFTData
@@ -17,13 +18,15 @@ from radixtrain.report.page import write_page
 from radixtrain.report.rehearsal import Rehearsal
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
-from radixtrain.training.checkpoint import check_weights, read_checkpoint
+from radixtrain.training.checkpoint import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import adamw
 from radixtrain.training.skeleton import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
 __all__ = ["Trainer"]
+
+LoggerName = Literal["wandb", "tensorboard", "csv", "none"]
 
 
 class Trainer(L.Trainer):
@@ -33,6 +36,15 @@ class Trainer(L.Trainer):
     """
 
     typed: tuple[str, ...] = ()
+
+    def __init__(self, *, logger: Logger | LoggerName | list[Logger | LoggerName] | bool | None = None, **kwargs: Any):
+        """As Lightning's. logger: the command line takes short names too, and makes loggers of them."""
+        super().__init__(logger=cast(Any, logger), **kwargs)
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Never: Lightning would raise at moments of its own choice. Signals are requests, see `Requests`."""
+        return False
 
     def verify(
         self,
@@ -48,7 +60,7 @@ class Trainer(L.Trainer):
             num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
             num_sequences: only the first ones of each step. Forward and backward run three times in float64 and twice
                 in every other precision, which is slow for a large model on a CPU.
-            ckpt_path: a `.ckpt` of the run, whose weights are used.
+            ckpt_path: a checkpoint of the run, whose weights are used.
 
         Raises:
             UserError: a gradient or the loss is further from the truth than rounding explains.
@@ -142,9 +154,7 @@ class Trainer(L.Trainer):
     def _place(self, model: RadixModule, ckpt_path: str | None) -> None:
         """Load the weights of the checkpoint; convert and move the model as a run does."""
         if ckpt_path is not None:
-            weights = read_checkpoint(ckpt_path)["state_dict"]
-            check_weights(model, weights)
-            model.load_state_dict(weights)
+            load_weights(model, read_checkpoint(ckpt_path))
         self.precision_plugin.convert_module(model)
         model.to(self.strategy.root_device)
 

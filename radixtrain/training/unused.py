@@ -16,7 +16,8 @@ from radixtrain.errors import DataError
 
 __all__ = ["unused_keys"]
 
-LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
+FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
 SCORES = ("scores", "next_tokens", "normalize_embeddings", "generate")
 SHARING = ("attention", "kernel", "allow_dropout")
 COLLATING = ("min_shared_tokens", "pad_to_multiple_of")
@@ -47,6 +48,8 @@ def _set_keys(owner: Any) -> set[str]:
 def _of_model(settings: Any, given: set[str]) -> Iterator[str]:
     if not settings.use_peft:
         yield from _each(LORA, given, "only with use_peft: true")
+    if not settings.load_in_4bit:
+        yield from _each(FOUR_BITS, given, "only with load_in_4bit: true")
     if not settings.dedup:
         yield from _each(SHARING, given, "not with dedup: false")
     elif settings.attn_implementation != "eager":

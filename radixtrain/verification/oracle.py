@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.quantized import plain_weights
 
 __all__ = [
     "Arm",
@@ -143,9 +144,15 @@ def weights_in(model: nn.Module, dtype: torch.dtype, base: PreTrainedModel | Non
     base: the Hugging Face model in `model`, from a caller that knows it.
 
     To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
-    notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile.
+    notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile, and weights of 4 bits are ordinary ones.
     """
     base = pretrained_model_of(model) if base is None else base
+    with plain_weights(model), _floating_tensors_in(model, dtype, base):
+        yield
+
+
+@contextmanager
+def _floating_tensors_in(model: nn.Module, dtype: torch.dtype, base: PreTrainedModel) -> Iterator[None]:
     attention = base.config._attn_implementation or ""
     flash = "flash" in attention
     if flash:

@@ -26,7 +26,7 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.testing import FREE_FORKS
-from radixtrain.training import module as training
+from radixtrain.training.finite import NonFiniteGuard
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.run_layout import RunLayout
 
@@ -187,13 +187,13 @@ def test_the_step_of_fit_waits_once(
     step = StepCollator(max_tokens=12, merge_labels=merge_labels)(FEATURES).to("meta")
     assert len(step.micro_batches) > 1
     finite: list[tuple[Tensor, Tensor]] = []
-    monkeypatch.setattr(training, "_check_finite", lambda loss, norm, *rest: finite.append((loss, norm)))
+    monkeypatch.setattr(NonFiniteGuard, "allows", lambda *given: not finite.append(given[2:4]))
     with NoWaiting("meta"):
         module.training_step(step, 0)
     assert len(finite) == 1
     monkeypatch.undo()
     with NoWaiting("meta"), pytest.raises(Waits, match="_local_scalar_dense"):
-        training._check_finite(*finite[0], [], 0)
+        module.guard.allows(model, *finite[0], [], 0)
 
 
 def test_a_window(on_meta: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,8 @@ def test_the_watch_lets_pass() -> None:
 # By reading. Functions on the path from a batch on the device to its gradient, and why some may read anyway.
 ON_THE_PATH = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").glob("*.py"))),
-    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/run_layout", "loss", "training/module")),
+    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/run_layout", "loss")),
+    *(f"radixtrain/training/{name}.py" for name in ("module", "finite")),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
@@ -293,7 +294,9 @@ MAY_READ = {
     ("kernels/tree_tiles.py", "tree_tiles"): HOST,
     ("radixtrain/tree/layout.py", "_host_bounds"): "only tensors on the host; it returns first for any other",
     ("kernels/loss_chunks.py", "_deal_on_host"): "`chunks_of` chooses it only for tensors on the host",
-    ("radixtrain/training/module.py", "_check_finite"): "the one wait of a step, so that no bad step is taken",
+    ("radixtrain/training/finite.py", "allows"): "only of a step that is not finite",
+    ("radixtrain/training/finite.py", "accepts"): "only of a step that is not finite",
+    ("radixtrain/training/finite.py", "nonfinite_weight"): "before a run, and of a step that is not finite",
     ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
     ("radixtrain/hf/padded/rows.py", "*"): "`share_prefixes` plans on the host: one copy of the ids for each call",
     ("radixtrain/hf/padded/calls.py", "why_rows_are_not_shared"): "NumPy arrays of `PaddedRows`",

@@ -30,6 +30,7 @@ from filelock import FileLock
 from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
+from radixtrain.checkpoints.folder import read_checkpoint
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.resume import checksum
@@ -348,7 +349,7 @@ class TestGolden:
 
 def token_checksum(folder: Path) -> int:
     """Of the token ids of the rows that a run trained on, by the settings in its checkpoint."""
-    settings = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["datamodule_hyper_parameters"]
+    settings = read_checkpoint(folder / "checkpoints" / "last")["datamodule_hyper_parameters"]
     data = SFTData(**{name: value for name, value in settings.items() if not name.startswith("_")})
     data.setup("fit")
     return checksum(data.conversations["train"])

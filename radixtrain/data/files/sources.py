@@ -15,6 +15,7 @@ from radixtrain.data.files.readers import KINDS, READERS, Found, kind_of_file
 from radixtrain.data.files.stored import hub_dataset, saved_dataset
 from radixtrain.data.files.tables import read_dataset
 from radixtrain.errors import UserError, did_you_mean
+from radixtrain.redaction import masked
 
 __all__ = ["Source", "as_sources", "files_of", "found_in"]
 
@@ -45,7 +46,7 @@ class Source:
     @property
     def label(self) -> str:
         """Its name, or what it was called by."""
-        return self.name or "/".join(part for part in (self.path, self.subset, self.split) if part)
+        return str(masked(self.name or "/".join(part for part in (self.path, self.subset, self.split) if part)))
 
 
 def as_sources(value: Any, columns: Any = None, key: str = KEY) -> list[Source]:

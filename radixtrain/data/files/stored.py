@@ -49,7 +49,7 @@ def hub_dataset(name: str, subset: str | None, split: str | None) -> Any:
     import datasets
 
     try:
-        dataset = datasets.load_dataset(name, subset, split=split)
+        dataset = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
     except Exception as error:  # no network, no such name, a missing subset, a script that is no longer run
         reason = f"no such file or folder, and not loaded from the Hugging Face hub: {first_line(error)}"
         raise UserError(f"{name}: {reason}") from error

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from radixtrain.data.rendering.limited import limit
+from radixtrain.data.rendering.limits import TemplateLimitError
 from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ class Conversation:
     template_kwargs: variables of the template: `tools`, `documents`, `enable_thinking` and others that it reads.
 
     Every method raises DataError if the template cannot render the messages, and UserError if there is no usable
-    template.
+    template, or if it does more than one rendering may cost (`radixtrain/data/rendering/limits.py`).
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -100,8 +102,12 @@ class Conversation:
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         import jinja2
 
+        limit(self.tokenizer.chat_template)
         try:
             return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
+        except TemplateLimitError as error:
+            whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
+            raise UserError(f"{self.where}: {whose} {error}; {FIX} that does less, or leave this row out") from None
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template is a program and may raise anything

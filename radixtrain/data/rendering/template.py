@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from radixtrain.data.rendering.limited import limit
 from radixtrain.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
     sources = templates.values() if isinstance(templates, dict) else [templates or ""]
     try:
         return frozenset().union(*(meta.find_undeclared_variables(environment.parse(source)) for source in sources))
-    except jinja2.TemplateError:
+    except (jinja2.TemplateError, RecursionError):
         return None  # rendering says what is wrong with it
 
 
@@ -54,6 +55,7 @@ def unread_variable(kwargs: dict[str, Any], variables: frozenset[str] | None) ->
 def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template renders a turn of the role developer. Qwen3's leaves it out."""
     messages = [{"role": "developer", "content": MARK}, {"role": "user", "content": "Hello."}]
+    limit(tokenizer.chat_template)
     try:
         return MARK in str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template is a program and may raise anything

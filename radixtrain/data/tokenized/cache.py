@@ -7,7 +7,6 @@ place and renamed, so an entry is whole or absent. Entries can be deleted at any
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -23,6 +22,7 @@ from radixtrain.data.files.sources import Source, files_of
 from radixtrain.data.formats import open_rows
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.sample import TooLongError
+from radixtrain.data.tokenized.about import read_about, write_about
 from radixtrain.data.tokenized.encode import encode_blocks, num_processes
 from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fingerprint
 from radixtrain.data.tokenized.progress import progress
@@ -30,7 +30,7 @@ from radixtrain.data.tokenized.store import FILES, TokenStore, TokenWriter
 from radixtrain.errors import DataError, UserError
 from radixtrain.hf.rates_file import cache_folder
 
-__all__ = ["Tokenized", "TokenizingOptions", "tokenized"]
+__all__ = ["Tokenized", "TokenizingOptions", "damage_in", "tokenized"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +101,20 @@ def _is_whole(entry: Path) -> bool:
     """Whether there is an entry, and its files are as they were written."""
     if not entry.is_dir():
         return False
+    damage = damage_in(entry)
+    if damage is not None:
+        logger.warning("the tokens in %s are damaged; they are made again (%s)", entry, damage)
+    return damage is None
+
+
+def damage_in(entry: Path) -> str | None:
+    """What is wrong with an entry, or None if its files are as they were written. Reads them all."""
     try:
-        written = json.loads((entry / "about.json").read_text(encoding="utf-8"))["files"]
-        if written == _digests(entry):
-            return True
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    logger.warning("the tokens in %s are damaged; they are made again", entry)
-    return False
+        written = read_about(entry)["files"]
+        found = _digests(entry)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return next((f"{name} is not as it was written" for name in FILES if found[name] != written[name]), None)
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -153,8 +159,9 @@ def _encode(
         shown = f"; the first: {report.bad_rows[0]}" if report.bad_rows else ""
         raise UserError(f"{source.label}: none of its {report.num_rows} rows can be used; {report}{shown}")
     seconds = time.perf_counter() - start
-    about = {"digest": digest, "report": report.as_dict(), "seconds": seconds, "files": _digests(folder)}
-    (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
+    with _written_to(options.folder):
+        about = {"digest": digest, "report": report.as_dict(), "seconds": seconds, "files": _digests(folder)}
+        write_about(folder, about)
 
 
 def _num_rows(files: Mapping[str, FileContents]) -> int | None:
@@ -166,7 +173,7 @@ def _num_rows(files: Mapping[str, FileContents]) -> int | None:
 def _opened(
     source: Source, folder: Path, hint: str, owned: tempfile.TemporaryDirectory[str] | None = None
 ) -> Tokenized:
-    store = TokenStore(folder, owned)
+    store = TokenStore(folder, owned).opened()
     report = EncodeReport.of_dict(store.about["report"])
     logger.info("%s: %s, %s tokens%s", source.label, report, f"{report.num_tokens:,}", hint)
     for line in report.lines():
@@ -202,10 +209,16 @@ def _delete_unused(folder: Path) -> None:
     for entry in folder.iterdir() if folder.is_dir() else ():
         about = entry / "about.json"
         is_left = entry.name.startswith(".")
-        if is_left or about.is_file():
-            days = (time.time() - (entry if is_left else about).stat().st_mtime) / 86400
-            if days > (1 if is_left else DAYS_KEPT):
-                shutil.rmtree(entry, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another run deletes it too
+            if is_left or about.is_file():
+                days = (time.time() - (_last_written(entry) if is_left else about.stat().st_mtime)) / 86400
+                if days > (1 if is_left else DAYS_KEPT):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+
+def _last_written(folder: Path) -> float:
+    """When the newest of its files was: that of a run that still encodes is young, however long ago it began."""
+    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
 
 
 def _check_space(folder: Path, files: Collection[FileContents]) -> None:

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,6 +24,7 @@ import pyarrow as pa
 
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.data.sample import Sample
+from radixtrain.data.tokenized.about import read_about
 
 __all__ = ["FILES", "TokenStore", "TokenWriter", "packed"]
 
@@ -138,6 +138,11 @@ class TokenStore(Sequence[list[Sample]]):
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "owned": None}
 
+    def opened(self) -> TokenStore:
+        """Itself, with every file open: it and the processes forked from this one can read on if the folder goes."""
+        _ = self.lengths, self.starts, self._batch_ends, self._file
+        return self
+
     def __len__(self) -> int:
         return len(self.starts) - 1
 
@@ -160,7 +165,7 @@ class TokenStore(Sequence[list[Sample]]):
     @cached_property
     def about(self) -> dict[str, Any]:
         """What was written beside the samples."""
-        return json.loads((self.folder / "about.json").read_text(encoding="utf-8"))
+        return read_about(self.folder)
 
     @cached_property
     def _batch_ends(self) -> np.ndarray:

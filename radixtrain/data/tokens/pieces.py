@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixtrain.data.tokens.failures import failures_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -40,7 +42,7 @@ class PieceTokenizer:
 
     Called with texts, returns an int64 array (L,) for each: what `tokenizer(text, add_special_tokens=False)` gives.
     The first call with an added token in a text compares; if they differ, a line in the log says so and whole texts are
-    tokenised from then on.
+    tokenised from then on. Raises TokenizerFailed if the tokenizer breaks off.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -92,8 +94,9 @@ class PieceTokenizer:
     def _whole(self, texts: list[str]) -> Iterator[np.ndarray]:
         options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         for start in range(0, len(texts), TEXTS_PER_CALL):
-            for ids in self.tokenizer(texts[start : start + TEXTS_PER_CALL], **options)["input_ids"]:
-                yield np.array(ids, dtype=np.int64)
+            with failures_of(self.tokenizer.name_or_path):
+                encoded = self.tokenizer(texts[start : start + TEXTS_PER_CALL], **options)["input_ids"]
+            yield from (np.array(ids, dtype=np.int64) for ids in encoded)
 
 
 def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:

@@ -10,8 +10,9 @@ import numpy as np
 
 from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.data.sample import Sample
+from radixtrain.data.tokens.failures import TokenizerFailed, failures_of
 from radixtrain.data.tokens.pieces import PieceTokenizer
-from radixtrain.errors import UserError
+from radixtrain.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,24 +41,35 @@ class DraftTokenizer:
         self.tokenizer = tokenizer
         self.token_ids = PieceTokenizer(tokenizer)
         self.eos = tokenizer.eos_token or ""
-        self.bos_ids = np.array(
-            [i for i in tokenizer("")["input_ids"][:1] if i == tokenizer.bos_token_id], dtype=np.int64
-        )
+        with failures_of(tokenizer.name_or_path):
+            first = tokenizer("")["input_ids"][:1]
+        self.bos_ids = np.array([i for i in first if i == tokenizer.bos_token_id], dtype=np.int64)
         self.special_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         # SentencePiece puts a space before the first word of a text, but a target follows its prompt.
         newline, letter, both = self.token_ids(["\n", "a", "\na"])
         self.marks_text_start = both.tolist() != [*newline, *letter]
 
     def __call__(self, drafts: list[Draft]) -> Iterator[Sample]:
-        """The drafts' samples, in their order."""
-        prompts = self.token_ids([draft.prompt for draft in drafts])
-        targets = self._target_ids(drafts, prompts)
+        """The drafts' samples, in their order. DataError that names the first row at which the tokenizer breaks off."""
+        try:
+            prompts = self.token_ids([draft.prompt for draft in drafts])
+            targets = self._target_ids(drafts, prompts)
+        except TokenizerFailed:
+            self._raise_for_row(drafts)
+            raise
         for draft, prompt_ids, target_ids in zip(drafts, prompts, targets, strict=True):
             bos_ids = self.bos_ids if draft.form == "plain" else self.bos_ids[:0]
             input_ids = np.concatenate([bos_ids, prompt_ids, target_ids])
             labels = input_ids.copy()
             labels[: 0 if draft.prompt_bears_loss else len(bos_ids) + len(prompt_ids)] = IGNORE_INDEX
             yield Sample(input_ids, labels, draft.where)
+
+    def _raise_for_row(self, drafts: list[Draft]) -> None:
+        for draft in drafts:
+            try:
+                self._target_ids([draft], self.token_ids([draft.prompt]))
+            except TokenizerFailed as error:
+                raise DataError(draft.where, str(error)) from None
 
     def _ended(self, draft: Draft) -> str:
         if draft.form == "turn":
@@ -96,12 +108,18 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
     """
     from transformers import AutoTokenizer
 
+    from radixtrain.hf.config import reason_of
+    from radixtrain.hf.model_files import TOKENIZER_JSON, check_json_files
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with failures_of(path):
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except TokenizerFailed:
+        raise
     except Exception as error:  # from a missing file to a parse error inside the Rust library
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        check_json_files(path, TOKENIZER_JSON)
         expected = "expected a model folder with tokenizer.json or a hub name"
-        raise UserError(f"no tokenizer in {path}: {expected}; {reason}") from error
+        raise UserError(f"no tokenizer in {path}: {expected}; {reason_of(error)}") from error
     if chat_template_path is not None:
         tokenizer.chat_template = _read_template(chat_template_path)
     return tokenizer

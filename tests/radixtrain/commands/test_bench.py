@@ -212,14 +212,14 @@ class TestRefusal:
 class TestPlot:
     @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
     def test_a_picture(self, tmp_path: Path, name: str, begins: bytes) -> None:
-        pytest.importorskip("matplotlib", reason="pip install 'radixtrain[bench]'")
+        pytest.importorskip("matplotlib", reason="pip install matplotlib")
         assert main(command(plot=tmp_path / name, num_sequences="[1, 8]", attention="[cascade, expand]")) == 0
         assert (tmp_path / name).read_bytes().startswith(begins)
 
     def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         assert main(command(plot="a.png")) == 1
-        assert capsys.readouterr().err == "error: plot needs matplotlib: pip install 'radixtrain[bench]'\n"
+        assert capsys.readouterr().err == "error: plot needs matplotlib: pip install matplotlib\n"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,10 @@ UNION = (
     "typing.Literal['bf16-true', 'bf16-mixed'], <class 'NoneType'>]\nErrors:\n- Expected a typing.Literal['x']\n"
     "Given value type: <class 'str'>\nGiven value: "
 )
+INTEGER = (
+    "Does not validate against any of the Union subtypes\nSubtypes: [<class 'int'>, <class 'NoneType'>]\nErrors:\n"
+    "- Expected a <class 'int'>\n- Expected a <class 'NoneType'>\nGiven value type: <class 'float'>\nGiven value: "
+)
 NO_CLASS = "Errors:\n- Expected a dot import path string: {0}\nGiven value type: <class 'str'>\nGiven value: {0}"
 
 
@@ -42,16 +46,22 @@ NO_CLASS = "Errors:\n- Expected a dot import path string: {0}\nGiven value type:
             "trainer.precision must be one of bf16-true, bf16-mixed; got bf16mixed, did you mean bf16-mixed?",
         ),
         (
-            f'Parser key "trainer.logger": {NO_CLASS.format("wandb")}',
-            "trainer.logger: no class 'wandb', did you mean WandbLogger?",
+            f'Parser key "trainer.logger": {NO_CLASS.format("tensorbord")}',
+            "trainer.logger: no 'tensorbord', did you mean tensorboard?",
         ),
         (
             f'Parser key "trainer.callbacks": {NO_CLASS.format("EarlyStoping")}',
-            "trainer.callbacks: no class 'EarlyStoping', did you mean EarlyStopping?",
+            "trainer.callbacks: no 'EarlyStoping', did you mean EarlyStopping?",
         ),
         (
             "Parser key \"model.learning_rate\": Expected a <class 'float'>. Got value: abc",
-            "Parser key \"model.learning_rate\": Expected a <class 'float'>. Got value: abc",
+            "model.learning_rate must be a number; got abc",
+        ),
+        (f'Parser key "save_every_steps": {INTEGER}0.5', "save_every_steps must be an integer or null; got 0.5"),
+        (f'Parser key "save_every_steps": {INTEGER}', "save_every_steps must be an integer or null; got an empty text"),
+        (
+            "Parser key \"trainer.x\": Expected a <class 'lightning.Trainer'>. Got value: 1",
+            "Parser key \"trainer.x\": Expected a <class 'lightning.Trainer'>. Got value: 1",
         ),
         ("something\nelse", "something else"),
     ],

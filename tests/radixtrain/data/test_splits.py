@@ -137,3 +137,11 @@ def test_weights_that_leave_nothing(data: Callable[..., SFTData], tmp_path: Path
     source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": 0.25}
     with pytest.raises(UserError, match=r"data\.train_file: with these weights no conversation is left in an epoch"):
         data([source])
+
+
+def test_weights_of_an_endless_epoch(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": 1e30}
+    with pytest.raises(
+        UserError, match=r"data\.train_file: with these weights an epoch has 1,0.* conversations; lower"
+    ):
+        data([source])

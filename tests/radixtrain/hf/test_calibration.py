@@ -84,13 +84,14 @@ def test_a_model_on_another_device_is_refused(tiny_qwen3):
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"rates": {"call": -1}}', '{"rates": {"call": NaN}}'])
-def test_a_broken_file_is_measured_again_and_not_changed(tiny_qwen3, folder, monkeypatch, caplog, text):
+def test_a_damaged_file_is_measured_again_and_replaced(tiny_qwen3, folder, monkeypatch, caplog, text):
     monkeypatch.setattr(calibration_module, "measured_rates", lambda layer: (RATES, 0.0))
     calibrate(tiny_qwen3())
     monkeypatch.setattr(calibration_module, "_MEASURED", {})
     kept(folder).write_text(text)
     assert calibrate(tiny_qwen3()).rates == RATES
-    assert "cannot be read and is measured again" in caplog.text
+    assert "is damaged, and the machine is measured again" in caplog.text
+    assert json.loads(kept(folder).read_text())["rates"] == asdict(RATES)
 
 
 def test_a_folder_that_cannot_be_written(tiny_qwen3, tmp_path, monkeypatch, caplog):

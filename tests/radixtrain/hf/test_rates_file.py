@@ -1,10 +1,12 @@
 """Rates on disk: one file for each key, written once."""
 
 import json
+from contextlib import suppress
 
 import pytest
 
-from radixtrain.hf.rates_file import cache_folder, file_of, keep_rates, read_rates
+from radixtrain.hf import rates_file
+from radixtrain.hf.rates_file import cache_folder, file_of, keep_rates, rates_in, read_rates
 from radixtrain.tree.cost_model import Rates
 
 RATES = Rates(call=1, rectangle=1, pair=1, element=1, flop=1)
@@ -25,13 +27,37 @@ def test_the_first_of_two_processes_counts(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"rates": {"call": -1}}', '{"rates": {"call": NaN}}'])
-def test_a_broken_file_is_named(tmp_path, caplog, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "{}", "[]", "5", '{"rates": 5}', '{"rates": {"call": "x"}}', '{"rates": [1]}', "[" * 100_000),
+        *('{"rates": {"call": -1}}', '{"rates": {"call": NaN}}', '{"rates": {"runs": {"call": Infinity}}}', "\x00"),
+    ],
+)
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_damaged_file_is_named_and_replaced(tmp_path, caplog, text, checked):
+    """With the right checksum too, so that what the rates are is looked at."""
     path = tmp_path / "rates-x.json"
+    if checked and text.startswith('{"'):
+        content = json.loads(text)
+        text = json.dumps({**content, "checksum": rates_file._checksum(content)})
     path.write_text(text)
     assert read_rates(path) is None
-    assert f"{path} cannot be read and is measured again for this run" in caplog.text
+    assert f"{path} is damaged, and the machine is measured again: " in caplog.text
     assert path.read_text() == text
+    assert keep_rates(path, RATES, {}) == RATES
+    assert read_rates(path) == RATES and list(tmp_path.iterdir()) == [path]
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    """A rate with another digit is as good a number as before."""
+    path = tmp_path / "rates-x.json"
+    keep_rates(path, RATES, {"threads": 3})
+    good = path.read_bytes()
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 7]) + good[place + 1 :])
+        with suppress(ValueError):
+            assert rates_in(path) == RATES and json.loads(path.read_bytes()) == json.loads(good), "only a blank differs"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):

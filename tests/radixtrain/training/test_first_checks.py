@@ -88,28 +88,29 @@ class TestRoom:
     LORA = SimpleNamespace(dtype="bfloat16", use_peft=True)
 
     @pytest.mark.parametrize(
-        ("settings", "checkpoints", "needed"),
-        [(FULL, True, 4000 * 7), (FULL, False, 4000), (LORA, True, 2000 * 3)],
+        ("settings", "copies", "needed"),
+        [(FULL, 3, 4000 * 10), (FULL, 0, 4000), (LORA, 3, 2000)],
     )
-    def test_what_a_run_writes(self, tmp_path, settings, checkpoints, needed):
-        assert check_room(tmp_path / "a" / "b", 1000, settings, checkpoints) == needed
+    def test_what_a_run_writes(self, tmp_path, settings, copies, needed):
+        assert check_room(tmp_path / "a" / "b", 1000, settings, copies) == needed
         assert not (tmp_path / "a").exists()
 
     def test_a_full_disk(self, tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2 << 30, 1 << 30, 1 << 30))
-        with pytest.raises(UserError, match=r"at least 2\.61 GiB .* of about 1\.12 GiB\), and 1 GiB are free"):
-            check_room(tmp_path, 10**8, self.FULL, True)
-        check_room(tmp_path, None, self.FULL, True)
+        said = r"at least 2\.61 GiB, a model and 2 checkpoints of about 1\.12 GiB, and 1 GiB are free"
+        with pytest.raises(UserError, match=said):
+            check_room(tmp_path, 10**8, self.FULL, 2)
+        check_room(tmp_path, None, self.FULL, 2)
 
     def test_a_file_where_the_folder_should_be(self, tmp_path):
         (tmp_path / "out").touch()
         with pytest.raises(UserError, match=r"out is a file; name a folder"):
-            check_room(tmp_path / "out" / "run", 1, self.FULL, True)
+            check_room(tmp_path / "out" / "run", 1, self.FULL, 2)
 
     def test_a_folder_that_is_read_only(self, tmp_path, monkeypatch):
         monkeypatch.setattr("os.access", lambda path, mode: False)
         with pytest.raises(UserError, match=f"{tmp_path} cannot be written to"):
-            check_room(tmp_path / "run", 1, self.FULL, True)
+            check_room(tmp_path / "run", 1, self.FULL, 2)
 
 
 class TestMonitors:
@@ -147,12 +148,6 @@ class TestEarlierRuns:
         (tmp_path / "run" / "model" / "config.json").touch()
         return tmp_path / "run" / "model"
 
-    def test_what_fit_replaces(self, model):
-        assert earlier_run("fit", model, "base", None) == (
-            f"{model.parent} holds an earlier run: model/ and checkpoints of the same step will be replaced, its other "
-            "checkpoints stay"
-        )
-
     @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
     def test_weights_from_elsewhere(self, model, subcommand):
         notice = earlier_run(subcommand, model, "base", None)
@@ -160,5 +155,5 @@ class TestEarlierRuns:
         assert earlier_run(subcommand, model, str(model), None) == ""
 
     def test_nothing_to_say(self, model, tmp_path):
-        assert earlier_run("fit", model, "base", "last.ckpt") == earlier_run("verify", model, "base", None) == ""
+        assert earlier_run("fit", model, "base", None) == earlier_run("verify", model, "base", None) == ""
         assert earlier_run("fit", tmp_path / "new" / "model", "base", None) == ""

@@ -1,15 +1,17 @@
 """What the command line refuses to load, and what it loads."""
 
+import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -20,6 +22,8 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from radixtrain.errors import UserError
@@ -35,7 +39,7 @@ SIZES = {
 def settings(path: Any, **changes: Any) -> SimpleNamespace:
     loading = {"model_name_or_path": str(path), "dtype": "float32", "attn_implementation": "sdpa"}
     preparing = {"dedup": True, "attention": "auto", "kernel": "auto", "allow_dropout": None}
-    added = {"use_peft": False, "activation_checkpointing": False}
+    added = {"use_peft": False, "load_in_4bit": False, "activation_checkpointing": False}
     return SimpleNamespace(**{**loading, **preparing, **added, **changes})
 
 
@@ -58,25 +62,6 @@ def test_sinks_need_eager_beside_the_tree(tmp_path):
     model = load_trainable(settings(tmp_path, attn_implementation="eager"))
     assert model.config._attn_implementation == "radix_eager"
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
-
-
-def test_all_linear_without_the_layer_that_peft_refuses(tmp_path):
-    """PEFT says to remove it from `target_modules`, which has no list then."""
-    mamba = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
-    FalconH1ForCausalLM(FalconH1Config(**SIZES, **mamba)).save_pretrained(tmp_path)
-    lora = {"use_peft": True, "lora_r": 2, "lora_alpha": 4, "lora_dropout": 0.0}
-    others = ["down_proj", "gate_proj", "in_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    reason = "all-linear has out_proj, which PEFT refuses for the Mamba layers of this model; name the others: "
-    with pytest.raises(UserError, match=re.escape(f"{reason}[{', '.join(others)}]")):
-        load_trainable(settings(tmp_path, **lora, lora_target_modules="all-linear"))
-    with pytest.raises(
-        UserError, match=r"no layer has a name of \['in_prj'\]; linear layers are down_proj, .*in_proj, "
-    ):
-        load_trainable(settings(tmp_path, **lora, lora_target_modules=["in_prj"]))
-    with pytest.raises(UserError, match=r"no layer has the name 'in_prj', did you mean in_proj\?"):
-        load_trainable(settings(tmp_path, **lora, lora_target_modules=["q_proj", "in_prj"]))
-    adapted = load_trainable(settings(tmp_path, **lora, lora_target_modules=others))
-    assert {path.split(".")[-4] for path, x in adapted.named_parameters() if x.requires_grad} == set(others)
 
 
 def test_float16_weights_need_a_loss_scale(tmp_path):
@@ -114,3 +99,73 @@ def test_a_checkpoint_that_does_not_name_its_class(tmp_path):
     """As those that were converted by hand."""
     MixtralConfig(**SIZES).save_pretrained(tmp_path)
     assert auto_class(str(tmp_path)) is AutoModelForCausalLM
+
+
+class TestDamagedCheckpoints:
+    """What transformers fills with random numbers, passes over, or refuses without a name."""
+
+    @staticmethod
+    def saved(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
+        """A checkpoint whose weights were changed on disk."""
+        sizes = {name: size for name, size in SIZES.items() if "exp" not in name}
+        Qwen3ForCausalLM(Qwen3Config(**sizes, **config)).save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+    def test_a_weight_is_missing(self, tmp_path, name):
+        self.saved(tmp_path, lambda weights: weights.pop(name), tie_word_embeddings=False)
+        with pytest.raises(UserError, match=rf"the checkpoint has no {re.escape(name)}, and Qwen3ForCausalLM would be"):
+            load_model(str(tmp_path), "float32", "sdpa")
+
+    def test_all_are_missing_under_other_names(self, tmp_path):
+        def rename(weights):
+            renamed = {f"student.{name}": weights.pop(name) for name in list(weights)}
+            weights.update(renamed)
+
+        self.saved(tmp_path, rename)
+        with pytest.raises(UserError, match=r"and \d+ more\).*; it has student\.lm_head\.weight, which Qwen3"):
+            load_model(str(tmp_path), "float32", "sdpa")
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_a_head_that_is_tied_is_not_missing(self, tmp_path, tied):
+        self.saved(tmp_path, lambda weights: None, tie_word_embeddings=tied)
+        assert load_model(str(tmp_path), "float32", "sdpa").lm_head.weight.isfinite().all()
+
+    def test_a_weight_of_another_shape(self, tmp_path):
+        self.saved(tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(15)}))
+        with pytest.raises(UserError, match=r"model\.norm\.weight is \[15\] in the checkpoint and \[16\] in Qwen3ForC"):
+            load_model(str(tmp_path), "float32", "sdpa")
+
+    def test_a_weight_that_is_not_read_is_said(self, tmp_path, caplog):
+        self.saved(tmp_path, lambda weights: weights.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}))
+        load_model(str(tmp_path), "float32", "sdpa")
+        assert "Qwen3ForCausalLM has no place for model.layers.2.mlp.up_proj.weight of the checkpoint" in caplog.text
+
+    def test_a_weight_that_is_not_finite(self, tmp_path):
+        self.saved(tmp_path, lambda weights: weights["model.norm.weight"].fill_(float("inf")))
+        with pytest.raises(
+            UserError, match=r"model\.model_name_or_path .*: the weight model\.norm\.weight holds numbers"
+        ):
+            load_trainable(settings(tmp_path))
+
+    @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+    @pytest.mark.parametrize("content", [b'{"a": ', b"", b"[1]", b"\xff\xfe", b"[" * 100_000])
+    def test_a_damaged_json_file_is_named(self, tmp_path, file, content):
+        self.saved(tmp_path, lambda weights: None)
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(UserError, match=re.escape(f"{tmp_path / file}: expected a JSON object, ")):
+            load_model(str(tmp_path), "float32", "sdpa")
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("hidden_size", "abc"), ("hidden_size", -1), ("num_attention_heads", 0), ("hidden_act", "x")]
+    )
+    def test_a_value_that_makes_no_model(self, tmp_path, key, value):
+        """Each ends in another kind of error inside of transformers."""
+        self.saved(tmp_path, lambda weights: None)
+        config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}), encoding="utf-8")
+        with pytest.raises(UserError, match=r"^model\.model_name_or_path .* cannot be loaded: .+$"):
+            load_model(str(tmp_path), "float32", "sdpa")

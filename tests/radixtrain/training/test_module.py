@@ -220,7 +220,7 @@ def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any,
     lora = {f"model__{name}": json.dumps(value) for name, value in LORA.items()}
     flags = {"model__model_name_or_path": tmp_path / "model", "data__predict_file": shop / "validation.jsonl"}
     assert main(arguments(**flags, **lora, trainer__max_steps=3)) == 0
-    checkpoint = tmp_path / "out" / "checkpoints" / "last.ckpt"
+    checkpoint = tmp_path / "out" / "checkpoints" / "last"
     predicted = []
     for name, given in (
         ("adapted", {**flags, **lora, "ckpt_path": checkpoint}),

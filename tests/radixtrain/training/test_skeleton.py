@@ -70,6 +70,7 @@ def test_nothing_is_allocated_on_the_meta_device_and_the_random_state_stays(tmp_
 def test_adapters_are_what_is_trained(tmp_path: Path, device: torch.device) -> None:
     pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
     lora = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+    lora |= {"use_dora": False, "use_rslora": False}
     settings = settings_of(tmp_path, Qwen3Config(num_hidden_layers=4, **SIZES, **HEADS), **lora)
     trained = [n for n, p in random_trainable(settings, 2, device).named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)

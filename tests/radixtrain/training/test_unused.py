@@ -31,6 +31,9 @@ def test_defaults_are_not_named(unused):
     [
         ({"lora_r": 8}, ["model.lora_r (only with use_peft: true)"]),
         ({"lora_r": 8, "use_peft": True}, []),
+        ({"use_dora": True}, ["model.use_dora (only with use_peft: true)"]),
+        ({"bnb_4bit_quant_type": "fp4"}, ["model.bnb_4bit_quant_type (only with load_in_4bit: true)"]),
+        ({"bnb_4bit_quant_type": "fp4", "use_peft": True, "load_in_4bit": True}, []),
         ({"attn_implementation": "flash_attention_2"}, ["model.attn_implementation (only with dedup: false)"]),
         ({"attn_implementation": "eager"}, []),  # decides how soft-caps and sinks are computed
         ({"attention": "path", "dedup": False}, ["model.attention (not with dedup: false)"]),

@@ -54,7 +54,7 @@ def test_the_templates_of_trl_are_all_understood() -> None:
 
 def test_renders_developer() -> None:
     def rendering(template: Any) -> Any:
-        return SimpleNamespace(apply_chat_template=template)
+        return SimpleNamespace(chat_template=None, apply_chat_template=template)
 
     assert renders_developer(rendering(lambda messages, tokenize: messages[0]["content"]))
     assert not renders_developer(rendering(lambda messages, tokenize: messages[1]["content"]))

@@ -219,8 +219,27 @@ def test_a_damaged_entry_is_made_again(
         (entry / name).write_bytes(content if damage == "a flipped bit" else content[: len(content) // 2])
     again = tokenize(chats)
     assert ids_of(again) == first
-    assert name == "about.json" or "are damaged; they are made again" in caplog.text
+    assert f"the tokens in {entry} are damaged; they are made again (" in caplog.text and name in caplog.text
     assert len(entries(tmp_path / "cache")) == 1
+
+
+def test_an_entry_that_is_deleted_while_it_is_read(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
+    """A worker that started after it ended the run, with a line about memory."""
+    found, expected = tokenize(chats), ids_of(tokenize(chats))
+    shutil.rmtree(tmp_path / "cache")
+    assert ids_of(found) == expected and len(found.store) == 20
+
+
+def test_an_entry_that_another_run_still_writes_is_not_deleted(tmp_path: Path, tokenize: Tokenize, chats: Path) -> None:
+    """However long ago it began."""
+    two_days_ago = time.time() - 2 * 86400
+    for name in (".running.x", ".killed.x"):
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        (tmp_path / "cache" / name / "samples.arrow").write_bytes(b"1")
+    for path in (".running.x", ".killed.x/samples.arrow", ".killed.x"):
+        os.utime(tmp_path / "cache" / path, (two_days_ago, two_days_ago))
+    tokenize(chats)
+    assert entries(tmp_path / "cache")[0] == ".running.x" and len(entries(tmp_path / "cache")) == 2
 
 
 def test_a_file_that_changes_while_it_is_read(

@@ -1,0 +1,29 @@
+"""Checkpoints that can be trusted: written whole or not at all, checked before they are read, and no code in them.
+
+    folder                    write_checkpoint, read_checkpoint, verify_checkpoint
+        packing               a state as JSON and tensors, and back
+        tensors, sums         a file of tensors, written one tensor at a time; sizes and checksums of files
+        manifest              what a checkpoint must consist of; its last file, and the commit
+        replacing             a folder takes another one's place in one step
+        space                 a full disk, in the user's words
+    choice                    newest_valid, and what `--ckpt_path` means
+    upkeep                    tidy, prune, point: leftovers, how many are kept, the links `last` and `best`
+    legacy                    `.ckpt` files, which earlier versions wrote
+
+A checkpoint is a folder, `checkpoints/step=N` of a run:
+
+    model.safetensors         the weights, under the names of the module's `state_dict`
+    optimizer.safetensors     the tensors of the optimizers
+    state.safetensors         all other tensors
+    state.json                everything else, with a reference wherever a tensor stood
+    manifest.json             sizes and checksums of the four, and one of itself
+
+Words, as they are used in this folder:
+
+    whole      of a checkpoint: every byte is the one that was written
+    damaged    not whole, for whatever reason
+    sequence   of a checkpoint: 1 for the first one written into its folder, then 2; says which is the newest, since
+               a run that went back to an earlier step writes that step anew
+    staging    the hidden folder beside its target in which a checkpoint is written
+    skeleton   a state in the types of JSON, with references to its tensors
+"""

@@ -1,0 +1,123 @@
+"""The manifest of a checkpoint: what it must consist of. It is written last, so a checkpoint without one is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE
+from radixtrain.checkpoints.replacing import set_aside
+from radixtrain.checkpoints.sums import FileSum
+from radixtrain.errors import UserError, first_line
+
+__all__ = [
+    "FILES",
+    "MANIFEST",
+    "SKELETON",
+    "DamagedCheckpoint",
+    "Manifest",
+    "checkpoints_in",
+    "committed",
+    "is_checkpoint",
+]
+
+FORMAT = 1
+MANIFEST, SKELETON = "manifest.json", "state.json"
+FILES = (MODEL, OPTIMIZER, STATE, SKELETON)
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is not whole. path: of the checkpoint. file: the one of its files at fault."""
+
+    def __init__(self, path: Path, file: str, reason: str):
+        super().__init__(f"{path}: {file} {reason}")
+        self.path, self.file, self.reason = path, file, reason
+
+    def __reduce__(self):
+        return type(self), (self.path, self.file, self.reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """sequence: 1 for the first checkpoint of its folder. step: optimizer steps. files: by name, those of `FILES`."""
+
+    sequence: int
+    step: int
+    files: Mapping[str, FileSum]
+
+    def to_bytes(self) -> bytes:
+        """JSON, in one way only: so every byte of a manifest that is read can be compared."""
+        files = {name: asdict(self.files[name]) for name in sorted(self.files)}
+        body = {"format": FORMAT, "sequence": self.sequence, "step": self.step, "files": files}
+        checksum = xxhash.xxh3_128_hexdigest(json.dumps(body).encode())
+        return (json.dumps({**body, "checksum": checksum}, indent=1) + "\n").encode()
+
+    def has_its_sizes(self, checkpoint: Path) -> bool:
+        """A quick look: whether the files are there, and as large as they were."""
+        paths = {name: checkpoint / name for name in self.files}
+        return all(path.is_file() and path.stat().st_size == self.files[name].size for name, path in paths.items())
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Manifest:
+        """That of a checkpoint. DamagedCheckpoint if there is none, or if it is not the one that was written."""
+        data = _bytes_of(checkpoint)
+        try:
+            manifest = cls._from_json(json.loads(data))
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(checkpoint, MANIFEST, _why_not(data)) from error
+        if manifest.to_bytes() != data:
+            raise DamagedCheckpoint(checkpoint, MANIFEST, "was changed after it was written")
+        return manifest
+
+    @classmethod
+    def _from_json(cls, body: Any) -> Manifest:
+        files = {name: FileSum(int(each["size"]), str(each["xxh3_128"])) for name, each in dict(body["files"]).items()}
+        if body["format"] != FORMAT or sorted(files) != sorted(FILES):
+            raise ValueError(f"format {body['format']}, files {sorted(files)}")
+        return cls(sequence=int(body["sequence"]), step=int(body["step"]), files=files)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is a checkpoint folder, damaged or not."""
+    return path.is_dir() and any((path / name).is_file() for name in (MANIFEST, *FILES))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoint folders in a folder, damaged or not. No links, and none that is being written."""
+    inside = [path for path in folder.iterdir() if not path.is_symlink()] if folder.is_dir() else []
+    return [path for path in inside if is_checkpoint(path) and (path.name[0] != "." or set_aside(path))]
+
+
+def committed(folder: Path) -> list[tuple[Manifest, Path]]:
+    """Those whose manifest can be read, the newest first. Their other files are not looked at."""
+    found = []
+    for path in checkpoints_in(folder):
+        with suppress(DamagedCheckpoint):  # `newest_valid` names it
+            found.append((Manifest.read(path), path))
+    return sorted(found, key=lambda each: (each[0].sequence, each[0].step, each[1].name), reverse=True)
+
+
+def _bytes_of(checkpoint: Path) -> bytes:
+    try:
+        return (checkpoint / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: it was not written to its end") from None
+    except OSError as error:
+        raise DamagedCheckpoint(checkpoint, MANIFEST, f"cannot be read: {error.strerror}") from None
+
+
+def _why_not(data: bytes) -> str:
+    """What is wrong with a manifest that is none of this format."""
+    try:
+        number = json.loads(data)["format"]
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        return f"is damaged: {first_line(error)}"
+    if isinstance(number, int) and number > FORMAT:
+        return f"is of format {number}, which a later version of radixtrain writes; this one reads {FORMAT}"
+    return "is damaged: it is no manifest"

@@ -1,0 +1,151 @@
+"""A folder takes the place of another one, so that a kill at any moment leaves the old one or the new one, whole.
+
+Beside the folder `X` there may be, for as long as a process is at work, or after it was killed:
+
+    .X.partial     being written, or about to be deleted: never looked at
+    .X.replaced    the previous `X`, on disks where two folders cannot be exchanged in one step; while `X` is absent it
+                   counts as `X`
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["recover", "remove", "set_aside", "standing", "sync_folder", "tidy_leftovers", "writing"]
+
+PARTIAL, REPLACED = "partial", "replaced"
+AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # a system or a disk that cannot
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, which replaces it at the end of the context; if that fails, it is removed.
+
+    Everything in it is on the disk before that. OSError if the disk is full, or anything else is wrong.
+    """
+    staging = _beside(target, PARTIAL)
+    recover(target)
+    _delete(staging)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        _sync_all(staging)
+        _publish(staging, target)
+    except BaseException:
+        _delete(staging)
+        raise
+    _delete(staging)  # the previous target, if they were exchanged
+    _delete(_beside(target, REPLACED))
+
+
+def remove(target: Path) -> None:
+    """Delete a folder, a file or a link, so that no part of it is ever found under its name."""
+    doomed = _beside(target, PARTIAL)
+    _delete(doomed)
+    if os.path.lexists(target):
+        target.rename(doomed)
+    _delete(doomed)
+    _delete(_beside(target, REPLACED))
+
+
+def standing(target: Path) -> Path:
+    """Where the folder is: under another name if a process was killed while it replaced it."""
+    if not target.name:  # `.` and `/`, which nobody replaces
+        return target
+    replaced = _beside(target, REPLACED)
+    return replaced if replaced.exists() and not target.exists() else target
+
+
+def set_aside(path: Path) -> bool:
+    """Whether it is the `.X.replaced` of an `X` that is absent."""
+    return path.suffix == f".{REPLACED}" and standing(_shown(path)) == path
+
+
+def recover(target: Path) -> None:
+    """Put the folder back that a killed process was replacing. Only one process may do so at a time."""
+    if standing(target) != target:
+        standing(target).rename(target)
+
+
+def tidy_leftovers(folder: Path) -> None:
+    """Remove what killed writes left in a folder, and put back what they were replacing."""
+    for path in list(folder.iterdir()):
+        if path.name.startswith(".") and path.suffix == f".{REPLACED}":
+            recover(_shown(path))
+            _delete(path)
+        elif path.name.startswith(".") and path.suffix == f".{PARTIAL}":
+            _delete(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder, if it is a disk that can be waited for."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            _sync(path)
+    sync_folder(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(staging: Path, target: Path) -> None:
+    if not os.path.lexists(target):
+        staging.rename(target)
+    elif not _exchange(staging, target):
+        replaced = _beside(target, REPLACED)
+        _delete(replaced)
+        target.rename(replaced)
+        staging.rename(target)
+    sync_folder(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, on a Linux and a disk that can; else False."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NOT_EXCHANGED:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{what}")
+
+
+def _shown(path: Path) -> Path:
+    """`.X.replaced` -> `X`."""
+    return path.with_name(path.stem.removeprefix("."))
+
+
+def _delete(path: Path) -> None:
+    """Whatever it is, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

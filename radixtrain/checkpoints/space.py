@@ -1,0 +1,73 @@
+"""A checkpoint that cannot be written, in the user's words: which disk, what it needs, what is free, the way out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from radixtrain.checkpoints.manifest import committed
+from radixtrain.errors import UserError
+
+__all__ = ["check_space", "explained"]
+
+MARGIN = 1 << 20  # bytes, for the skeleton, the manifest and the names
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_space(target: Path, num_bytes: int) -> None:
+    """UserError if the disk of `target` has less room than that. Another checkpoint of that name stays meanwhile."""
+    if shutil.disk_usage(_existing(target.parent)).free < num_bytes + MARGIN:
+        raise UserError(_no_room(target, num_bytes))
+
+
+@contextmanager
+def explained(target: Path, num_bytes: int) -> Iterator[None]:
+    """An OSError inside, while a checkpoint of that size is written, becomes a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise UserError(_no_room(target, num_bytes)) from error
+        reason = error.strerror or str(error)
+        if error.errno == errno.EFBIG:
+            reason = f"it needs {_bytes_text(num_bytes)}, and files may not become that large (ulimit -f)"
+        raise UserError(
+            f"the checkpoint {target} cannot be written: {reason}; {_way_out(target, 'fix that')}"
+        ) from error
+
+
+def _no_room(target: Path, num_bytes: int) -> str:
+    above = _existing(target.parent)
+    free = shutil.disk_usage(above).free
+    return (
+        f"no room for the checkpoint {target}: it needs {_bytes_text(num_bytes)}, and the disk at "
+        f"{_mount_point(above)} has {_bytes_text(free)} free; {_way_out(target, 'free some space there')}"
+    )
+
+
+def _way_out(target: Path, advice: str) -> str:
+    whole = [path for manifest, path in committed(target.parent) if manifest.has_its_sizes(path)]
+    if not whole:
+        return f"{advice} or set another output_dir, then start again: there is no earlier checkpoint"
+    return f"{advice}, then resume with --ckpt_path {whole[0]}, the last whole one"
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _mount_point(folder: Path) -> Path:
+    folder = folder.resolve()
+    while not os.path.ismount(folder):
+        folder = folder.parent
+    return folder
+
+
+def _bytes_text(number: int) -> str:
+    return f"{number / 2**30:,.2f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"

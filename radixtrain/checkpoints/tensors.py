@@ -1,0 +1,79 @@
+"""A file of tensors in the format of safetensors, written one tensor at a time.
+
+The library's own writer wants the bytes of all tensors at once, in the memory of the host: for weights and optimizer
+states on a GPU that is a second copy of both. Here `CHUNK` numbers are copied at once. The library reads the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from radixtrain.checkpoints.sums import FileSum, SummedFile
+
+__all__ = ["DTYPES", "read_tensors", "write_tensors"]
+
+CHUNK = 2 << 20  # numbers that are copied at once
+ALIGNMENT = 8  # bytes
+
+# What the format calls them.
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
+    """Write a new file of dense tensors, on any device, whose dtypes are in `DTYPES`. OSError if the disk is full."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # so all are aligned
+    with SummedFile(path) as file:
+        header = _header(ordered)
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for tensor in ordered.values():
+            for chunk in _chunks(tensor):
+                file.write(chunk)
+    return file.sum
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU, in memory of their own. SafetensorError if it is no such file."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # it is no mapping
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    return header + b" " * (-len(header) % ALIGNMENT)
+
+
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor; views of it if it is contiguous and on the CPU."""
+    rows = tensor.detach().reshape(-1 if tensor.ndim == 0 else tensor.shape)
+    if rows.numel():
+        for chunk in rows.split(max(1, CHUNK * len(rows) // rows.numel())):
+            plain = chunk.cpu().resolve_conj().resolve_neg().contiguous()
+            yield memoryview(plain.reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,69 @@
+"""Numbers that a key of the right type may hold and that no run can use, refused by the name of the key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from radixtrain.errors import UserError, first_line
+
+__all__ = ["check_interval", "check_limits"]
+
+# The least value of integers. null is always allowed; it turns off what the key says.
+LEAST = {
+    "save_every_steps": 1,
+    "save_total_limit": 1,
+    "early_stopping": 1,
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.log_every_n_steps": 0,
+    "trainer.reload_dataloaders_every_n_epochs": 0,
+}
+ABOVE_ZERO = ("save_every_minutes", "trainer.val_check_interval")
+
+
+def check_limits(config: Any) -> None:
+    """UserError for a number that is too small, or not finite. config: of a command of Lightning."""
+    for key, least in LEAST.items():
+        value = config.get(key)
+        if value is not None and value < least:
+            raise UserError(f"{key} must be at least {least}, or null; got {value}")
+    for key in ABOVE_ZERO:
+        value = config.get(key)
+        if isinstance(value, int | float) and not (0 < value < math.inf):
+            raise UserError(f"{key} must be above 0, or null; got {value}")
+    _check_devices(config.get("trainer.devices"))
+    _check_max_time(config.get("trainer.max_time"))
+
+
+def _check_devices(devices: Any) -> None:
+    """Before Lightning makes a list of them, for which a large number takes all memory."""
+    number = int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
+    if isinstance(number, int) and number > 1:
+        raise UserError(f"trainer: {number} devices: radixtrain trains on one so far; set trainer.devices to 1")
+
+
+def _check_max_time(max_time: Any) -> None:
+    try:
+        Timer(max_time)
+    except (MisconfigurationException, ValueError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"trainer.max_time must be DD:HH:MM:SS, or a mapping such as {{hours: 2}}; got {max_time} "
+            f"({first_line(error)})"
+        ) from None
+
+
+def check_interval(trainer: Any, steps_per_epoch: int) -> None:
+    """UserError if `trainer.val_check_interval` is longer than an epoch that ends its count."""
+    interval = getattr(trainer, "val_check_interval", None)  # none if it is a time
+    if trainer.check_val_every_n_epoch is None or isinstance(interval, float) or not isinstance(interval, int):
+        return
+    limit = trainer.limit_train_batches
+    length = min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
+    if interval > length > 0:
+        raise UserError(
+            f"trainer.val_check_interval {interval}: an epoch has {length} steps; set a smaller one, or "
+            f"trainer.check_val_every_n_epoch: null to count on over the epochs"
+        )

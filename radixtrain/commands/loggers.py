@@ -1,0 +1,87 @@
+"""Loggers by short names, and what they lack, found before the data are read: a package, a login, a connection."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from radixtrain.commands.wandb_login import OFFLINE, check_wandb
+from radixtrain.errors import UserError, first_line
+
+__all__ = ["TRACKING", "check_loggers", "errors_of_wandb", "loggers_of"]
+
+PROJECT = "radixtrain"  # at Weights & Biases, unless WANDB_PROJECT names another
+TRACKING = ("fit", "validate", "test", "predict")  # commands whose loggers write
+
+
+def loggers_of(asked: Any, output_dir: Path) -> Any:
+    """What Lightning's trainer takes as `logger`.
+
+    asked: the value of `trainer.logger`: a logger, a short name (`wandb`, `tensorboard`, `csv`, `none`), a list of
+        them, or null, true or false.
+
+    A CSV file is written beside what a short name asks for; `none` and false write nothing.
+    """
+    if asked in (None, True):
+        asked = "csv"
+    if asked in (False, "none"):
+        return False
+    each = asked if isinstance(asked, list) else [asked]
+    named = [name for name in each if isinstance(name, str)]
+    if "none" in named:
+        raise UserError("trainer.logger: none stands alone, not in a list")
+    if not named:
+        return asked
+    given = [logger for logger in each if isinstance(logger, Logger)]
+    return [_made(name, output_dir) for name in dict.fromkeys(["csv", *named])] + given
+
+
+def check_loggers(config: Any) -> None:
+    """UserError in one line if a logger cannot work: it is not installed, nobody is logged in, or there is no network.
+
+    config: what was parsed for a command, nothing of it made yet.
+    """
+    asked = config.trainer.logger
+    loggers = [_described(each) for each in (asked if isinstance(asked, list) else [asked])]
+    if config.trainer.fast_dev_run:  # which replaces them
+        return
+    names = [name for name, _ in loggers]
+    if "tensorboard" in names and not (find_spec("tensorboard") or find_spec("tensorboardX")):
+        raise UserError("trainer.logger: TensorBoard is not installed: pip install tensorboard")
+    if any(name == "wandb" and not options.get("offline") for name, options in loggers):
+        check_wandb()
+
+
+@contextmanager
+def errors_of_wandb() -> Iterator[None]:
+    """Weights & Biases refuses a key, a project or a setting only when the run starts there: one line then."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("wandb."):
+            raise UserError(f"trainer.logger: Weights & Biases: {first_line(error)}; {OFFLINE}") from error
+        raise
+
+
+def _made(name: str, output_dir: Path) -> Logger:
+    if name == "wandb":
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        return WandbLogger(project=project, name=output_dir.name, save_dir=output_dir)
+    if name == "tensorboard":
+        return TensorBoardLogger(output_dir, name="", version="tensorboard")  # a resumed run goes on in it
+    return CSVLogger(output_dir, name="logs")
+
+
+def _described(logger: Any) -> tuple[str, dict[str, Any]]:
+    """`wandb`, `tensorboard` or another name, and the options of a logger that is written out as a class."""
+    if isinstance(logger, str) or not hasattr(logger, "class_path"):
+        return str(logger), {}
+    name = str(logger.class_path).rpartition(".")[2].lower().removesuffix("logger")
+    options = logger.get("init_args")
+    return name, dict(vars(options)) if options else {}

@@ -1,0 +1,75 @@
+"""Weights of 4 bits (bitsandbytes): which layers have them, and the same layers with ordinary weights.
+
+bitsandbytes computes in 16 bits and in float32. Its CPU kernels take float64 and return memory that nobody wrote. On
+CPUs with AVX512-BF16, a layer in evaluation mode repacks its weight for a kernel without a gradient, and keeps it so:
+every training step after the first validation then had another gradient (bitsandbytes 0.50, relative error 1). So the
+comparison with float64 runs on ordinary weights, and layers are kept from repacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["four_bit_layers", "keep_trainable", "plain_weights", "with_plain_weights"]
+
+
+def four_bit_layers(model: nn.Module) -> dict[str, Any]:
+    """The linear layers whose weight has 4 bits, by name."""
+    return {name: module for name, module in model.named_modules() if _is_four_bit(module)}
+
+
+def _is_four_bit(module: nn.Module) -> bool:
+    """By a weight of its own: PEFT's wrapper shows that of the layer inside."""
+    own = dict(module.named_parameters(recurse=False))
+    return getattr(own.get("weight"), "quant_state", None) is not None
+
+
+def keep_trainable(model: nn.Module) -> None:
+    """Keep the 4-bit layers of a model from repacking their weights on a CPU. Right after it is loaded."""
+    for layer in four_bit_layers(model).values():
+        layer.support_avx512bf16_for_cpu = False
+
+
+@contextmanager
+def plain_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, 4-bit layers compute with ordinary frozen weights of the same values, which can have any dtype."""
+    layers = four_bit_layers(model).values()
+    before = [layer.weight for layer in layers]
+    try:
+        for layer in layers:
+            layer.weight = nn.Parameter(_values(layer), requires_grad=False)
+            layer.forward = partial(_linear, layer)
+        yield
+    finally:
+        for layer, weight in zip(layers, before, strict=True):
+            layer.weight = weight
+            vars(layer).pop("forward", None)
+
+
+def with_plain_weights(model: Any) -> Any:
+    """The Hugging Face model with ordinary layers in place of its 4-bit ones, in its own dtype. Changes it in place."""
+    for name, layer in four_bit_layers(model).items():
+        has_bias = layer.bias is not None
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta")
+        plain.weight = nn.Parameter(_values(layer).to(model.dtype), requires_grad=False)
+        plain.bias = layer.bias
+        model.set_submodule(name, plain)
+    model.hf_quantizer.remove_quantization_config(model)
+    return model
+
+
+def _values(layer: Any) -> Tensor:
+    """The weight that the layer computes with."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return nn.functional.linear(x, layer.weight.to(x.dtype), bias)

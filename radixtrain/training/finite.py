@@ -1,0 +1,140 @@
+"""Losses, gradients and weights that are no finite numbers: found before they do harm, with the rows they came from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain.errors import UserError
+
+__all__ = ["NonFinite", "NonFiniteGuard", "check_weights_finite", "nonfinite_weight"]
+
+logger = logging.getLogger(__name__)
+SHOWN = 8  # rows that a message names
+
+
+class NonFinite(UserError):
+    """A number of the run is infinite or not a number.
+
+    rows: `file:line` of each sequence of the step; empty if they came from no file, or if it is a weight.
+    step: optimizer steps that were taken before; None outside of training.
+    """
+
+    def __init__(self, message: str, rows: Sequence[str] = (), step: int | None = None):
+        super().__init__(message)
+        self.rows, self.step = tuple(rows), step
+
+
+class NonFiniteGuard:
+    """What becomes of a training step whose loss or gradient is not finite.
+
+    on_nonfinite: raise ends the run. skip leaves the step out: neither weights nor optimizer nor schedule change.
+    max_skipped: most steps of a run that are left out.
+    num_skipped: those so far.
+    """
+
+    def __init__(self, on_nonfinite: Literal["raise", "skip"], max_skipped: int):
+        self.on_nonfinite, self.max_skipped = on_nonfinite, max_skipped
+        self.num_skipped = 0
+
+    def allows(self, module: nn.Module, loss: Tensor, grad_norm: Tensor, where: Sequence[str], step: int) -> bool:
+        """Whether the optimizer may step. The only place where a training step waits for the device.
+
+        module: whose weights the step would change.
+        loss, grad_norm: (), of the step.
+        where: `file:line` of its sequences.
+        step: optimizer steps taken before.
+
+        Raises NonFinite if it may not and `on_nonfinite` is raise, if too many were left out before, or if the weights
+        are not finite, which no other step would cure.
+        """
+        if _are_finite(loss, grad_norm):
+            return True
+        found = f"loss {loss.item()} and grad_norm {grad_norm.item()} at step {step} are not both finite"
+        reason = self._why_to_stop(module)
+        if reason:
+            raise NonFinite(f"{found}; {reason}. {_rows_of_step(where)}", where, step)
+        self.num_skipped += 1
+        count = f"{self.num_skipped} of at most {self.max_skipped}"
+        logger.warning("%s: the step is left out, %s. %s", found, count, _rows_of_step(where))
+        return False
+
+    def accepts(self, name: str, loss: Tensor, where: Sequence[str], is_fit: bool) -> bool:
+        """Whether the loss of an evaluated step counts in the mean.
+
+        name: `eval_loss` or `test_loss`. loss: (). where: `file:line` of the sequences of the step.
+        is_fit: whether it is a validation of a run that trains, which `on_nonfinite: skip` does not end.
+
+        Raises NonFinite if it does not count, unless it is left out, with a warning.
+        """
+        if _are_finite(loss):
+            return True
+        found = f"{name} {loss.item()} is not finite"
+        if not (is_fit and self.on_nonfinite == "skip"):
+            hint = "16 bits may overflow, so try model.dtype: float32"
+            raise NonFinite(f"{found}; {hint}. {_rows_of_step(where)}", where)
+        logger.warning("%s: these rows are left out of it. %s", found, _rows_of_step(where))
+        return False
+
+    def _why_to_stop(self, module: nn.Module) -> str:
+        """Nothing if the step may be left out."""
+        name = nonfinite_weight(module)
+        if name is not None:
+            return f"the weight {name} has not been finite since the step before; a lower model.learning_rate may help"
+        if self.on_nonfinite == "raise":
+            return "the weights were not changed"
+        if self.num_skipped >= self.max_skipped:
+            return f"{self.num_skipped} steps were left out before, as many as model.max_skipped_steps allows"
+        return ""
+
+    def state_dict(self) -> dict[str, int]:
+        """Part of every checkpoint, so that a resumed run counts on."""
+        return {"num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_skipped = state["num_skipped"]
+
+
+def check_weights_finite(module: nn.Module, what: str) -> None:
+    """NonFinite that names the first weight of the module with a number that is not finite.
+
+    what: how the message begins, for instance the key that names the weights.
+    """
+    name = nonfinite_weight(module)
+    if name is not None:
+        raise NonFinite(f"{what}: the weight {name} holds numbers that are not finite")
+
+
+@torch.no_grad()
+def nonfinite_weight(module: nn.Module) -> str | None:
+    """The name of the first parameter with a number that is infinite or not a number. Waits for the device once."""
+    checked = {name: each for name, each in module.named_parameters() if each.is_floating_point() and each.numel()}
+    extremes = [extreme.float() for each in checked.values() for extreme in _extremes(each)]
+    by_device = {extreme.device for extreme in extremes}
+    if len(by_device) > 1:  # parts of the model are on the host
+        extremes = [extreme.cpu() for extreme in extremes]
+    if not extremes:
+        return None
+    are_finite = torch.isfinite(torch.stack(extremes)).reshape(-1, 2).all(1).tolist()
+    return next((name for name, is_finite in zip(checked, are_finite, strict=True) if not is_finite), None)
+
+
+def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Its smallest and its largest number, NaN if there is one: no second copy, as a mask would be."""
+    found = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)  # float8 has no comparison
+    return found.min, found.max
+
+
+def _are_finite(*values: Tensor) -> bool:
+    return bool(torch.stack([torch.isfinite(value.detach()) for value in values]).all())
+
+
+def _rows_of_step(where: Sequence[str]) -> str:
+    if not where:
+        return "The rows came from no file"
+    more = f" and {len(where) - SHOWN} more" if len(where) > SHOWN else ""
+    return f"Rows of this step: {', '.join(where[:SHOWN])}{more}"

@@ -1,0 +1,138 @@
+"""Where a run is between two optimizer steps, and how Lightning's loops are set to go on from there.
+
+Lightning keeps a dozen counters. They are right for a resume only if a checkpoint is written in one of a few hooks, and
+not after every kind of stop. Here a checkpoint keeps three numbers, and the counters are made from them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import lightning as L
+import numpy as np
+import torch
+
+from radixtrain.errors import UserError
+
+__all__ = [
+    "Position",
+    "check_not_beyond",
+    "generator_states",
+    "run_pending_validation",
+    "set_generator_states",
+    "settle_loops",
+]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Between two optimizer steps.
+
+    num_batches: DataLoader items that were trained on, over all epochs.
+    num_steps: optimizer steps among them; a step that was skipped is an item without one.
+    validation_pending: whether a validation was due here and has not been finished.
+    """
+
+    num_batches: int
+    num_steps: int
+    validation_pending: bool = False
+
+    def validated(self, done: bool = True) -> Position:
+        """The same place, with its validation finished or not."""
+        return replace(self, validation_pending=not done)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> Position:
+        """Of a checkpoint as Lightning hands it out; older ones count their optimizer steps only."""
+        found = checkpoint.get("radixtrain", {}).get("position")
+        steps = int(checkpoint["global_step"])
+        return cls(steps, steps) if found is None else cls(**found)
+
+    def loops(self, epoch_length: int) -> dict[str, Any]:
+        """The state of Lightning's (2.6.6) fit loop at this position. epoch_length: batches in an epoch of this run.
+
+        Inside an epoch it is the state in `on_train_batch_end`, from which Lightning goes on with the next batch; at an
+        end of an epoch it is that before the next one has begun.
+        """
+        epoch, inside = divmod(self.num_batches, epoch_length)
+        is_inside = int(inside > 0)
+        steps = {"ready": self.num_steps, "completed": self.num_steps}
+        epochs = {**_counts(epoch + is_inside), "processed": epoch, "completed": epoch}
+        return {
+            "state_dict": {"combined_loader": [{"handed_out": inside}]},
+            "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+            "epoch_loop.state_dict": {"_batches_that_stepped": self.num_batches - is_inside},
+            "epoch_loop.batch_progress": {
+                "total": {**_counts(self.num_batches), "completed": self.num_batches - is_inside},
+                "current": {**_counts(inside), "completed": inside - is_inside},
+                "is_last_batch": False,
+            },
+            "epoch_loop.manual_optimization.optim_step_progress": {"total": dict(steps), "current": dict(steps)},
+        }
+
+
+def check_not_beyond(trainer: L.Trainer, position: Position, epoch_length: int) -> None:
+    """UserError if more steps or epochs were taken than this run has."""
+    epochs = -(-position.num_batches // epoch_length)
+    for name, taken, limit in (
+        ("max_steps", position.num_steps, trainer.max_steps),
+        ("max_epochs", epochs, trainer.max_epochs),
+    ):
+        if limit not in (None, -1) and taken > limit:
+            what = name.removeprefix("max_")
+            raise UserError(
+                f"ckpt_path: {taken:,} {what} were begun, and trainer.{name} is {limit:,}; raise it to go on"
+            )
+
+
+def settle_loops(trainer: L.Trainer) -> None:
+    """Called when training starts, after Lightning has restored its loops: an epoch that begins is no restarted one.
+
+    Otherwise a run with `max_steps` spends its first turn of the loop on finding that out, and counts it as a step in
+    the log.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if loop.batch_progress.current.ready == 0:
+        loop.restarting = False
+
+
+def run_pending_validation(trainer: L.Trainer) -> None:
+    """The validation that was due when the checkpoint was written, as the epoch loop would have run it."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.val_loop.restarting = False
+    trainer.validating = True
+    loop.val_loop.run()
+    trainer.training = True
+
+
+def generator_states() -> dict[str, Any]:
+    """Of Python's, NumPy's and torch's random generators, those of all CUDA devices included."""
+    version, numbers, gauss = random.getstate()
+    name, keys, place, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002
+    return {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {"name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": [place, has_gauss, cached]},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """What `generator_states` gave. CUDA's only if there are as many devices as there were."""
+    python, numpy = states["python"], states["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _counts(number: int) -> dict[str, int]:
+    return {"ready": number, "started": number, "processed": number, "completed": number}

@@ -1,0 +1,166 @@
+"""The folder of a run: whether it can be written to, whether it holds another run, and how `overwrite` replaces that.
+
+A run is what `fit` leaves: `checkpoints/`, `model/`, and metrics of its training in `logs/`. Data files, `report.html`,
+predictions and the logs of `validate` are none, and stay whatever happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from radixtrain.errors import UserError
+
+__all__ = ["EarlierRun", "check_new_run", "check_output_dir", "is_resumed"]
+
+logger = logging.getLogger(__name__)
+
+SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has joined its two slashes
+ASIDE = ".earlier_run"  # in the run's folder: the earlier run, until the new one has a checkpoint
+MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it is put back if that is interrupted
+OF_A_RUN = ("checkpoints", "model", "logs", "answers", "loss.png", "summary.json")
+LEFT_BY_LIGHTNING = "hpc_ckpt_*.ckpt"  # written at requeues, before this version
+OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
+
+
+def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
+    """The folder as a path. UserError if it is no folder of this machine, is a file, or cannot be written to."""
+    text = os.fspath(output_dir)
+    if not text.strip():
+        raise UserError("output_dir is empty; name a folder")
+    if scheme := re.match(SCHEME, text):
+        raise UserError(
+            f"output_dir {text}: {scheme[1]} is not supported; name a local folder, and copy it when the run has ended"
+        )
+    if "\0" in text:
+        raise UserError(f"output_dir {text!r}: a path cannot hold a null character")
+    above = Path(text).absolute()
+    while not os.path.lexists(above):
+        above = above.parent
+    if not above.is_dir():
+        raise UserError(f"output_dir {text}: {above} is not a folder; name another one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir {text}: {above} cannot be written to; name another folder")
+    return Path(text)
+
+
+def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
+    """Whether the run in this folder goes on: `ckpt_path` is `last`, `best`, or lies in it."""
+    if ckpt_path is None:
+        return False
+    return str(ckpt_path) in ("last", "best") or Path(ckpt_path).resolve().is_relative_to(output_dir.resolve())
+
+
+def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, overwrite: bool) -> None:
+    """UserError if another run is in the folder, and this one neither goes on from it nor may replace it.
+
+    Call it under the folder's lock: what a killed run had set aside is put back first.
+    """
+    _recover(output_dir)
+    found = _found(output_dir)
+    if not found or overwrite or is_resumed(output_dir, ckpt_path):
+        return
+    raise UserError(
+        f"output_dir {output_dir} holds another run ({', '.join(found)}); go on from it with --ckpt_path last, replace "
+        f"it with --overwrite true, or set another output_dir"
+    )
+
+
+class EarlierRun:
+    """A context around a run that may replace the one in its folder: that is kept until the new one has a checkpoint.
+
+    On entering, what belongs to the earlier run moves into `.earlier_run/`: its checkpoints, model, logs, answers and
+    pictures, and no other file of the folder. The first checkpoint deletes it (`forget`), and so does an end without an
+    error. An error before that puts it back, over what the new run has written; after `kill -9` `check_new_run` of the
+    next start does the same.
+    """
+
+    def __init__(self, output_dir: Path):
+        self.output_dir = output_dir
+
+    def __enter__(self) -> EarlierRun:
+        _recover(self.output_dir)
+        moving = self.output_dir / MOVING
+        for path in _belongings(self.output_dir):
+            _move(path, self.output_dir, moving)
+        if moving.is_dir():
+            moving.rename(self.output_dir / ASIDE)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.forget()
+        else:
+            _recover(self.output_dir)
+
+    def forget(self, checkpoint: Path | None = None) -> None:
+        """Delete the earlier run. checkpoint: the new one's first."""
+        _delete(self.output_dir / ASIDE)
+
+
+def _found(output_dir: Path) -> list[str]:
+    """What there is of a run, for a message."""
+    kinds = {"checkpoints/": _checkpoints(output_dir), "model/": output_dir.glob("model/*")}
+    found = [name for name, paths in kinds.items() if any(True for _ in paths)]
+    has_metrics = any(_has_trained(path) for path in output_dir.glob("logs/*/metrics.csv"))
+    left = sorted(path.name for path in output_dir.glob(LEFT_BY_LIGHTNING))
+    return [*found, *(["logs/"] if has_metrics else []), *left]
+
+
+def _checkpoints(output_dir: Path) -> Iterator[Path]:
+    """Whole ones, whoever chose their names. A folder is one if it has a manifest."""
+    for path in output_dir.glob("checkpoints/[!.]*"):
+        if path.suffix == ".ckpt" or (path / "manifest.json").is_file():
+            yield path
+
+
+def _has_trained(metrics: Path) -> bool:
+    with metrics.open(encoding="utf-8", errors="replace") as file:
+        return OF_TRAINING in file.readline().strip().split(",")
+
+
+def _belongings(output_dir: Path) -> list[Path]:
+    """Everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
+    checkpoints = [*_checkpoints(output_dir), *_links(output_dir), *output_dir.glob("checkpoints/.*.*")]
+    whole = [output_dir / name for name in OF_A_RUN if name not in ("checkpoints", "logs")]
+    logs, left = output_dir.glob("logs/version_*"), output_dir.glob(LEFT_BY_LIGHTNING)
+    return [path for path in dict.fromkeys((*checkpoints, *whole, *logs, *left)) if os.path.lexists(path)]
+
+
+def _links(output_dir: Path) -> Iterator[Path]:
+    yield from (output_dir / "checkpoints" / name for name in ("last", "best"))
+
+
+def _recover(output_dir: Path) -> None:
+    """Put an earlier run back that is still aside, or delete it if the new one has a checkpoint."""
+    aside, moving = output_dir / ASIDE, output_dir / MOVING
+    if aside.is_dir() and any(_checkpoints(output_dir)):
+        shutil.rmtree(aside)
+    elif aside.is_dir():
+        aside.rename(moving)
+    for path in _belongings(moving):
+        _delete(output_dir / path.relative_to(moving))
+        _move(path, moving, output_dir)
+    if moving.is_dir():
+        shutil.rmtree(moving)
+
+
+def _move(path: Path, source: Path, target: Path) -> None:
+    """From below one folder to the same place below another one."""
+    moved = target / path.relative_to(source)
+    moved.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(moved)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,51 @@
+"""What a run writes of its settings, config.yaml and in the files of loggers: without the secrets among them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.cli import SaveConfigCallback
+
+from radixtrain.redaction import masked
+
+__all__ = ["SaveMaskedConfig", "mask_what_is_logged"]
+
+# Arguments of loggers that are logged themselves. Others, such as an `api_key`, keep their values.
+LOGGED = frozenset(
+    {"config", "description", "experiment_name", "group", "job_type", "name", "notes", "run_name", "tags"}
+)
+
+
+class SaveMaskedConfig(SaveConfigCallback):
+    """Writes config.yaml into the folder of the logs when a run starts, as Lightning does, and masks its secrets."""
+
+    def __init__(self, parser: Any, config: Any, config_filename: str = "config.yaml", **options: Any):
+        super().__init__(parser, config, config_filename, **{**options, "save_to_log_dir": False})
+
+    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        folder = Path(trainer.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{self.config_filename}.partial"
+        partial.write_text(self.text(), encoding="utf-8")
+        os.replace(partial, folder / self.config_filename)
+
+    def text(self) -> str:
+        """The configuration in YAML, with `***` for every secret. Without one it is as Lightning writes it."""
+        text = str(self.parser.dump(self.config, skip_none=False))
+        config = yaml.safe_load(text)
+        clean = masked(config)
+        return text if clean == config else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
+
+
+def mask_what_is_logged(loggers: Any) -> None:
+    """Mask, in the settings of loggers, what they write into their files or send away: names, notes, their own config.
+
+    loggers: `trainer.logger` of the parsed configuration: none, true, a mapping, or a list of these.
+    """
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        for given in (logger.get("init_args"), logger.get("dict_kwargs")) if hasattr(logger, "get") else ():
+            for name in LOGGED & set((given or {}).keys()):
+                given[name] = masked(given[name], name)

@@ -1,0 +1,164 @@
+"""A pickle runs what its author wrote. None is read: not as a checkpoint, as weights, as a tokenizer, nor as data."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from radixtrain.__main__ import main
+from radixtrain.checkpoints.folder import read_checkpoint as read_folder
+from radixtrain.checkpoints.folder import write_checkpoint
+from radixtrain.data.files.sources import Source, found_in
+from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.errors import UserError
+from radixtrain.training.checkpoint import read_checkpoint
+from radixtrain.training.loading import load_model
+
+STATE = {"state_dict": {"w": torch.ones(3)}, "hyper_parameters": {}, "global_step": 1, "optimizer_states": []}
+COMMANDS = ("fit", "validate", "test", "predict")
+
+
+class Bomb:
+    """Says that it was run: whoever unpickles it writes a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.mark), "w")
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    return tmp_path / "ran"
+
+
+def saved(path: Path, mark: Path, zipped: bool = True) -> Path:
+    """A checkpoint of torch's format with a bomb among the settings of the optimizer."""
+    state = {**STATE, "optimizer_states": [{"state": Bomb(mark)}], "hyper_parameters": {"x": Bomb(mark)}}
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    return path
+
+
+def test_the_bomb_works(tmp_path: Path, mark: Path) -> None:
+    torch.load(saved(tmp_path / "a.ckpt", mark), weights_only=False)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["zipped", "of an old torch", "plain"])
+def test_a_checkpoint_file(kind: str, tmp_path: Path, mark: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    if kind == "plain":
+        path.write_bytes(pickle.dumps(Bomb(mark)))
+    else:
+        saved(path, mark, zipped=kind == "zipped")
+    for read in (read_checkpoint, read_folder):
+        with pytest.raises(UserError):
+            read(path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors", "state.safetensors"]
+)
+def test_a_file_of_a_checkpoint(name: str, tmp_path: Path, mark: Path) -> None:
+    folder = tmp_path / "step=1"
+    write_checkpoint(folder, {**STATE, "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3)}}}]})
+    saved(folder / name, mark)
+    with pytest.raises(UserError):
+        read_folder(folder)
+    assert not mark.exists()
+
+
+def test_a_file_that_is_added_to_a_checkpoint_is_not_read(tmp_path: Path, mark: Path) -> None:
+    folder = tmp_path / "step=1"
+    write_checkpoint(folder, STATE)
+    for name in ("optimizer.pt", "rng_state.pth", "pytorch_model.bin", "data.pkl", "checkpoint"):
+        saved(folder / name, mark)
+    assert read_folder(folder)["global_step"] == 1
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "adapter_model.bin"])
+def test_weights(name: str, shop: Path, tmp_path: Path, mark: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(shop / "model", folder)
+    if name != "adapter_model.bin":
+        (folder / "model.safetensors").unlink()
+    else:
+        settings = {"peft_type": "LORA", "base_model_name_or_path": str(folder), "target_modules": ["q_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+    saved(folder / name, mark)
+    with pytest.raises(UserError):
+        load_model(str(folder), "float32", "sdpa")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.pkl"])
+def test_a_tokenizer(name: str, shop: Path, tmp_path: Path, mark: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(shop / "model", folder)
+    if name in ("tokenizer.model", "vocab.pkl"):
+        (folder / "tokenizer.json").unlink()
+    saved(folder / name, mark)
+    with pytest.raises(UserError):
+        load_tokenizer(str(folder))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"a.{kind}" for kind in ("pt", "pth", "pkl", "pickle", "joblib", "npy", "ckpt", "bin")]
+    + [f"a.{kind}" for kind in ("parquet", "arrow", "jsonl", "json", "csv")],
+)
+def test_data(name: str, tmp_path: Path, mark: Path) -> None:
+    path = saved(tmp_path / name, mark)
+    with pytest.raises(UserError):
+        for found in found_in(Source(str(path))):
+            raise found if isinstance(found, UserError) else UserError(str(found))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+def test_a_saved_data_set(name: str, tmp_path: Path, mark: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="saved data sets: pip install datasets")
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(folder)
+    saved(folder / name, mark)
+    with pytest.raises(UserError):
+        list(found_in(Source(str(folder))))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("written", ["typed", "in a file"])
+def test_weights_only_false_is_refused(
+    command: str,
+    written: str,
+    arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    mark: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, path = tmp_path / "c.yaml", saved(tmp_path / "a.ckpt", mark)
+    config.write_text(f"ckpt_path: {path}\nweights_only: false\n")
+    typed = ["--weights_only=false", f"--ckpt_path={path}"] if written == "typed" else [f"--config={config}"]
+    assert main([*arguments(command), *typed]) == 1
+    assert "error: weights_only: false would run code from a checkpoint" in capsys.readouterr().err
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "export"])
+def test_no_command_runs_it(
+    command: str, arguments: Callable[..., list[str]], tmp_path: Path, mark: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "a.ckpt", mark)
+    given = ["export", f"--output_dir={tmp_path / 'model'}"] if command == "export" else arguments(command)
+    assert main([*given, f"--ckpt_path={path}"]) == 1
+    assert "Traceback" not in (said := capsys.readouterr().err) and "error: " in said
+    assert not mark.exists()

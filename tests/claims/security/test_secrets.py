@@ -1,0 +1,113 @@
+"""What was typed as a password or a token is in no file of a run, and yet reaches the class that it is meant for."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from radixtrain.__main__ import main
+
+LOGGERS = "lightning.pytorch.loggers"
+SECRET = "Zq7secretZq7"  # part of every secret of these runs, and of nothing else
+KEY = f"{SECRET}{'0123456789abcdef' * 2}"  # as long as Weights & Biases wants one
+LOGGED = {"db_password": SECRET, "nested": {"access_token": SECRET}, "harmless": "kept"}
+
+
+@pytest.fixture
+def config(shop: Path, tmp_path: Path) -> Path:
+    """A configuration with a secret wherever one may be written."""
+    model = tmp_path / "model"
+    shutil.copytree(shop / "model", model)
+    template = model / "chat_template.jinja"
+    template.write_text("{%- if api_key is defined %}{%- endif %}" + template.read_text(), encoding="utf-8")
+    wandb = {"save_dir": str(tmp_path / "out"), "offline": True, "project": "p"}
+    notes = {"config": LOGGED, "notes": f"hf_{SECRET}{'a' * 20}", "settings": {"api_key": KEY}}
+    settings = {
+        "model": {"model_name_or_path": str(model)},
+        "data": {
+            "train_file": [{"path": str(shop / "train.jsonl"), "name": f"https://me:{SECRET}@example.com/x"}],
+            "chat_template_kwargs": {"api_key": SECRET},
+        },
+        "trainer": {
+            "logger": [
+                {"class_path": f"{LOGGERS}.WandbLogger", "init_args": wandb, "dict_kwargs": notes},
+                {"class_path": f"{LOGGERS}.CSVLogger", "init_args": {"save_dir": str(tmp_path / "out"), "name": "csv"}},
+            ]
+        },
+    }
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def holding(folder: Path) -> list[str]:
+    """The files whose name or content has the secret."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    return [str(path) for path in files if SECRET in str(path) or SECRET.encode() in path.read_bytes()]
+
+
+def run(
+    arguments: Callable[..., list[str]], config: Path, monkeypatch: pytest.MonkeyPatch, command: str, *own: str
+) -> int:
+    kept = {"model__model_name_or_path": None, "data__train_file": None, "trainer__max_epochs": 1}
+    logger = {"save_dir": str(config.parent / "out"), "name": f"hf_{SECRET}{'a' * 20}"}
+    added = {"class_path": f"{LOGGERS}.CSVLogger", "init_args": logger}
+    argv = [
+        command,
+        f"--config={config}",
+        *arguments(command, **kept)[1:],
+        f"--trainer.logger+={json.dumps(added)}",
+        *own,
+    ]
+    monkeypatch.setattr(sys, "argv", ["radixtrain", *argv])
+    return main(argv)
+
+
+@pytest.mark.usefixtures("wandb_offline")
+def test_no_file_of_a_run_has_it(
+    arguments: Callable[..., list[str]], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: dict[str, Any] = {}
+    wandb: Any = import_module("wandb")
+    monkeypatch.setattr(wandb, "init", _noting(wandb.init, got))
+    assert run(arguments, config, monkeypatch, "fit") == 0
+    assert got["settings"]["api_key"] == KEY and got["config"]["harmless"] == "kept"
+    wandb.finish()
+    assert not holding(tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").rglob("*")}
+    assert {"config.yaml", "hparams.yaml", "state.json", "README.md", "radixtrain.yaml", "metrics.csv"} <= names
+    assert any(name.endswith(".wandb") for name in names)
+
+
+def test_the_settings_of_a_run_ask_for_it_again(
+    arguments: Callable[..., list[str]], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(config.read_text().replace(KEY, "'***'"), encoding="utf-8")
+    assert main(["fit", f"--config={saved}"]) == 1
+    assert "trainer.logger.dict_kwargs.settings.api_key is ***" in capsys.readouterr().err
+
+
+def test_the_report_has_it_neither(
+    arguments: Callable[..., list[str]], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(arguments, config, monkeypatch, "report", "--max_seconds=2") == 0
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert SECRET not in page and "--trainer.logger+=" in page
+
+
+def _noting(function: Callable[..., Any], got: dict[str, Any]) -> Callable[..., Any]:
+    """The function, which now notes its keywords."""
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        got.update(kwargs)
+        return function(*args, **kwargs)
+
+    return noting

@@ -1,0 +1,231 @@
+"""Real commands in processes of their own, without the seconds that a new process spends on imports.
+
+    with Server() as server:
+        run = server.start(["fit", "--config", ...], stderr=folder / "stderr")
+        run.send(signal.SIGTERM)
+        assert run.wait() == 143
+
+A server, which is this file as a script, has imported everything and computed nothing. Each run is forked from it, is
+the leader of a process group of its own, and ends as a process of Python ends: exit handlers and all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Run", "Server"]
+
+IMPORTED = (
+    *("radixtrain.commands.lightning", "radixtrain.commands.export"),
+    *("peft", "safetensors.torch", "matplotlib.backends.backend_agg"),
+)
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+SECONDS_TO_IMPORT = 300
+SECONDS = 180  # that a run may take
+
+
+class Run:
+    """A command that runs. pid: of its process and of its group. stderr: the file with what it has printed there."""
+
+    def __init__(self, server: Server, pid: int, stderr: Path):
+        self.server, self.pid, self.stderr = server, pid, stderr
+        self.started = time.monotonic()
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def send_group(self, number: int) -> None:
+        os.killpg(self.pid, number)
+
+    @property
+    def is_running(self) -> bool:
+        return self.pid not in self.server.ended
+
+    @property
+    def ended(self) -> float:
+        """When it ended, on the clock `time.monotonic`."""
+        return self.server.ended[self.pid][1]
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        """The exit code, negative if a signal ended it. After `seconds` the run is killed, and TimeoutError raised."""
+        if not self.server.wait(self.pid, seconds):
+            self.send_group(signal.SIGKILL)
+            raise TimeoutError(f"still running after {seconds} s:\n{self.said()}")
+        return self.server.ended[self.pid][0]
+
+    def said(self) -> str:
+        return self.stderr.read_text(errors="replace")
+
+    def error(self) -> str:
+        """The last line on stderr."""
+        return (self.said().splitlines() or [""])[-1]
+
+    def left(self) -> list[int]:
+        """Processes of its group that are alive, the run and its workers."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            except OSError:  # it has ended
+                continue
+            if int(group) == self.pid and state not in "ZX":
+                found.append(int(path.parent.name))
+        return sorted(found)
+
+    def wait_for_workers(self, seconds: float = 10.0) -> float:
+        """Seconds until nothing of its group is alive. AssertionError if something still is after `seconds`."""
+        begin = time.monotonic()
+        while self.left():
+            assert time.monotonic() - begin < seconds, f"alive {seconds} s later: {self.left()}"
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+
+class Server:
+    """Starts runs. A context, which kills what still runs when it ends."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, tuple[int, float]] = {}
+        """Of each process that has ended: exit code and time."""
+        self._changed = threading.Condition()
+        self._answers: list[dict[str, Any]] = []
+        self._runs: list[Run] = []
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._answer(SECONDS_TO_IMPORT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for run in self._runs:
+            if run.left():
+                run.send_group(signal.SIGKILL)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        stderr: Path,
+        environment: Mapping[str, str] | None = None,
+        largest_file: int | None = None,
+    ) -> Run:
+        """Start `python -m radixtrain` with these arguments. largest_file: bytes, as `ulimit -f` sets it."""
+        asked = {
+            "arguments": list(map(str, arguments)),
+            "stderr": str(stderr),
+            "environment": {**os.environ, **(environment or {})},
+            "largest_file": largest_file,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps(asked)}\n")
+        self._process.stdin.flush()
+        run = Run(self, self._answer(30)["started"], stderr)
+        self._runs.append(run)
+        return run
+
+    def wait(self, pid: int, seconds: float) -> bool:
+        """Whether the process has ended by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: pid in self.ended, seconds)
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._answers, seconds), "the server of runs does not answer"
+            return self._answers.pop(0)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            with self._changed:
+                if "ended" in message:
+                    self.ended[message["ended"]] = message["code"], message["time"]
+                else:
+                    self._answers.append(message)
+                self._changed.notify_all()
+
+
+def serve() -> None:
+    """Answer each line of stdin with the process that it has started; say of each process when it has ended."""
+    for name in IMPORTED:
+        import_module(name)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so orphaned workers are collected here
+    gc.freeze()
+    _say(ready=True)
+    running, waiting, text = 0, True, b""
+    while waiting or running:
+        readable, _, _ = select.select([0] if waiting else [], [], [], 0.004 if running else None)
+        if readable:
+            chunk = os.read(0, 1 << 20)
+            waiting = bool(chunk)
+            *lines, text = (text + chunk).split(b"\n")
+            for line in lines:
+                _start(json.loads(line))
+                running += 1
+        running = _collect()
+
+
+def _start(asked: dict[str, Any]) -> None:
+    pid = os.fork()
+    if pid:
+        os.setpgid(pid, pid)
+        return _say(started=pid)
+    os.setpgid(0, 0)
+    _redirect(asked["stderr"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    if asked["largest_file"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (asked["largest_file"],) * 2)
+    sys.argv = ["radixtrain", *asked["arguments"]]
+    from radixtrain.__main__ import main
+
+    sys.exit(main())
+
+
+def _redirect(stderr: str) -> None:
+    """What is printed goes into `stderr`, and into a file beside it."""
+    for number, name in ((1, f"{stderr}.stdout"), (2, stderr)):
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+
+
+def _collect() -> int:
+    """Say which processes have ended. Returns 0 if none is left, else 1."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 0
+        if not pid:
+            return 1
+        _say(ended=pid, code=os.waitstatus_to_exitcode(status), time=time.monotonic())
+
+
+def _say(**message: Any) -> None:
+    os.write(1, f"{json.dumps(message)}\n".encode())
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,98 @@
+"""What a run has left behind: whether it is, bit for bit, what an uninterrupted run leaves, and nothing else."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radixtrain.checkpoints.choice import newest_valid
+from radixtrain.checkpoints.folder import read_checkpoint
+
+__all__ = ["EXACT", "assert_nothing_left", "assert_same_run", "assert_same_state", "tries", "values"]
+
+# Else a run that is killed before its first checkpoint measures again what is fastest, and may choose another order of
+# sums.
+EXACT = {"trainer__deterministic": "true"}
+TIMED = ("tokens_per_second", "computed_tokens_per_second")
+COMPARED = ("global_step", "state_dict", "optimizer_states", "lr_schedulers")
+
+
+def tries(default: int, full: int) -> int:
+    """How often: `default`, or what RADIXTRAIN_TRIES says, at most `full`."""
+    return min(full, int(os.environ.get("RADIXTRAIN_TRIES", default)))
+
+
+def values(folder: Path) -> dict[tuple[str, int], str]:
+    """Every metric of a run by name and step, as it is written. AssertionError if two of its parts differ."""
+    found: dict[tuple[str, int], str] = {}
+    for path in sorted(folder.glob("logs/version_*/metrics.csv")):
+        with path.open() as file:
+            rows = [row for row in csv.DictReader(file) if row.get("step")]
+        for row in rows:
+            for name, text in row.items():
+                if text and name not in ("step", *TIMED):
+                    place = name, int(row["step"])
+                    assert found.setdefault(place, text) == text, f"{path}: {place} is {text}, was {found[place]}"
+    return found
+
+
+def assert_same_run(folder: Path, whole: Path, since: int = 0) -> None:
+    """The metrics, the model and the last checkpoint of a run are those of the uninterrupted one.
+
+    since: the step from which on the run has logged.
+    """
+    here, there = values(folder), {place: text for place, text in values(whole).items() if place[1] >= since}
+    differing = {place: (here.get(place), text) for place, text in there.items() if here.get(place) != text}
+    assert not differing, f"of {len(there)} values: {dict(list(differing.items())[:5])}"
+    assert here.keys() == there.keys()
+    assert_same_model(folder, whole)
+    last = [newest_valid(each / "checkpoints").path for each in (folder, whole)]
+    if None not in last:
+        assert_same_state(*last)
+
+
+def assert_same_model(folder: Path, whole: Path) -> None:
+    names = [{path.name for path in (each / "model").iterdir()} for each in (folder, whole)]
+    assert names[0] == names[1]
+    for name in sorted(names[0]):
+        if name.endswith(".safetensors"):
+            assert (folder / "model" / name).read_bytes() == (whole / "model" / name).read_bytes(), name
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Weights, optimizer, schedule, position and random generators of two checkpoints."""
+    first, second = read_checkpoint(one), read_checkpoint(other)
+    for name in COMPARED:
+        assert_equal(first[name], second[name], name)
+    for name in ("position", "generators"):
+        assert_equal(first["radixtrain"][name], second["radixtrain"][name], name)
+
+
+def assert_equal(one: Any, other: Any, name: str) -> None:
+    """Nested values with tensors in them. The message names the first that differs."""
+    assert type(one) is type(other), name
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), name
+    elif isinstance(one, Mapping):
+        assert one.keys() == other.keys(), name
+        for key in one:
+            assert_equal(one[key], other[key], f"{name}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), name
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal(*pair, f"{name}[{place}]")
+    else:
+        assert one == other, name
+
+
+def assert_nothing_left(folder: Path, *temporary: Path) -> None:
+    """No lock, staging or set-aside folder in a run's folder, and nothing at all in its temporary folders."""
+    hidden = [path for path in folder.rglob("*") if path.name.startswith(".") or ".partial" in path.name]
+    assert not hidden, hidden
+    for each in temporary:
+        assert not [*each.rglob("*")], [*each.rglob("*")]

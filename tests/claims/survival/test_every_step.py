@@ -1,0 +1,144 @@
+"""A run goes on from every one of its 30 steps as if it had never stopped: metrics, weights and optimizer, bit for bit.
+
+Each set-up trains once, with a checkpoint after every step, and then again from some of them, in this process.
+RADIXTRAIN_TRIES=30 takes all 30 of each; by default two are drawn for each set-up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outcomes import EXACT, assert_same_run, tries
+
+from radixtrain.__main__ import main
+from radixtrain.training import summary
+
+STEPS = 30
+RESUMED = tries(2, STEPS)
+DROPOUT = {"model__use_peft": "true", "model__lora_dropout": 0.3, "model__allow_dropout": "[lora_dropout]"}
+SET_UPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "schedule with warm-up": {"model__lr_scheduler_type": "cosine", "model__warmup_steps": 0.2},
+    "one worker": {"data__dataloader_num_workers": 1},
+    "two workers": {"data__dataloader_num_workers": 2},
+    "limit_train_batches": {"trainer__limit_train_batches": 3, "trainer__max_epochs": 10},
+    "overfit_batches": {"trainer__overfit_batches": 2, "trainer__max_epochs": 15},
+    "max_steps": {"trainer__max_steps": STEPS, "trainer__max_epochs": None},
+    "grouped by prefix": {"data__group_by_prefix": 3},
+    "validations inside epochs": {"validates": True, "trainer__val_check_interval": 2},
+    "dropout": DROPOUT,
+    "LoRA": {"model__use_peft": "true"},
+    "hybrid": {"model__model_name_or_path": "hybrid"},
+    "bf16-mixed": {"trainer__precision": "bf16-mixed"},
+    "ordinary batches": {"dedup": "false", "validates": True},
+    "skipped steps": {"data__train_file": "overflowing", "model__on_nonfinite": "skip"},
+    "save_best and early_stopping": {
+        **{"validates": True, "save_best": "eval_loss", "early_stopping": 4},
+        **{"model__learning_rate": 0.05, "trainer__val_check_interval": 3},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """To draw `loss.png` takes longer than a run. `trainer.deterministic` outlives one in its process."""
+    monkeypatch.setattr(summary.RunSummary, "_draw", lambda self: None)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def hybrid(shop: Path, tiny_hybrid: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer with a recurrent state and one that attends, with the tokenizer of the shop."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("hybrid")
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tiny_hybrid("Qwen3.5", vocab_size=-(-len(tokenizer) // 64) * 64, max_position_embeddings=512).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 rows of tokens, one of which has a weight that the loss cannot hold: a step of each epoch is left out."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("overflowing") / "rows.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(20):
+            ids = [*range(40, 60), *(draw.randrange(40, 200) for _ in range(6))]
+            weights = [0.0] * 20 + [2e38 if number == 7 else 1.0] * 6
+            file.write(f"{json.dumps({'input_ids': ids, 'labels': ids, 'loss_weights': weights})}\n")
+    return path
+
+
+@pytest.fixture
+def ran(
+    arguments: Callable[..., list[str]], shop: Path, hybrid: Path, overflowing: Path, tmp_path: Path
+) -> Iterator[Callable[..., Path]]:
+    """`ran("name", flag=...)`: trains into that folder, and gives it back."""
+    places = {"hybrid": hybrid, "overflowing": overflowing}
+
+    def run(name: str, **flags: Any) -> Path:
+        flags = {"trainer__max_epochs": 6, **EXACT, **flags}
+        if flags.pop("validates", False):
+            flags["data__validation_file"] = shop / "validation.jsonl"
+        flags = {key: places.get(value, value) if isinstance(value, str) else value for key, value in flags.items()}
+        assert main(arguments(output_dir=tmp_path / name, **flags)) == 0
+        return tmp_path / name
+
+    yield run
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step=")) for path in (folder / "checkpoints").glob("step=*"))
+
+
+@pytest.mark.parametrize("set_up", SET_UPS)
+def test_a_run_goes_on_from_every_step(ran, set_up, print_after):
+    flags = SET_UPS[set_up]
+    if flags.get("model__use_peft"):
+        pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    whole = ran("whole", **flags, save_every_steps=1, save_total_limit=STEPS)
+    best = link(whole, "best")
+    steps = saved(whole)
+    chosen = sorted(random.Random(set_up).sample(steps, min(RESUMED, len(steps))))
+    for step in chosen:
+        more = {} if best else {"trainer__enable_checkpointing": "false"}
+        resumed = ran(f"from_{step}", ckpt_path=whole / "checkpoints" / f"step={step}", **flags, **more)
+        assert_same_run(resumed, whole, since=batches(whole, step))
+        assert conclusions(resumed) == conclusions(whole)
+        assert link(whole, "best") == best, f"a run that goes on from step {step} elsewhere has moved it"
+    print_after("survival", f"resumed, {set_up}: from {len(chosen)} of {len(steps)} steps, bit-equal")
+
+
+def test_the_set_ups_are_what_they_are_called(ran):
+    """A step of each epoch is left out, and the best step is not the last."""
+    skipped = ran("skipped", **SET_UPS["skipped steps"], save_every_steps=1, save_total_limit=STEPS)
+    assert max(saved(skipped)) == STEPS - 6
+    judged = ran("judged", **SET_UPS["save_best and early_stopping"])
+    assert conclusions(judged)["best"]["step"] < max(saved(judged)) < STEPS
+
+
+def link(folder: Path, name: str) -> str:
+    path = folder / "checkpoints" / name
+    return os.readlink(path) if path.is_symlink() else ""
+
+
+def batches(folder: Path, step: int) -> int:
+    """Of the checkpoint of that step; they are what a logger counts by."""
+    state = json.loads((folder / "checkpoints" / f"step={step}" / "state.json").read_text())
+    return state["radixtrain"]["position"]["num_batches"]
+
+
+def conclusions(folder: Path) -> dict[str, Any]:
+    """What the summary says of the model that was kept."""
+    found = json.loads((folder / "summary.json").read_text())
+    return {name: found.get(name) for name in ("best", "model", "ending", "step")}

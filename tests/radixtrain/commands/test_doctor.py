@@ -1,0 +1,132 @@
+"""What `doctor` finds on a machine, and on broken ones."""
+
+import json
+
+import pytest
+import torch
+
+from radixtrain.__main__ import main
+from radixtrain.commands import findings as module
+from radixtrain.commands.findings import FLOORS, NEEDED, OPTIONAL, Finding, findings
+from radixtrain.data.tokenized.about import write_about
+from radixtrain.errors import UserError
+from radixtrain.hf.rates_file import keep_rates
+from radixtrain.kernels.varlen import KERNELS
+from radixtrain.tree.cost_model import Rates
+
+RATES = Rates(call=1, rectangle=1, pair=1, element=1, flop=1)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    yield tmp_path / "cache"
+    pytest.importorskip("wandb", reason="pip install radixtrain").teardown()  # it remembers the environment
+
+
+def of(section):
+    return {finding.name: finding for finding in findings() if finding.section == section}
+
+
+def test_for_people(capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for section in ("packages", "devices", "attention", "disks", "caches", "services"):
+        assert f"{section}\n  " in printed
+    assert f"torch                    {torch.__version__}" in printed
+    assert printed.endswith("Training can run here. `radixtrain verify` compares its gradient with the ordinary one.\n")
+
+
+def test_for_machines(capsys):
+    assert main(["doctor", "--json", "true"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["can_train"] is True
+    torch_line = {"section": "packages", "name": "torch", "value": torch.__version__}
+    assert {**torch_line, "problem": "", "fix": "", "blocks": False} in found["findings"]
+    names = [each["name"] for each in found["findings"] if each["section"] == "packages"]
+    assert names == ["radixtrain", "python", *NEEDED, *OPTIONAL]
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_a_version_with_a_known_hole(name, monkeypatch, capsys):
+    version = module._version
+    monkeypatch.setattr(module, "_version", lambda each: "1.99.3+cu1" if each == name else version(each))
+    assert main(["doctor"]) == 1
+    captured = capsys.readouterr()
+    assert f"ERROR: {FLOORS[name][1]}" in captured.out
+    assert captured.err.startswith(
+        f"error: training cannot run here: {name} 1.99.3+cu1: {FLOORS[name][1]}: pip install"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"), [("2.6.5", True), ("2.6.6", False), ("2.10.0", False), ("2.7", False), ("2.6.6rc1", False)]
+)
+def test_versions_are_numbers(version, is_old, monkeypatch):
+    monkeypatch.setattr(module, "_version", lambda name: version)
+    assert module._needed("lightning").blocks is is_old
+
+
+def test_what_is_not_installed(monkeypatch, capsys):
+    version = module._version
+    monkeypatch.setattr(module, "_version", lambda name: None if name in ("peft", "tokenizers") else version(name))
+    found = of("packages")
+    assert found["peft"].fix == "pip install 'radixtrain[peft]'" and not found["peft"].blocks
+    assert found["tokenizers"] == Finding("packages", "tokenizers", "", "not installed", "pip install tokenizers", True)
+
+
+def test_a_library_that_does_not_load(monkeypatch, capsys):
+    def broken():
+        raise ImportError("libcudart.so.12: cannot open shared object file\nmore")
+        yield
+
+    monkeypatch.setattr(module, "_devices", broken)
+    assert main(["doctor", "--json=true"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["can_train"] is False
+    assert (
+        "error: training cannot run here: devices unknown: libcudart.so.12: cannot open shared object" in captured.err
+    )
+
+
+def test_the_attention_that_would_run(monkeypatch):
+    """As the functions that choose it say."""
+    found = of("attention")
+    assert set(found) == {"auto, float32", "auto, bfloat16", "tree", *KERNELS}
+    if not torch.cuda.is_available():
+        assert found["auto, float32"].value == "cascade on cpu, kernel torch"
+        assert found["flash_attn"].value.startswith("cannot run in bfloat16: needs CUDA")
+
+
+def test_caches(folder):
+    keep_rates(folder / "rates-a.json", RATES, {})
+    keep_rates(folder / "rates-b.json", RATES, {})
+    (folder / "rates-c.json").write_text(json.dumps({"rates": {}}))
+    for name in ("whole", "damaged", "older"):
+        (folder / "tokens" / name).mkdir(parents=True)
+    write_about(folder / "tokens" / "damaged", {"files": {}})
+    (folder / "tokens" / "older" / "about.json").write_text("{}")
+    (folder / "rates-b.json").write_text((folder / "rates-b.json").read_text().replace("1", "2", 1))
+    values = [(each.name, each.value, each.problem) for each in findings() if each.section == "caches"]
+    assert values[0] == ("calibrations", "3, 1 of them by an older version and not read any more", "")
+    assert values[1] == ("damaged", str(folder / "rates-b.json"), "its checksum does not fit its content")
+    assert values[2][0] == "tokenised data" and values[2][1].startswith("3, 0 MiB in ")
+    assert [name for name, *_ in values[3:]] == ["damaged", "damaged"]
+
+
+def test_a_full_disk_and_one_that_cannot_be_written(monkeypatch):
+    usage = module.shutil.disk_usage(".")._replace(free=1 << 20)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
+    assert of("disks")["working folder"].problem == "it is almost full"
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    assert of("disks")["cache"].problem == "it cannot be written to"
+
+
+def test_the_error_names_everything_that_blocks(monkeypatch):
+    blocking = [Finding("packages", name, "1", "old", f"pip install {name}", True) for name in ("a", "b")]
+    monkeypatch.setattr("radixtrain.commands.doctor.findings", lambda: blocking)
+    from radixtrain.commands.doctor import doctor
+
+    with pytest.raises(UserError, match=r"a 1: old: pip install a; b 1: old: pip install b"):
+        doctor()

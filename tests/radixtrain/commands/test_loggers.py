@@ -1,0 +1,137 @@
+"""Loggers by short names; what they lack is one line before a row is read."""
+
+import json
+import socket
+
+import pytest
+import yaml
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+from radixtrain.__main__ import main
+from radixtrain.commands import loggers, wandb_login
+from radixtrain.commands.loggers import errors_of_wandb, loggers_of
+from radixtrain.errors import UserError
+
+OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
+
+
+@pytest.fixture
+def nobody(monkeypatch, tmp_path):
+    """Nobody is logged in to Weights & Biases, and nothing says where it is."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("NETRC", "HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "nobody"))
+    monkeypatch.setattr(wandb_login, "getproxies", dict)
+    yield
+    pytest.importorskip("wandb", reason="pip install radixtrain").teardown()  # it remembers the environment
+
+
+@pytest.fixture
+def says(arguments, shop, capsys, monkeypatch):
+    """Runs `fit` on rows that do not exist, and returns its one line."""
+
+    def run(**flags):
+        assert main(arguments(data__train_file=shop / "none.jsonl", **flags)) == 1
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+        return line.removeprefix("error: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds"),
+    [
+        (None, ["CSVLogger"]),
+        (True, ["CSVLogger"]),
+        ("csv", ["CSVLogger"]),
+        ("wandb", ["CSVLogger", "WandbLogger"]),
+        (["wandb", "csv", "wandb"], ["CSVLogger", "WandbLogger"]),
+    ],
+)
+def test_short_names(asked, kinds, tmp_path, nobody):
+    made = loggers_of(asked, tmp_path / "my_run")
+    assert [type(logger).__name__ for logger in made] == kinds
+    assert made[0].root_dir == str(tmp_path / "my_run" / "logs")
+    if "WandbLogger" in kinds:
+        assert (made[1].name, made[1].save_dir) == ("radixtrain", str(tmp_path / "my_run"))
+
+
+def test_no_logger_and_other_loggers(tmp_path):
+    own = CSVLogger(tmp_path, name="own")
+    assert loggers_of(False, tmp_path) is loggers_of("none", tmp_path) is False
+    assert loggers_of(own, tmp_path) is own and loggers_of([own], tmp_path) == [own]
+    named, last = loggers_of(["csv", own], tmp_path)
+    assert named.name == "logs" and last is own
+    with pytest.raises(UserError, match=r"trainer\.logger: none stands alone, not in a list"):
+        loggers_of(["none", own], tmp_path)
+
+
+def test_the_project_of_the_environment(tmp_path, nobody, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    assert loggers_of("wandb", tmp_path)[1].name == "theirs"
+
+
+@pytest.mark.parametrize("logger", ["wandb", "WandbLogger", "[wandb, csv]"])
+def test_nobody_is_logged_in(logger, says, nobody):
+    expected = "trainer.logger: nobody is logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
+    assert says(trainer__logger=logger) == expected + OFFLINE
+
+
+def test_nobody_is_logged_in_in_a_file(says, nobody, tmp_path):
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"logger": "wandb"}}))
+    assert says(config=tmp_path / "my.yaml").startswith("trainer.logger: nobody is logged in")
+
+
+def test_no_network(says, nobody, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:9")
+    found = says(trainer__logger="wandb")
+    assert found.startswith("trainer.logger: no connection to Weights & Biases at localhost: ") and OFFLINE in found
+
+
+def test_a_server_that_answers(says, nobody, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with socket.create_server(("localhost", 0)) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{server.getsockname()[1]}")
+        assert says(trainer__logger="wandb").startswith("no such file: ")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"trainer__logger": "WandbLogger", "trainer__logger.offline": "true"},
+        {"trainer__logger": "wandb", "trainer__fast_dev_run": "true"},
+        {"trainer__logger": "csv"},
+        {"trainer__logger": "none"},
+    ],
+)
+def test_what_needs_no_login(flags, says, nobody):
+    assert says(**flags).startswith("no such file: ")
+
+
+def test_a_command_that_logs_nothing(arguments, shop, nobody, capsys):
+    assert main(arguments("inspect", trainer__logger="wandb", data__train_file=shop / "none.jsonl")) == 1
+    assert "error: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [{}, {"trainer__logger": "TensorBoardLogger", "trainer__logger.save_dir": "logs"}])
+def test_tensorboard_is_not_installed(flags, says, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    found = says(**{"trainer__logger": "tensorboard", **flags})
+    assert found == "trainer.logger: TensorBoard is not installed: pip install tensorboard"
+
+
+def test_what_weights_and_biases_refuses_later():
+    import wandb
+
+    expected = rf"trainer\.logger: Weights & Biases: no such project; {OFFLINE}"
+    with pytest.raises(UserError, match=expected), errors_of_wandb():
+        raise wandb.errors.CommError("no such project\nmore")
+    with pytest.raises(json.JSONDecodeError), errors_of_wandb():
+        json.loads("{")
+
+
+def test_a_logger_of_ones_own_stays(tmp_path, nobody):
+    logger = WandbLogger(project="p", save_dir=tmp_path, offline=True)
+    assert loggers_of(logger, tmp_path) is logger

@@ -1,0 +1,119 @@
+"""Workers of a real DataLoader: signals do not reach them, and they end with the loader."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, ends_with_this_process
+from radixtrain.training.requests import HANDLED
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Slow(Numbers):
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60)
+        return index
+
+
+def loader(dataset: Dataset[int], **options: object) -> DataLoader[int]:
+    return DataLoader(dataset, batch_size=None, num_workers=1, **options)  # type: ignore[arg-type]
+
+
+def worker_of(iterator: Iterator[int]) -> int:
+    return iterator._workers[0].pid  # type: ignore[attr-defined]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_for_end(pid: int, seconds: float = 5) -> bool:
+    until = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """torch raises from a handler when a worker is killed; it sets that one once, with the first worker."""
+    next(iter(loader(Numbers())))
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, handler)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_signal_does_not_end_a_worker(persistent: bool) -> None:
+    data = loader(Numbers(), persistent_workers=persistent)
+    for _ in range(2):  # epochs
+        with blocked_signals():
+            steps = iter(data)
+        worker = worker_of(steps)
+        first = next(steps)
+        for number in BLOCKED:
+            os.kill(worker, number)
+        assert [first, *steps] == list(range(6))
+    del data, steps
+    assert wait_for_end(worker)
+
+
+def test_a_worker_that_starts_outside_is_ended(quiet: None) -> None:
+    steps = iter(loader(Numbers()))
+    os.kill(worker_of(steps), signal.SIGTERM)
+    assert wait_for_end(worker_of(steps))
+
+
+def test_signals_are_as_before_and_one_that_came_meanwhile_arrives() -> None:
+    before, seen = signal.pthread_sigmask(signal.SIG_BLOCK, ()), []
+    handler = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+    try:
+        with blocked_signals():
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            assert not seen
+        assert seen == [1] and signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+
+
+def test_what_is_left_at_the_end_is_killed(quiet: None) -> None:
+    with blocked_signals():
+        steps = iter(loader(Slow()))
+    worker = worker_of(steps)
+    assert is_alive(worker)
+    _kill_daemons()
+    assert wait_for_end(worker)
+
+
+def test_workers_of_a_killed_process_end() -> None:
+    """Also of one that was killed while they started."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        with blocked_signals():
+            steps = iter(loader(Numbers(), worker_init_fn=ends_with_this_process()))
+        os.write(write, str(worker_of(steps)).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert wait_for_end(int(os.read(read, 20)))
+
+
+def test_the_same_signals_are_requests_of_a_run() -> None:
+    assert set(BLOCKED) == set(HANDLED)

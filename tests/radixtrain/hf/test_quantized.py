@@ -1,0 +1,111 @@
+"""Weights of 4 bits: what bitsandbytes would do to gradients, and ordinary weights of the same values."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
+
+from radixtrain import verify_equivalence
+from radixtrain.hf.quantized import four_bit_layers, keep_trainable, plain_weights, with_plain_weights
+from radixtrain.verification.oracle import weights_in
+
+pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install 'radixtrain[qlora]'")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'radixtrain[peft]'")
+
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+VARIANTS = [{}, {"use_dora": True}, {"use_rslora": True}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def load(folder):
+    def run(dtype=torch.float32, double=False, kind="nf4"):
+        four_bits = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_use_double_quant=double,
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=four_bits)
+        keep_trainable(model)
+        return model
+
+    return run
+
+
+def adapted(model, **options):
+    """With adapters that are not zero."""
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", **options)
+    model = peft.get_peft_model(model, lora)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return model.train()
+
+
+def gradients(model):
+    model.zero_grad()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_layers(load, tiny_qwen3):
+    model = load()
+    assert len(four_bit_layers(model)) == 2 * 7 and "lm_head" not in four_bit_layers(model)
+    assert set(four_bit_layers(adapted(model))) == {
+        f"base_model.model.{name}.base_layer" for name in four_bit_layers(load())
+    }
+    assert four_bit_layers(tiny_qwen3()) == {}
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize(("dtype", "double", "kind"), [(torch.float32, True, "nf4"), (torch.bfloat16, False, "fp4")])
+def test_the_gradient_is_the_ordinary_one(load, options, dtype, double, kind):
+    report = verify_equivalence(adapted(load(dtype, double, kind), **options), FEATURES)
+    assert report.passed, report
+    assert len(report.rungs) == (3 if dtype == torch.bfloat16 else 2)
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_a_validation_does_not_change_the_gradient(load, options):
+    model = adapted(load(), **options)
+    before = gradients(model)
+    with torch.no_grad():
+        loss = model.eval()(input_ids=IDS, labels=IDS).loss
+    assert loss == model.train()(input_ids=IDS, labels=IDS).loss
+    after = gradients(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_plain_weights_for_a_while(load):
+    model = adapted(load())
+    before, layers = gradients(model), four_bit_layers(model)
+    with plain_weights(model):
+        assert not four_bit_layers(model)
+        inside = gradients(model)
+    assert four_bit_layers(model) == layers and not any("forward" in vars(layer) for layer in layers.values())
+    assert all(torch.allclose(before[name], inside[name], rtol=1e-4, atol=1e-6) for name in before)
+    with weights_in(model, torch.float64):
+        assert all(torch.isfinite(g).all() and g.dtype == torch.float64 for g in gradients(model).values())
+    assert all(torch.equal(before[name], again) for name, again in gradients(model).items())
+
+
+def test_plain_weights_for_good(load, tmp_path):
+    model = load(double=True).eval()
+    expected = model(input_ids=IDS).logits
+    assert torch.allclose(with_plain_weights(model)(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    assert not hasattr(again.config, "quantization_config")

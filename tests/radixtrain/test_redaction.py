@@ -1,0 +1,86 @@
+"""What counts as a password or a token, by its key or its text, in settings and on a command line."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from radixtrain.errors import UserError
+from radixtrain.redaction import check_unmasked, masked, masked_arguments
+
+HEX = "0123456789" * 4
+BY_KEY: dict[str, Any] = {
+    **{"hub_token": "plain words", "WANDB_API_KEY": "x", "password": "letmein", "apiKey": "x", "access-token": "x"},
+    **{"Authorization": "Basic x", "client_secret": "x", "passphrase": "x", "key": "x", "api_keys": ["x", "y"]},
+    **{
+        "db_password": 12345,
+        "credentials": {"user": "me", "pin": "x"},
+        "tokenSecret": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+    },
+}
+BY_TEXT = {
+    "hf_" + "a" * 34: "***",
+    "use sk-" + "b1" * 12 + " here": "use *** here",
+    HEX: "***",
+    "https://me:pw@example.com/x": "https://***@example.com/x",
+    "https://ghp_token@example.com/x": "https://***@example.com/x",
+    "mysql://me:p@ss@example.com/x": "mysql://***@example.com/x",
+    "https://example.com/x?a=1&access_token=abc&b=2": "https://example.com/x?a=1&access_token=***&b=2",
+    "host=h;password=abc;user=me": "host=h;password=***;user=me",
+    "Bearer abcdefgh.ijk": "Bearer ***",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sig-x": "***",
+    "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----": "***",
+    "AKIA" + "A1" * 8: "***",
+}
+HARMLESS: dict[str, Any] = {
+    **{"max_tokens": 16384, "next_tokens": ["yes", "no"], "min_shared_tokens": "auto", "tokenizer": "x", "none": None},
+    **{"train_file": "tokens.jsonl", "monitor": "eval_loss", "secret": None, "save": True, "token": 7},
+    **{"eos_token": "<|im_end|>", "pad_token": "x", "stop_tokens": ["x"], "lora_target_modules": ["k_proj"]},
+    "model_name_or_path": f"/models/snapshots/{HEX}",
+    "revision": f"org/name@{HEX}",
+    "template": "*** Instructions: a=b, key: value, user@example.com",
+    "path": "s3://bucket/folder@2/x",
+}
+
+
+@pytest.mark.parametrize("name", BY_KEY)
+def test_by_its_key(name: str) -> None:
+    assert set(leaves(masked({name: BY_KEY[name]}))) == {"***"}
+
+
+@pytest.mark.parametrize("text", BY_TEXT)
+def test_by_its_text(text: str) -> None:
+    assert masked({"a": [{"note": text}]}) == {"a": [{"note": BY_TEXT[text]}]}
+
+
+def test_nothing_else_is_masked() -> None:
+    assert masked(HARMLESS) == HARMLESS
+
+
+def test_of_a_command_line() -> None:
+    logger = {"class_path": "WandbLogger", "init_args": {"project": "p", "api_key": "secret words"}}
+    typed = ["--a.api_key=x", "--b.token", "y", "--c", "z", "--logger", yaml.safe_dump(logger, default_flow_style=True)]
+    shown = masked_arguments([*typed, "--model.warmup_steps=0.1", "--api_keys+=k", "--text=a: b"])
+    assert shown[:5] == ["--a.api_key=***", "--b.token", "***", "--c", "z"]
+    assert shown[-3:] == ["--model.warmup_steps=0.1", "--api_keys+=***", "--text=a: b"]
+    assert yaml.safe_load(shown[6])["init_args"] == {"project": "p", "api_key": "***"}
+    for harmless in (["--data.train_file=[a.jsonl, {path: b.jsonl, weight: 2}]", "fit", "--x", "1e-5"], ["--flag"], []):
+        assert masked_arguments(harmless) == harmless
+
+
+def test_masked_settings_are_no_settings() -> None:
+    clean = masked({"logger": {"api_key": "x"}, "hosts": ["https://me:pw@example.com"], "text": "*** bold ***"})
+    with pytest.raises(UserError, match=r"^logger\.api_key is \*\*\*: .* environment"):
+        check_unmasked(clean)
+    with pytest.raises(UserError, match=r"^hosts is https://\*\*\*@example\.com: "):
+        check_unmasked({"hosts": clean["hosts"]})
+    check_unmasked({"text": clean["text"]})
+
+
+def leaves(value: Any) -> list[Any]:
+    """What nested mappings and lists hold."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return [leaf for each in inner for leaf in leaves(each)]
+    return [value]
