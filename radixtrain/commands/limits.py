@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from radixtrain.commands.keys import keys_of, trainer_keys
 from radixtrain.errors import UserError, first_line
 
 __all__ = ["check_interval", "check_limits"]
@@ -25,7 +26,11 @@ ABOVE_ZERO = ("save_every_minutes", "trainer.val_check_interval")
 
 
 def check_limits(config: Any) -> None:
-    """UserError for a number that is too small, or not finite. config: of a command of Lightning."""
+    """UserError for a null that a key does not take, and for a number that is too small or not finite.
+
+    config: of a command of Lightning.
+    """
+    _check_nulls(config)
     for key, least in LEAST.items():
         value = config.get(key)
         if value is not None and value < least:
@@ -36,6 +41,14 @@ def check_limits(config: Any) -> None:
             raise UserError(f"{key} must be above 0, or null; got {value}")
     _check_devices(config.get("trainer.devices"))
     _check_max_time(config.get("trainer.max_time"))
+
+
+def _check_nulls(config: Any) -> None:
+    """jsonargparse takes null for every key, whatever its type."""
+    for key in (*keys_of("fit"), *trainer_keys()):
+        takes_null = key.default in (None, "", "null") or "null" in key.kind or "Optional" in key.kind
+        if not takes_null and key.name in config and config[key.name] is None:
+            raise UserError(f"{key.name}: expected {key.kind}, got null; without the key it is {key.default}")
 
 
 def _check_devices(devices: Any) -> None:

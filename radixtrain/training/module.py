@@ -206,6 +206,7 @@ class RadixModule(L.LightningModule):
             return
         without_timer(checkpoint)
         self.position, self.resumed = Position.of(checkpoint), checkpoint
+        self.guard.load_state_dict(checkpoint.get("radixtrain", {}).get("skipped", self.guard.state_dict()))
         length = epoch_length(self.trainer, self.steps_per_epoch)
         if length:
             check_not_beyond(self.trainer, self.position, length)

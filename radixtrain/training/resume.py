@@ -58,6 +58,7 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
     checkpoint["radixtrain"] = {
         "position": module.position.as_dict(),
         "generators": in_step or generator_states(),
+        "skipped": module.guard.state_dict(),
         "partial": is_partial,
         "base": module.base_digest,
         "config": _config_of(module.model),

@@ -149,11 +149,12 @@ class SaveCheckpoints(L.Callback):
         check_weights_finite(module, f"the checkpoint of step {position.num_steps} was not written")
         path = self.folder / f"step={position.num_steps}"
         before, module.position = module.position, position
-        self._is_writing = True
+        self._is_writing = True  # still after an error, which ends the run: `on_exception` does not write once more
         try:
             trainer.save_checkpoint(path)
         finally:
-            self._is_writing, module.position = False, before
+            module.position = before
+        self._is_writing = False
         self.last, self._saved_at, self._saved_when = path, position, time.monotonic()
         point(self.folder, "last", path)
         for told in self.on_saved:

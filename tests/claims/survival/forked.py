@@ -135,6 +135,7 @@ class Server:
             "environment": {**os.environ, **(environment or {})},
             "largest_file": largest_file,
         }
+        stderr.touch()
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps(asked)}\n")
         self._process.stdin.flush()

@@ -65,11 +65,11 @@ def assert_same_model(folder: Path, whole: Path) -> None:
 
 
 def assert_same_state(one: Path, other: Path) -> None:
-    """Weights, optimizer, schedule, position and random generators of two checkpoints."""
+    """Weights, optimizer, schedule, position, random generators and skipped steps of two checkpoints."""
     first, second = read_checkpoint(one), read_checkpoint(other)
     for name in COMPARED:
         assert_equal(first[name], second[name], name)
-    for name in ("position", "generators"):
+    for name in ("position", "generators", "skipped"):
         assert_equal(first["radixtrain"][name], second["radixtrain"][name], name)
 
 

@@ -103,6 +103,12 @@ def test_every_value_of_a_key(key: str) -> None:
     [
         ("trainer.check_val_every_n_epoch", 0, "trainer.check_val_every_n_epoch must be at least 1, or null; got 0"),
         ("trainer.check_val_every_n_epoch", None, None),
+        ("model.warmup_steps", None, "model.warmup_steps: expected number, got null; without the key it is 0.0"),
+        ("data.shuffle_dataset", None, "data.shuffle_dataset: expected true, false, got null"),
+        ("trainer.max_steps", None, "trainer.max_steps: expected integer, got null"),
+        ("data.max_length", None, None),
+        ("data.train_file", None, None),
+        ("trainer.precision", None, None),
         ("trainer.val_check_interval", 0, "trainer.val_check_interval must be above 0, or null; got 0"),
         ("trainer.val_check_interval", 0.0, "trainer.val_check_interval must be above 0, or null; got 0.0"),
         ("trainer.val_check_interval", "00:00:30:00", None),
@@ -121,7 +127,7 @@ def test_every_value_of_a_key(key: str) -> None:
         ("trainer.max_time", {"hours": 1}, None),
     ],
 )
-def test_keys_of_lightning(key: str, value: Any, message: str | None) -> None:
+def test_other_values(key: str, value: Any, message: str | None) -> None:
     config = Namespace()
     config[key] = value
     if message is None:

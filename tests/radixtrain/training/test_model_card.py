@@ -65,3 +65,10 @@ def test_fit_and_export_write_it(arguments, shop, tmp_path, monkeypatch, capsys)
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
     assert "| batch_size | 4 |" in (tmp_path / "exported" / CARD).read_text()
     assert yaml.safe_load((tmp_path / "exported" / SETTINGS).read_text())["model"]["learning_rate"] == 0.01
+
+
+def test_no_secret_is_in_it():
+    config = {"model": {"model_name_or_path": "org/name"}, "data": {}, "logger": {"api_key": "letmein"}}
+    data = {"rows": "https://me:letmein@example.com/x: 3 rows"}
+    texts = documents(config, {"loss": "token=letmein"}, data, has_chat_template=False)
+    assert "letmein" not in "".join(texts.values()) and "https://***@example.com/x: 3 rows" in texts[CARD]

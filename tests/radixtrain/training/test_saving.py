@@ -208,13 +208,14 @@ def test_an_error_of_a_write_does_not_start_another(saver, tmp_path, monkeypatch
 
     def full(path: Path) -> None:
         tried.append(path)
-        error = UserError("the disk is full")
-        trainer.saver.on_exception(trainer, trainer.module, error)  # as Lightning calls it, while the error passes
-        raise error
+        raise UserError("the disk is full")
 
     monkeypatch.setattr(trainer, "save_checkpoint", full)
-    with pytest.raises(UserError, match="the disk is full"):
+    with pytest.raises(UserError, match="the disk is full") as raised:
         trainer.steps(2)
+    trainer.saver.on_exception(
+        trainer, trainer.module, raised.value
+    )  # as Lightning calls it, once the error has passed
     assert len(tried) == 1
 
 

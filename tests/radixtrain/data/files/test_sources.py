@@ -131,14 +131,14 @@ def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
     one = datasets.Dataset.from_list([{"text": "a"}])
     asked = []
 
-    def load(name: str, subset: str | None, split: str | None) -> Any:
-        asked.append((name, subset, split))
+    def load(name: str, subset: str | None, split: str | None, trust_remote_code: bool) -> Any:
+        asked.append((name, subset, split, trust_remote_code))
         return one if split else datasets.DatasetDict(train=one, test=one)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     [row] = read_rows(Source("acme/chats", subset="en", split="train"))
     assert (row.fields, row.where) == ({"text": "a"}, "acme/chats/en/train:row 1")
-    assert asked == [("acme/chats", "en", "train")]
+    assert asked == [("acme/chats", "en", "train", False)]
     assert files_of(Source("acme/chats", split="train")) == []  # it is in memory
     with pytest.raises(
         UserError, match=r"acme/chats: has the splits train, test; name one, as in \{path: acme/chats, "
@@ -173,3 +173,7 @@ def test_a_file_without_a_suffix_is_named(tmp_path: Path) -> None:
     (tmp_path / "data" / "part-00001").write_text("{}")
     with pytest.raises(UserError, match="part-00001 is no data file that can be read"):
         files_of(Source(str(tmp_path / "data")))
+
+
+def test_no_password_is_in_a_label() -> None:
+    assert Source("a.jsonl", name="https://me:letmein@example.com/x").label == "https://***@example.com/x"

@@ -1,0 +1,74 @@
+"""One flipped bit anywhere in the newest checkpoint: found, named and passed over; the run goes on from the one before.
+
+RADIXTRAIN_TRIES=100 flips 100 bits, one at a time, in each of its files in turn and anywhere in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outcomes import EXACT, assert_nothing_left, assert_same_run, tries
+
+from radixtrain.__main__ import main
+from radixtrain.training import summary
+
+TRIES = tries(5, 100)
+FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json")
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """To draw `loss.png` takes longer than a run. `trainer.deterministic` outlives one in its process."""
+    monkeypatch.setattr(summary.RunSummary, "_draw", lambda self: None)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def flip(path: Path, draw: random.Random) -> int:
+    """A random bit of a file. Returns its number."""
+    data = bytearray(path.read_bytes())
+    bit = draw.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    return bit
+
+
+def test_one_flipped_bit(arguments: Callable[..., list[str]], tmp_path: Path, caplog: Any, print_after: Any) -> None:
+    short, whole = tmp_path / "short", tmp_path / "whole"
+    flags = {"save_every_steps": 1, "model__lr_scheduler_type": "constant", **EXACT}
+    assert main(arguments(output_dir=whole, **flags)) == 0
+    assert main(arguments(output_dir=short, **flags, trainer__max_steps=8)) == 0
+    shutil.rmtree(short / "model")
+    draw = random.Random(0)
+    for number in range(TRIES):
+        folder, name = tmp_path / "run", FILES[number % len(FILES)]
+        shutil.copytree(short, folder, symlinks=True)
+        bit = flip(folder / "checkpoints" / "step=8" / name, draw)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert main(arguments(output_dir=folder, **flags, ckpt_path="last")) == 0
+        said = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+        assert len(said) == 1 and "step=8" in said[0] and name in said[0] and "step=7" in said[0], (name, bit, said)
+        assert_same_run(folder, whole)
+        assert_nothing_left(folder)
+        shutil.rmtree(folder)
+    print_after("survival", f"flipped bits: {TRIES}, in each of {len(FILES)} files; all found and named; bit-equal")
+
+
+def test_a_damaged_checkpoint_that_is_named(arguments: Callable[..., list[str]], tmp_path: Path, capsys: Any) -> None:
+    """Asked for by its name it is refused, in one line that names the file and the one that is whole."""
+    folder = tmp_path / "run"
+    assert main(arguments(output_dir=folder, **EXACT, save_every_steps=1, trainer__max_steps=3)) == 0
+    flip(folder / "checkpoints" / "step=3" / "model.safetensors", random.Random(1))
+    for command in ("fit", "validate", "predict"):
+        capsys.readouterr()
+        assert main(arguments(command, output_dir=folder, ckpt_path=folder / "checkpoints" / "step=3")) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "model.safetensors" in line and "step=2 is whole" in line, line

@@ -1,0 +1,96 @@
+"""One command at a time in a folder: every pair of those that write there, each in a process of its own; and no copies.
+
+All 36 pairs are tried: one command is stopped in the middle (SIGSTOP), and each of the others says no meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outcomes import EXACT, assert_nothing_left
+
+from radixtrain.__main__ import main
+
+COMMANDS = ("fit", "validate", "test", "predict", "report", "export")
+
+
+@pytest.fixture
+def line(arguments: Callable[..., list[str]], shop: Path, tmp_path: Path) -> Callable[[str, Path], list[str]]:
+    """The command line of each of them, in the folder of a run."""
+    rows = {f"data__{name}_file": shop / "validation.jsonl" for name in ("validation", "test", "predict")}
+    checkpoint = tmp_path / "before" / "checkpoints" / "last"
+
+    def build(command: str, folder: Path) -> list[str]:
+        if command == "export":
+            return ["export", f"--ckpt_path={checkpoint}", f"--output_dir={folder / 'model'}"]
+        return arguments(command, output_dir=folder, **EXACT, **rows)
+
+    return build
+
+
+@pytest.fixture
+def run_before(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
+    """A checkpoint to export."""
+    assert main(arguments(output_dir=tmp_path / "before", trainer__max_steps=1)) == 0
+
+
+def stop_once_it_holds(lock: Path, run: Any) -> None:
+    """Stop the process as soon as it has written down that the lock is its own."""
+    while not (lock.exists() and lock.read_text().strip()):
+        assert run.is_running, run.said()
+        time.sleep(0.0005)
+    run.send(signal.SIGSTOP)
+    assert run.is_running and lock.exists(), "it had ended already"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("run_before")
+@pytest.mark.parametrize("holder", COMMANDS)
+def test_the_second_command_in_a_folder_says_no(start, line, tmp_path, holder, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = start(line(holder, folder))
+    stop_once_it_holds(folder / ".model.lock", run)
+    before = contents(folder)
+    for command in COMMANDS:
+        capsys.readouterr()
+        assert main(line(command, folder)) == 1, f"{command} while {holder} runs"
+        errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error: ")]
+        assert len(errors) == 1 and f"is in use by `radixtrain {holder}`, process {run.pid} on" in errors[0], errors
+    assert contents(folder) == before
+    run.send(signal.SIGCONT)
+    assert run.wait() == 0, run.said()
+    assert_nothing_left(folder)
+
+
+def test_the_lock_of_a_killed_run_is_none(start, line, tmp_path):
+    """The kernel has released it, whatever file is left."""
+    folder = tmp_path / "run"
+    run = start(line("fit", folder))
+    stop_once_it_holds(folder / ".lock", run)
+    run.send(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL and (folder / ".lock").exists()
+    again = start(line("fit", folder))
+    assert again.wait() == 0, again.said()
+    assert_nothing_left(folder)
+
+
+def test_copies_of_torchrun_say_no(line, tmp_path):
+    """Both, before anything is written."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "radixtrain"]
+    done = subprocess.run([*command, *line("fit", tmp_path / "run")], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    refusals = [text for text in done.stderr.splitlines() if text.startswith("error: WORLD_SIZE=2: torchrun started 2")]
+    assert len(refusals) >= 1, done.stderr
+    assert not os.path.lexists(tmp_path / "run")
