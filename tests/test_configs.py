@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from radixtrain.training.evaluate_generation import EvaluateGeneration
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml"))

@@ -30,7 +30,7 @@ from radixtrain.data.rows.pairs import PAIRS
 from radixtrain.data.sample import Sample
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
-from radixtrain.training.metrics import load_metric
+from radixtrain.training.answers.metrics import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
@@ -210,7 +210,7 @@ def rows_of(table: str) -> list[list[str]]:
     from radixtrain.commands.bench import bench
     from radixtrain.commands.doctor import doctor
     from radixtrain.commands.export import export
-    from radixtrain.training.evaluate_generation import EvaluateGeneration
+    from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
     from radixtrain.training.module import RadixModule
     from radixtrain.training.trainer import Trainer
 

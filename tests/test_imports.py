@@ -49,7 +49,7 @@ BY_NAME = {
     DOOR: "its lazy table",
     "radixtrain.__main__": "the table of commands",
     "radixtrain.kernels.triton_runtime": "Triton, which is optional",
-    "radixtrain.training.metrics": "a function of the user",
+    "radixtrain.training.answers.metrics": "a function of the user",
 }
 Sources = Mapping[str, str]  # module name -> source
 

@@ -54,7 +54,7 @@ TABLE = (
     ),
     Private(
         "lightning.pytorch.Trainer.fit_loop.epoch_loop._batches_that_stepped",
-        ("radixtrain/training/position.py",),
+        ("radixtrain/training/survival/position.py",),
         "is set by the position of a run that goes on, so that its log has the same steps",
     ),
     Private(
@@ -256,7 +256,7 @@ TABLE = (
     ),
     Private(
         "os._exit",
-        ("radixtrain/data/workers.py", "radixtrain/training/requests.py"),
+        ("radixtrain/data/workers.py", "radixtrain/training/survival/requests.py"),
         "ends a process at once: after a second signal, and a worker whose run was killed",
     ),
 )

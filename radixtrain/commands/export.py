@@ -11,10 +11,10 @@ from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.training.checkpoint import check_model_folder, load_weights, read_checkpoint, save_hf_folder
-from radixtrain.training.folder_lock import locked_model
-from radixtrain.training.model_card import documents
 from radixtrain.training.module import RadixModule
+from radixtrain.training.results.checkpoint import check_model_folder, load_weights, read_checkpoint, save_hf_folder
+from radixtrain.training.results.model_card import documents
+from radixtrain.training.survival.folder_lock import locked_model
 
 __all__ = ["export", "run"]
 

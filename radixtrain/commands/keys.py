@@ -54,9 +54,13 @@ def keys_of(command: str) -> tuple[Key, ...]:
         return (*([CONFIG] if has_config else []), *_keys(path, command))
     own = _keys(PACKAGE / "training" / "trainer.py", f"Trainer.{command}")
     shared = () if any(key.name == "ckpt_path" for key in own) else (CKPT,)
-    linked = _linked()
+    linked, answers = _linked(), PACKAGE / "training" / "answers"
     sections = [
-        *_keys(PACKAGE / "training" / "evaluate_generation.py", "EvaluateGeneration.__init__", "evaluate_generation."),
+        *_keys(
+            PACKAGE / "training" / "answers" / "evaluate_generation.py",
+            "EvaluateGeneration.__init__",
+            "evaluate_generation.",
+        ),
         *_keys(PACKAGE / "training" / "module.py", "RadixModule.__init__", "model."),
         *_keys(PACKAGE / "data" / "datamodule.py", "SFTData.__init__", "data."),
     ]

@@ -38,32 +38,32 @@ from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.redaction import check_unmasked, masked_arguments
-from radixtrain.training import slurm
-from radixtrain.training.best import Best, StopEarly
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.callbacks import PredictionWriter
-from radixtrain.training.checkpoint import check_model_folder, save_hf_folder
-from radixtrain.training.checkpoint_io import FolderCheckpointIO
-from radixtrain.training.closing_lines import say
-from radixtrain.training.evaluate_generation import EvaluateGeneration
-from radixtrain.training.failures import explain
-from radixtrain.training.first_checks import (
+from radixtrain.training.module import RadixModule
+from radixtrain.training.progress_bar import NoticeHandler, progress_bar
+from radixtrain.training.results.best import Best, StopEarly
+from radixtrain.training.results.checkpoint import check_model_folder, save_hf_folder
+from radixtrain.training.results.closing_lines import say
+from radixtrain.training.results.model_card import documents
+from radixtrain.training.results.saved_config import SaveMaskedConfig, mask_what_is_logged
+from radixtrain.training.results.summary import RunSummary
+from radixtrain.training.results.summary_file import weights_text
+from radixtrain.training.start.first_checks import (
     check_judges,
     check_monitors,
     check_room,
     earlier_run,
     num_stored_parameters,
 )
-from radixtrain.training.first_screen import show_first_screen, steps_between_logs
-from radixtrain.training.folder_lock import check_one_process, locked
-from radixtrain.training.model_card import documents
-from radixtrain.training.module import RadixModule
-from radixtrain.training.progress_bar import NoticeHandler, progress_bar
-from radixtrain.training.requests import Requests
-from radixtrain.training.run_folder import EarlierRun, check_new_run, check_output_dir, is_resumed
-from radixtrain.training.saved_config import SaveMaskedConfig, mask_what_is_logged
-from radixtrain.training.saving import SaveCheckpoints
-from radixtrain.training.summary import RunSummary
-from radixtrain.training.summary_file import weights_text
+from radixtrain.training.start.first_screen import show_first_screen, steps_between_logs
+from radixtrain.training.survival import slurm
+from radixtrain.training.survival.checkpoint_io import FolderCheckpointIO
+from radixtrain.training.survival.failures import explain
+from radixtrain.training.survival.folder_lock import check_one_process, locked
+from radixtrain.training.survival.requests import Requests
+from radixtrain.training.survival.run_folder import EarlierRun, check_new_run, check_output_dir, is_resumed
+from radixtrain.training.survival.saving import SaveCheckpoints
 from radixtrain.training.trainer import Trainer
 
 __all__ = ["RadixCLI", "run"]

@@ -16,7 +16,7 @@ from radixtrain.checkpoints.replacing import sync_folder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.training.closing_lines import say
+from radixtrain.training.results.closing_lines import say
 from radixtrain.training.speed import Speed
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport

@@ -19,13 +19,15 @@ from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import PredictingRows, predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.redaction import masked
-from radixtrain.training.answering import check_answering
+from radixtrain.training.answers.answering import check_answering
+from radixtrain.training.answers.predicted_answers import PredictedAnswers
 from radixtrain.training.callbacks import VerifyFirstBatch
-from radixtrain.training.checkpoint import check_weights
-from radixtrain.training.finite import NonFiniteGuard, check_weights_finite
-from radixtrain.training.loading import load_trainable
 from radixtrain.training.optimizer import adamw, check_settings, epoch_length, num_steps_of_run, schedule
-from radixtrain.training.position import (
+from radixtrain.training.results.checkpoint import check_weights
+from radixtrain.training.speed import Speed
+from radixtrain.training.start.loading import load_trainable
+from radixtrain.training.survival.finite import NonFiniteGuard, check_weights_finite
+from radixtrain.training.survival.position import (
     Position,
     check_not_beyond,
     generator_states,
@@ -33,9 +35,13 @@ from radixtrain.training.position import (
     set_generator_states,
     settle_loops,
 )
-from radixtrain.training.predicted_answers import PredictedAnswers
-from radixtrain.training.resume import add_run_state, apply_settings, check_same_model, restored_rates, without_timer
-from radixtrain.training.speed import Speed
+from radixtrain.training.survival.resume import (
+    add_run_state,
+    apply_settings,
+    check_same_model,
+    restored_rates,
+    without_timer,
+)
 from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport

@@ -26,8 +26,8 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.ragged import VarlenKernel
 from radixtrain.testing import FREE_FORKS
-from radixtrain.training.finite import NonFiniteGuard
 from radixtrain.training.module import RadixModule
+from radixtrain.training.survival.finite import NonFiniteGuard
 from radixtrain.tree.run_layout import RunLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -294,9 +294,9 @@ MAY_READ = {
     ("kernels/tree_tiles.py", "tree_tiles"): HOST,
     ("radixtrain/tree/layout.py", "_host_bounds"): "only tensors on the host; it returns first for any other",
     ("kernels/loss_chunks.py", "_deal_on_host"): "`chunks_of` chooses it only for tensors on the host",
-    ("radixtrain/training/finite.py", "allows"): "only of a step that is not finite",
-    ("radixtrain/training/finite.py", "accepts"): "only of a step that is not finite",
-    ("radixtrain/training/finite.py", "nonfinite_weight"): "before a run, and of a step that is not finite",
+    ("radixtrain/training/survival/finite.py", "allows"): "only of a step that is not finite",
+    ("radixtrain/training/survival/finite.py", "accepts"): "only of a step that is not finite",
+    ("radixtrain/training/survival/finite.py", "nonfinite_weight"): "before a run, and of a step that is not finite",
     ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
     ("radixtrain/hf/padded/rows.py", "*"): "`share_prefixes` plans on the host: one copy of the ids for each call",
     ("radixtrain/hf/padded/calls.py", "why_rows_are_not_shared"): "NumPy arrays of `PaddedRows`",

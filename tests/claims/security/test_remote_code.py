@@ -15,7 +15,7 @@ from radixtrain.__main__ import main
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
-from radixtrain.training.loading import auto_class, load_model
+from radixtrain.training.start.loading import auto_class, load_model
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [path for name in ("radixtrain", "collators", "kernels") for path in (ROOT / name).rglob("*.py")]

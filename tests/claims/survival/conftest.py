@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the server that runs are forked from, and a model whose checkpoints take time."""
+"""What the tests of this folder share: a server that runs are forked from, a model whose checkpoints take time."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ import torch
 from outcomes import EXACT, assert_same_run, tries
 
 from radixtrain.__main__ import main
-from radixtrain.training import summary
+from radixtrain.training.results import summary
 
 STEPS = 30
 RESUMED = tries(2, STEPS)

@@ -17,7 +17,7 @@ import torch
 from outcomes import EXACT, assert_nothing_left, assert_same_run, tries
 
 from radixtrain.__main__ import main
-from radixtrain.training import summary
+from radixtrain.training.results import summary
 
 TRIES = tries(5, 100)
 FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json")

@@ -229,7 +229,7 @@ def test_a_disk_that_fills_during_a_save(start, lines, tmp_path, small_disk):
 
 
 def test_a_limit_on_the_size_of_files(start, lines, tmp_path):
-    """`ulimit -f` fails like a full disk, and needs no rights: the optimizer's file is too large, the model's is not."""
+    """`ulimit -f` fails like a full disk, and needs no rights: the optimizer's file is too large, not the model's."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     run_whole(start, lines(whole))
     first = start(lines(folder, trainer__max_steps=3))

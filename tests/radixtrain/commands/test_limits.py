@@ -22,7 +22,7 @@ from radixtrain.commands.limits import check_interval, check_limits
 from radixtrain.commands.trainer_settings import check_seed
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.training.evaluate_generation import EvaluateGeneration
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.module import RadixModule
 
 INTEGERS = [-1, 0, 1, 2**31, 2**63, 10**40]

@@ -1,0 +1,174 @@
+"""After each validation: the model answers prompts of the validation rows, and a metric says how well."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.prompts import Prompt, Prompts
+from radixtrain.errors import UserError
+from radixtrain.training.answers.answer_options import AnswerOptions
+from radixtrain.training.answers.answer_table import Judged, log_table, write_table
+from radixtrain.training.answers.answering import answer_prompts, check_answering
+from radixtrain.training.answers.metrics import Metric, load_metric
+
+__all__ = ["EvaluateGeneration"]
+
+logger = logging.getLogger(__name__)
+
+NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then
+
+
+class EvaluateGeneration(L.Callback):
+    """Judges a model by what it says: it answers validation rows, cut before their last answer, after each validation.
+
+    The metric is logged as `eval_` and its name, before checkpoints and early stopping look at it. The answers are
+    written into `answers/` of the output folder. Training goes on as if nothing had been generated: no random generator
+    is touched.
+
+    Args:
+        metric: what judges the answers after each validation; null generates nothing. One of exact_match, contains and
+            regex, or a function of yours by its path, `module.function`.
+        pattern: a regular expression, for the metric regex. An answer is right if the first group, or without groups
+            the whole match, is that of the target.
+        num_samples: rows to answer, drawn by the seed once; null answers all.
+        max_new_tokens: most tokens of an answer. This key and those below it are read by `predict` too, with
+            `model.generate: true`.
+        do_sample: draw tokens, with the same seed each time; false takes the most likely one.
+        temperature: of the draws; null is that of the model's generation config.
+        generation_kwargs: more fields of Hugging Face's `GenerationConfig`, such as
+            `{top_p: 0.9, stop_strings: ["###"]}`.
+        batch_size: prompts at once; null leaves it to radixtrain, and is 32 with `dedup: false`.
+    """
+
+    def __init__(
+        self,
+        metric: str | None = None,
+        pattern: str | None = None,
+        num_samples: int | None = None,
+        max_new_tokens: int = 256,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        batch_size: int | None = None,
+    ):
+        if num_samples is not None and num_samples < 1:
+            raise UserError(f"evaluate_generation.num_samples must be at least 1, or null for all, got {num_samples}")
+        if metric is None and pattern is not None:
+            raise UserError("evaluate_generation.pattern needs evaluate_generation.metric: regex")
+        self.num_samples = num_samples
+        self.options = AnswerOptions(
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            generation_kwargs=generation_kwargs or {},
+            batch_size=batch_size,
+        )
+        self.metric: Metric | None = None if metric is None else load_metric(metric, pattern)
+        self.prompts: Prompts | None = None
+        self.interruptible: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered while answers are generated; the command line lets a signal end it."""
+
+    @property
+    def logged(self) -> str | None:
+        """The name of the metric in the log; None if nothing is generated."""
+        return None if self.metric is None else f"eval_{self.metric.name}"
+
+    def line(self) -> str:
+        """For the first screen. Empty if nothing is generated."""
+        if self.metric is None or self.prompts is None:
+            return ""
+        longest, name = f"of at most {self.options.max_new_tokens:,} tokens", self.metric.name
+        return f"{len(self.prompts):,} {longest} after each validation, judged by {name}, in answers/"
+
+    def prepare(self, module: Any, data: SFTData) -> None:
+        """Choose the rows, and look for what would fail. Needs the model and the data; nothing is generated.
+
+        Raises UserError if no row has an answer after a prompt, the pattern finds nothing in a target, or the model or
+        an option of the generation is not supported.
+        """
+        if self.metric is None:
+            return
+        if "validation" not in data.conversations:
+            raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
+        self.options = replace(self.options, seed=data.hparams.seed)
+        self.prompts = data.validation_prompts(self.num_samples)
+        self._check_prompts(self.prompts)
+        prompts, tokenizer = self.prompts.prompts, data.tokenizer()
+        check_answering(module.model, tokenizer, prompts, self.options, module.hparams.dedup)
+        if self.metric.name == "regex":
+            targets = _targets(prompts, tokenizer)
+            self.metric(targets, targets, _rows(prompts, tokenizer))
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Answer two rows, in one token, and judge them: what fails in this model or metric fails before a step."""
+        if self.metric is not None:
+            options = replace(self.options, max_new_tokens=1)
+            self._judged(trainer, module, self._prompts(trainer, module)[:NUM_TRIED], options)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Answer, log, write. Lightning calls this before callbacks look at the metric that they watch."""
+        if self.metric is None or self.logged is None or trainer.sanity_checking:
+            return
+        is_try = bool(getattr(trainer, "fast_dev_run", False))
+        prompts = self._prompts(trainer, module)
+        judged = self._judged(trainer, module, prompts[:NUM_TRIED] if is_try else prompts, self.options)
+        mean = sum(row.score for row in judged) / len(judged)
+        module.log(self.logged, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=len(judged))
+        if not is_try:
+            name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
+            write_table(Path(trainer.default_root_dir) / "answers" / f"{name}.csv", judged)
+            log_table(trainer.loggers, "answers", judged)
+
+    def _prompts(self, trainer: Any, module: Any) -> list[Prompt]:
+        if self.prompts is None:
+            if not isinstance(trainer.datamodule, SFTData):
+                raise UserError("evaluate_generation needs SFTData: prompts and targets are read from its rows")
+            self.prepare(module, trainer.datamodule)
+        assert self.prompts is not None
+        return self.prompts.prompts
+
+    def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
+        """The answers, generated in the precision of the run, and what they are worth."""
+        assert self.metric is not None
+        tokenizer = trainer.datamodule.tokenizer()
+        with self.interruptible(), trainer.precision_plugin.forward_context():
+            answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
+        rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
+        with isolate_rng():  # a metric of the user may draw
+            scores = self.metric([answer.text for answer in answers], targets, rows)
+        return [
+            Judged(row["row"], row["prompt"], answer.text, target, score, answer.finish_reason)
+            for row, answer, target, score in zip(rows, answers, targets, scores, strict=True)
+        ]
+
+    def _check_prompts(self, found: Prompts) -> None:
+        why = "rows have no answer after a prompt, or one that data.max_length may have cut"
+        left_out = f"{found.num_left_out:,} validation {why}, the first is {found.first_left_out}"
+        if not len(found):
+            hint = "chats need data.assistant_only_loss: true, prompts with completions data.completion_only_loss: true"
+            raise UserError(f"evaluate_generation: no row can be judged: {left_out}; {hint}")
+        if found.num_left_out:
+            logger.warning("evaluate_generation leaves rows out: %s", left_out)
+        longest, most = max(len(prompt.target_ids) for prompt in found.prompts), self.options.max_new_tokens
+        if longest > most:
+            logger.warning("evaluate_generation.max_new_tokens %s is less than the longest target, %s", most, longest)
+
+
+def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
+    """What a metric receives of each row beside its answer and target."""
+    texts = tokenizer.batch_decode([prompt.token_ids for prompt in prompts])
+    return [{"row": prompt.where, "prompt": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _targets(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
+    texts: list[str] = tokenizer.batch_decode([prompt.target_ids for prompt in prompts], skip_special_tokens=True)
+    return texts

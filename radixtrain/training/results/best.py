@@ -1,0 +1,193 @@
+"""The best checkpoint by a metric of the validations, and the end of a run whose metric no longer improves."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from torch import nn
+
+from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
+from radixtrain.checkpoints.upkeep import point
+from radixtrain.errors import UserError
+from radixtrain.training.results.checkpoint import check_weights
+
+__all__ = ["Best", "Saver", "StopEarly", "Validation", "is_lower_better", "is_validation"]
+
+logger = logging.getLogger(__name__)
+
+LOWER_IS_BETTER = ("loss", "perplexity", "grad_norm")
+
+
+class Saver(Protocol):
+    """What writes the checkpoints of a run: `training/survival/saving.py`."""
+
+    folder: Path
+    last: Path | None
+    on_saved: list[Callable[[Path], None]]
+    keep: set[Path]
+
+    def ask(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Validation:
+    """step: optimizer steps before it. metrics: what it measured, by name: eval_loss, ..."""
+
+    step: int
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> Validation:
+        """The one that has just ended."""
+        measured = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
+        return cls(trainer.global_step, measured)
+
+
+class Best(L.Callback):
+    """Keeps the checkpoint with the best value of a metric; `checkpoints/best` is a link to it.
+
+    metric: one that every validation logs; see `is_lower_better`. Of equal values the earlier one is kept, and a value
+        that is not finite, or that is not there, is never the best.
+    saver: is asked for a checkpoint when a validation is the best so far, and keeps that one.
+
+    found: the best validation; None before the first one. path: of its checkpoint; None until it is written.
+    """
+
+    configured_by = "save_best"
+
+    def __init__(self, metric: str, saver: Saver):
+        self.monitor, self.saver = metric, saver
+        self.found: Validation | None = None
+        self.path: Path | None = None
+        self._kept: set[Path] = set()  # until the next best one is written
+        self._loaded: dict[str, Any] = {}
+        saver.on_saved.append(self._on_saved)
+
+    @property
+    def value(self) -> float:
+        """Of the best validation."""
+        assert self.found is not None
+        return self.found.metrics[self.monitor]
+
+    def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
+        """After a checkpoint was read: the best one of before counts if it is there and whole."""
+        if not self._loaded:
+            return
+        if self._loaded["metric"] != self.monitor:
+            logger.warning("save_best was %s and is %s: the best starts anew", self._loaded["metric"], self.monitor)
+        elif self._loaded["step"] is not None:
+            self._take(Path(trainer.ckpt_path))
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not is_validation(trainer):
+            return
+        here = Validation.of(trainer)
+        if self._is_better(here):
+            self.found, self.path = here, None
+            self.saver.ask()
+
+    def load_into(self, module: nn.Module) -> bool:
+        """Put the weights of the best checkpoint into the module. False, and a warning, if they cannot be read."""
+        if self.path is None:
+            return False
+        try:
+            checkpoint = read_checkpoint(self.path, leave_out=["optimizer_states"])
+        except (UserError, OSError) as error:
+            logger.warning("save_best: %s; model/ will hold the last weights, not the best", error)
+            return False
+        is_partial = checkpoint.get("radixtrain", {}).get("partial", False)  # of LoRA only the adapters
+        check_weights(module, checkpoint["state_dict"], is_partial)
+        module.load_state_dict(checkpoint["state_dict"], strict=not is_partial)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """With path None, the best checkpoint is the one that this state is written into; a name is one beside it."""
+        found, path = self.found, self.path
+        step, metrics = (None, {}) if found is None else (found.step, found.metrics)
+        is_beside = path is not None and path.parent.absolute() == self.saver.folder.absolute()
+        place = path and (path.name if is_beside else str(path.absolute()))
+        return {"metric": self.monitor, "step": step, "metrics": metrics, "path": place}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def _take(self, resumed: Path) -> None:
+        """Look for the best checkpoint of before, from the one that the run resumes from."""
+        path = resumed.resolve().parent / (self._loaded["path"] or resumed.resolve().name)
+        said = f"{self.monitor} {self._loaded['metrics'][self.monitor]:.4f} at step {self._loaded['step']}"
+        try:
+            verify_checkpoint(path)
+        except (UserError, OSError) as error:
+            logger.warning("save_best: the best so far, %s, is lost, and starts anew: %s", said, error)
+            return
+        self.found = Validation(self._loaded["step"], self._loaded["metrics"])
+        self._keep(path)
+
+    def _is_better(self, here: Validation) -> bool:
+        value = here.metrics.get(self.monitor, math.nan)  # `on_nonfinite: skip` may leave all rows out
+        if not math.isfinite(value):
+            return False
+        if self.found is None:
+            return True
+        return value < self.value if is_lower_better(self.monitor) else value > self.value
+
+    def _on_saved(self, path: Path) -> None:
+        if self.found is not None and self.path is None:
+            self._keep(path)
+
+    def _keep(self, path: Path) -> None:
+        """This checkpoint in the place of the previous best one."""
+        self.saver.keep -= self._kept
+        self._kept = {path}
+        self.saver.keep |= self._kept
+        self.path = path
+        self.saver.folder.mkdir(parents=True, exist_ok=True)
+        point(self.saver.folder, "best", path)
+
+
+class StopEarly(EarlyStopping):
+    """Ends a run after `patience` validations without a better value of the metric; the patience is the configured one,
+    not that of a checkpoint.
+
+    A run that is resumed after it was stopped so takes no step, unless its patience is larger now.
+    """
+
+    configured_by = "early_stopping"
+
+    def __init__(self, metric: str, patience: int):
+        mode = "min" if is_lower_better(metric) else "max"
+        super().__init__(metric, patience=patience, mode=mode, strict=False, check_on_train_epoch_end=False)
+
+    @property
+    def why(self) -> str:
+        """Why it stops the run; empty if it does not."""
+        if self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
+            return f"{self.monitor} was not finite"
+        count = f"{self.patience} validations" if self.patience > 1 else "a validation"
+        return f"{self.monitor} did not improve in {count}" if self.wait_count >= self.patience else ""
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.should_stop = trainer.should_stop or bool(self.why)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        patience = self.patience
+        super().load_state_dict(state_dict)
+        self.patience = patience
+
+
+def is_lower_better(metric: str) -> bool:
+    """For losses, perplexities and norms of gradients; of every other metric, higher is better."""
+    return any(word in metric for word in LOWER_IS_BETTER)
+
+
+def is_validation(trainer: Any) -> bool:
+    """Whether a validation of `fit` counts: not the two batches that Lightning tries first, nor a `fast_dev_run`."""
+    return trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fast_dev_run

@@ -1,0 +1,150 @@
+"""Checkpoints of a run, and the trained model as a Hugging Face folder, which is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from radixtrain.checkpoints import folder as checkpoints
+from radixtrain.checkpoints.choice import resolve
+from radixtrain.checkpoints.replacing import recover, writing
+from radixtrain.errors import UserError
+from radixtrain.hf.prepare import restore_model
+from radixtrain.training.results.model_card import CARD, MARK, SETTINGS
+from radixtrain.training.start.adapters import merged
+from radixtrain.training.survival.finite import check_weights_finite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "check_checkpoint_file",
+    "check_model_folder",
+    "check_weights",
+    "load_weights",
+    "read_checkpoint",
+    "save_hf_folder",
+    "trained_names",
+]
+
+# What `save_pretrained` of models and tokenizers writes. Full names, since *.json would match a user's data too.
+MODEL_FILES = [
+    *("config.json", "generation_config.json", "chat_template.jinja", "adapter"),
+    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", SETTINGS),
+]
+
+
+def check_checkpoint_file(ckpt_path: str) -> None:
+    """UserError if there is no such checkpoint, or if it is damaged. Reads all of it."""
+    resolve(ckpt_path, Path())
+
+
+def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
+    """A checkpoint that `fit` wrote, without the optimizer: `hyper_parameters`, `state_dict` and others, on the CPU.
+
+    ckpt_path: see `resolve`; the output_dir of a run stands for its newest checkpoint.
+
+    Raises UserError if there is none, if it is damaged, or if it is no checkpoint of radixtrain. No code in it is run.
+    """
+    checkpoint = checkpoints.read_checkpoint(resolve(ckpt_path, Path()), leave_out=["optimizer_states"])
+    if not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
+        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
+    return checkpoint
+
+
+def load_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Load the weights of a checkpoint into a module, which has those of the base model if it holds only adapters.
+
+    Raises UserError, and changes nothing, unless they are the weights of this module, or exactly its trained ones.
+    """
+    is_partial = bool((checkpoint.get("radixtrain") or {}).get("partial"))
+    check_weights(module, checkpoint["state_dict"], is_partial)
+    module.load_state_dict(checkpoint["state_dict"], strict=not is_partial)
+
+
+def trained_names(module: nn.Module) -> set[str]:
+    """The names in a module's `state_dict` of what training changes: all that a checkpoint of adapters holds."""
+    return {name for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+def check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor], is_partial: bool = False) -> None:
+    """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them.
+
+    is_partial: the checkpoint holds only what is trained.
+    """
+    state = module.state_dict()
+    names = trained_names(module) if is_partial else state.keys()
+    here = {name: tuple(tensor.shape) for name, tensor in state.items() if name in names}
+    there = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in (*here, *there):
+        if here.get(name) != there.get(name):
+            raise UserError(
+                f"ckpt_path: the checkpoint is of another model than the configuration's: {name} is "
+                f"{there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} here; give the --model "
+                f"keys of the run that wrote it"
+            )
+
+
+def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:
+    """The folder, if a model may be written there: absent, empty, or a previous model that can be replaced.
+
+    reads: files and folders that the run reads; none of them may lie inside.
+
+    Raises UserError for anything else, since the folder is replaced as a whole.
+    """
+    target = Path(output_dir).resolve()
+    recover(target)
+    for source in reads:
+        if source is not None and Path(source).exists() and Path(source).resolve().is_relative_to(target):
+            raise UserError(
+                f"{output_dir} would be replaced by the model, but {source} is read from there; choose another"
+            )
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{output_dir} is a file; the model needs a folder")
+    inside = list(target.iterdir()) if target.exists() else []
+    foreign = [path.name for path in inside if not _is_written_by_us(path)]
+    if foreign or (inside and not (target / "config.json").is_file()):
+        named = ", ".join(sorted(foreign)[:3]) or "no config.json"
+        raise UserError(f"{output_dir} holds what is no model ({named}) and would be replaced; choose an empty folder")
+    return target
+
+
+def save_hf_folder(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: str | os.PathLike[str],
+    documents: Mapping[str, str] | None = None,
+) -> Path:
+    """Write `model` and `tokenizer` so that `from_pretrained(output_dir)` loads them.
+
+    model: a `PreTrainedModel`, or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
+        It loses its radix hooks.
+    output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
+    documents: names and texts of files beside them, see `radixtrain/training/results/model_card.py`.
+    """
+    target = check_model_folder(output_dir)
+    check_weights_finite(model, f"{output_dir} is not written")
+    with writing(target) as staging:
+        restore_model(model)
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(staging / "adapter")
+            model = merged(model)
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        for name, text in (documents or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
+    return Path(output_dir)
+
+
+def _is_written_by_us(path: Path) -> bool:
+    """A README.md only if it is a model card of ours."""
+    if path.name == CARD and path.is_file():
+        return MARK in path.read_text(encoding="utf-8", errors="replace")
+    return any(path.match(pattern) for pattern in MODEL_FILES)

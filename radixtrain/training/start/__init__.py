@@ -1,0 +1,1 @@
+"""Before the first step: the model is loaded, what is known to fail fails, and one screen says what will happen."""

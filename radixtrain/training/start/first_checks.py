@@ -1,0 +1,183 @@
+"""What can be known to go wrong before a row is read: the weights, the room for what a run writes, misspelt metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from radixtrain.errors import UserError, did_you_mean
+from radixtrain.report.wording import bytes_text
+from radixtrain.training.answers.metrics import OWN_METRICS
+
+__all__ = ["METRICS", "check_judges", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]
+
+# What a run logs. A callback of Lightning may watch one of these.
+METRICS = (
+    *("loss", "grad_norm", "learning_rate", "r", "best_r"),
+    *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
+)
+VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
+WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
+
+
+def num_stored_parameters(model_name_or_path: str) -> int | None:
+    """Numbers in the weights of a folder, or of a hub name that was downloaded. Reads only the files' headers.
+
+    None if that is not known: the weights are not downloaded yet, or the folder holds only an adapter.
+
+    Raises UserError if there are no weights, or a file of them is incomplete.
+    """
+    files = _weight_files(model_name_or_path)
+    return None if files is None else sum(_num_parameters(path) for path in files)
+
+
+def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, settings: Any, copies: int) -> int:
+    """Bytes that the run writes into `output_dir`, at least.
+
+    settings: of a `RadixModule`. copies: checkpoints that are there at once; those of adapters are left out.
+
+    Raises UserError if the folder cannot be made or written to, or if the disk has less room.
+    """
+    above = Path(output_dir).absolute()
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise UserError(f"output_dir {output_dir}: {above} is a file; name a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir {output_dir}: {above} cannot be written to; name another folder")
+    weights = BYTES[settings.dtype] * (num_parameters or 0)
+    state = 0 if settings.use_peft else 3 * weights  # AdamW keeps two numbers for each trained one
+    needed = weights + copies * state
+    free = shutil.disk_usage(above).free
+    if needed > free:
+        raise UserError(
+            f"output_dir {output_dir}: the run writes at least {bytes_text(needed)}, a model and {copies} checkpoints "
+            f"of about {bytes_text(state)}, and {bytes_text(free)} are free; name a folder on a larger disk, lower "
+            f"save_total_limit, or set trainer.enable_checkpointing: false to keep only the model"
+        )
+    return needed
+
+
+def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:
+    """UserError if a callback watches a metric that the run does not log.
+
+    of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.
+    """
+    logged = METRICS if of_answers is None else (*METRICS, of_answers)
+    for callback in callbacks:
+        watched = getattr(callback, "monitor", None)
+        if not isinstance(watched, str):
+            continue
+        ours = getattr(callback, "configured_by", "")  # our own callbacks judge validations
+        place = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
+        if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
+            metric = watched.removeprefix("eval_")
+            raise UserError(f"{place}: {watched} is not logged: set evaluate_generation.metric: {metric}")
+        if watched not in logged:
+            possible = [name for name in logged if not ours or name.startswith("eval_")]
+            meant = did_you_mean(watched, possible, f"; a run logs {', '.join(possible)}")
+            raise UserError(f"{place}: no metric {watched!r}{meant}")
+        if ours and not watched.startswith("eval_"):
+            raise UserError(f"{place}: {watched} is not measured by a validation; {VALIDATION_METRICS}")
+        if watched == "eval_loss" and not has_validation:
+            raise UserError(f"{place}: eval_loss needs rows for it: set data.validation_file or data.val_size")
+
+
+def check_judges(callbacks: Iterable[Any], settings: Any) -> None:
+    """UserError if `save_best` or `early_stopping` is set in a run that does not validate or writes no checkpoint.
+
+    settings: those of `trainer`.
+    """
+    for name in (getattr(callback, "configured_by", "") for callback in callbacks):
+        if name and settings.limit_val_batches == 0:
+            raise UserError(f"{name} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
+        if name == "save_best" and settings.enable_checkpointing is False:
+            raise UserError(f"{name} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")
+
+
+def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ckpt_path: str | None) -> str:
+    """A notice, or nothing: a command takes weights from elsewhere although its folder holds a run.
+
+    model_folder: where `fit` leaves the model.
+    """
+    if ckpt_path is not None or not (model_folder / "config.json").is_file():
+        return ""
+    if (
+        subcommand not in ("validate", "test", "predict")
+        or Path(model_name_or_path).resolve() == model_folder.resolve()
+    ):
+        return ""
+    return (
+        f"{subcommand} takes the weights of {model_name_or_path}; for those of the run in {model_folder.parent} set "
+        f"model.model_name_or_path: {model_folder}"
+    )
+
+
+def _weight_files(model_name_or_path: str) -> list[Path] | None:
+    folder = Path(model_name_or_path)
+    if folder.is_dir():
+        return None if (folder / "adapter_config.json").is_file() else _of_folder(folder, model_name_or_path)
+    try:
+        found = [try_to_load_from_cache(model_name_or_path, name) for name in (WHOLE, SHARDED)]
+    except HFValidationError:  # not a name that the hub could have
+        raise UserError(f"model.model_name_or_path: no such folder: {model_name_or_path}") from None
+    cached = [Path(path) for path in found if isinstance(path, str)]
+    if cached:
+        return _of_folder(cached[0].parent, model_name_or_path)
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"model.model_name_or_path {model_name_or_path!r}: no such folder, no downloaded weights of that name, and "
+            f"HF_HUB_OFFLINE forbids to download them"
+        )
+    return None
+
+
+def _of_folder(folder: Path, name: str) -> list[Path]:
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]
+    if not (folder / SHARDED).is_file():
+        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(pattern))
+        hint = f"; {others[0]} is of another format: convert it to safetensors" if others else ""
+        raise UserError(f"model.model_name_or_path {name!r}: no weights ({WHOLE} or {SHARDED}) in the folder{hint}")
+    shards = _shards(folder / SHARDED)
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise UserError(
+            f"model.model_name_or_path {name!r}: {len(missing)} of {len(shards)} files of the weights are missing, "
+            f"{missing[0]} is the first; copy or download the model again"
+        )
+    return [folder / shard for shard in sorted(shards)]
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that the index of sharded weights names."""
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{index}: expected a JSON object with a weight_map; copy or download it again") from None
+
+
+def _num_parameters(path: Path) -> int:
+    """From the header of a safetensors file: its length (8 bytes), then JSON; the tensors follow, to the file's end."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(header_size, size)))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + header_size + max(entry["data_offsets"][1] for entry in tensors)
+        number = sum(math.prod(entry["shape"]) for entry in tensors)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path}: the weights cannot be read, the file is damaged; copy or download it again") from None
+    if size != end:
+        raise UserError(f"{path}: the weights are incomplete, {size:,} of {end:,} bytes; copy or download it again")
+    return number

@@ -1,0 +1,151 @@
+"""What a person wants to have seen before a run takes hours: one screen, after tokenising and before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from radixtrain.collators.grouping import batches_of
+from radixtrain.data.grouping import Arrangement, conversation_groups, expected_r, grouped_order
+from radixtrain.data.report import EncodeReport
+from radixtrain.data.tokenized.corpus import Corpus
+from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.data.weights import epoch_size
+from radixtrain.inspection.sample import marked_text
+from radixtrain.report.sharing import length_quantiles, num_shared_prompts
+from radixtrain.report.wording import bytes_text
+from radixtrain.training.optimizer import num_steps_of_run
+from radixtrain.training.start.unused import unused_keys
+from radixtrain.tree.groups import PrefixGroups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from radixtrain.data.datamodule import SFTData
+
+__all__ = ["Entry", "data_entries", "model_entries", "sharing_entries", "show_first_screen", "steps_between_logs"]
+
+Entry = tuple[str, str]
+"""A name and a line of text."""
+
+MOST_CONVERSATIONS = 20_000
+"""Prompts are looked for in so many conversations, drawn by the seed: 0.5 s, however many there are."""
+SAMPLE_CHARS = 800
+
+
+def show_first_screen(trainer: Any, module: Any, data: SFTData, config: Any, written: int, evaluates: str = "") -> None:
+    """Print it.
+
+    module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as it was set.
+    written: bytes, see `check_room`. evaluates: what is generated after each validation; empty for nothing.
+    """
+    corpus, report, settings = data.conversations["train"], data.reports["train"], data.hparams
+    tokenizer = load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
+    unused = unused_keys(module, data, config)
+    entries = [
+        *data_entries(corpus, report, settings.max_length, unused),
+        *sharing_entries(data),
+        *([("answers", evaluates)] if evaluates else []),
+        *model_entries(module, trainer, data.steps_per_epoch, written),
+    ]
+    _print(entries, _sample_text(corpus, tokenizer))
+
+
+def steps_between_logs(trainer: Any, data: SFTData) -> int:
+    """As configured, but 1 for a run that is shorter, which would leave no metrics."""
+    num_steps = num_steps_of_run(trainer, data.steps_per_epoch)
+    return 1 if 0 < num_steps < trainer.log_every_n_steps else trainer.log_every_n_steps
+
+
+def data_entries(corpus: Corpus, report: EncodeReport, max_length: int | None, unused: Sequence[str]) -> list[Entry]:
+    """Rows, samples and lengths; what is longer than `max_length`; columns and keys that nothing reads.
+
+    unused: see `unused_keys`.
+    """
+    shown = ", ".join(f"{name} {value:,}" for name, value in length_quantiles(corpus.lengths).items())
+    share = f", {report.num_labels / report.num_tokens:.0%} with loss" if report.num_tokens else ""
+    weighted = (
+        "" if corpus.weights is None else f", {epoch_size(corpus.weights):,} of them in an epoch by their weights"
+    )
+    tokens = f"{int(corpus.lengths.sum()):,} tokens{share}"
+    entries = [
+        ("data", f"{report}, {len(corpus):,} conversations to train on{weighted}, {tokens}"),
+        ("lengths", f"{shown} tokens"),
+    ]
+    if report.num_long_samples:
+        longest = f"the longest {report.longest:,} ({report.longest_where})"
+        entries.append(("too long", f"{report.num_long_samples:,} samples over max_length {max_length:,}, {longest}"))
+    if report.unused_columns:
+        columns = [f"{name} ({count:,} rows)" for name, count in report.unused_columns.most_common(8)]
+        entries.append(("columns", f"not used: {', '.join(columns)}"))
+    return [*entries, *([("keys", f"not used: {'; '.join(unused)}")] if unused else [])]
+
+
+def sharing_entries(data: SFTData) -> list[Entry]:
+    """Prompts that several conversations share, the r to expect, and what another order would bring."""
+    corpus, settings = data.conversations["train"], data.hparams
+    part = _part(corpus, settings.seed)
+    groups = conversation_groups(part)
+    entries = [("prompts", _prompts(groups, len(part), len(corpus)))]
+    if not settings.dedup:
+        return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
+    arrangement = _arrangement(data, part, groups)
+    entries.append(("r", f"about {arrangement.r:.1f} tokens per computed token in this order"))
+    return [*entries, *([("advice", arrangement.hint)] if arrangement.hint else [])]
+
+
+def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int) -> list[Entry]:
+    """Steps, memory and disk. written: bytes, see `check_room`."""
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
+    held = sum(size for size, _ in sizes) + 3 * sum(size for size, trained in sizes if trained)
+    num_steps = num_steps_of_run(trainer, steps_per_epoch)
+    number = f"{num_steps:,}" if num_steps >= 0 else "without end"
+    return [
+        ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
+        ("memory", f"{bytes_text(held)} for weights, gradients and AdamW, and the activations of a micro-batch"),
+        ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
+    ]
+
+
+def _sample_text(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The first sample, decoded, with its loss tokens marked."""
+    sample = corpus[0][0]
+    return Text.assemble(f"{sample.where}, loss on what stands in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
+
+
+def _print(entries: Sequence[Entry], sample: Text) -> None:
+    """Coloured on a terminal, plain lines elsewhere."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for name, text in entries:
+        console.print(Text.assemble((f"{name:<12} ", "bold"), text))
+    console.print(Text.assemble((f"{'sample':<12} ", "bold"), sample))
+
+
+def _part(corpus: Corpus, seed: int) -> Corpus:
+    if len(corpus) <= MOST_CONVERSATIONS:
+        return corpus
+    drawn = np.random.default_rng([seed, 0x5C]).choice(len(corpus), MOST_CONVERSATIONS, replace=False)
+    return corpus.select(np.sort(drawn))
+
+
+def _prompts(groups: PrefixGroups, num_seen: int, num_conversations: int) -> str:
+    """How many, and what all conversations have in common."""
+    of = f" (in {num_seen:,} of {num_conversations:,} conversations)" if num_seen < num_conversations else ""
+    common = f"; {int(groups.depth[0]):,} tokens or more are common to all" if groups.depth[0] else ""
+    return f"{num_shared_prompts(groups):,} shared by several conversations{common}{of}"
+
+
+def _arrangement(data: SFTData, part: Corpus, groups: PrefixGroups) -> Arrangement:
+    """r of the run, and r that `group_by_prefix: true` would reach, estimated from a part of the conversations."""
+    settings = data.hparams
+    corpus, sizes = data.conversations["train"], (settings.batch_size, settings.max_tokens)
+    r = expected_r(corpus, batches_of(data.train_order(), sizes[0]), sizes[1])
+    grouped = grouped_order(part, settings.batch_size, True, settings.seed, groups)
+    if grouped is None or settings.group_by_prefix is not False or not settings.shuffle_dataset:
+        return Arrangement(r, r)
+    drawn = grouped.draw(np.arange(len(part)), np.random.default_rng([settings.seed, 0]))
+    return Arrangement(r, expected_r(part, batches_of(drawn, settings.batch_size), settings.max_tokens))

@@ -1,0 +1,172 @@
+"""A folder or hub name -> a model ready to train: loaded, checked, with adapters, prepared for unique tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
+
+from radixtrain.errors import UserError
+from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.config import reason_of
+from radixtrain.hf.model_files import MODEL_JSON, check_json_files
+from radixtrain.hf.prepare import prepare_model
+from radixtrain.hf.quantized import four_bit_layers, keep_trainable
+from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
+from radixtrain.training.survival.finite import check_weights_finite
+
+__all__ = ["auto_class", "load_model", "load_trainable", "with_training_options"]
+
+logger = logging.getLogger(__name__)
+LOADERS: dict[Any, Any] = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+}
+
+
+def load_trainable(settings: Any) -> Any:
+    """The model that the settings of a `RadixModule` describe, in training mode. UserError if it cannot be made."""
+    model = load_model(
+        settings.model_name_or_path, settings.dtype, settings.attn_implementation, quantization(settings)
+    )
+    check_weights_finite(model, f"model.model_name_or_path {settings.model_name_or_path!r}")
+    check_quantized(model, settings)
+    model = with_training_options(model, settings)
+    if settings.dedup:
+        allowed = settings.allow_dropout or ()
+        prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
+    logger.info("%s, %s parameters, %s trained", type(model).__name__, *map("{:,}".format, _num_parameters(model)))
+    return model.train()
+
+
+def with_training_options(model: Any, settings: Any) -> Any:
+    """The model with checkpointing and adapters as the settings say. UserError for a router loss."""
+    if settings.activation_checkpointing:
+        _enable_activation_checkpointing(model)
+    if settings.use_peft:
+        model = with_adapters(model, settings)
+    _check_router_loss(model)
+    return model
+
+
+def load_model(model_name_or_path: str, dtype: str, attn_implementation: str, quantization_config: Any = None) -> Any:
+    """A causal language model, or a multimodal one to train on text. UserError, in one line, if it cannot be loaded.
+
+    quantization_config: transformers', for the weights; None leaves them as they are.
+    """
+    check_json_files(model_name_or_path, MODEL_JSON)
+    try:
+        with _without_table():
+            model, loaded = auto_class(model_name_or_path).from_pretrained(
+                model_name_or_path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # otherwise transformers refuses them without a name
+                output_loading_info=True,
+                **({} if quantization_config is None else {"quantization_config": quantization_config}),
+            )
+    except Exception as error:  # a value of a wrong type in config.json ends in any kind of error
+        reason = reason_of(error)
+        if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
+            reason = "its class has no sdpa attention; set model.attn_implementation: eager"
+        raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
+    _check_loaded(model, loaded, model_name_or_path)
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
+        raise UserError(
+            f"model.dtype {dtype!r}: the checkpoint is float16, which needs a loss scale; set it to bfloat16 or float32"
+        )
+    keep_trainable(model)
+    return model
+
+
+@contextmanager
+def _without_table() -> Iterator[None]:
+    """Inside, transformers prints no table of missing and unread weights; `_check_loaded` says it in a line."""
+    library = logging.getLogger("transformers.modeling_utils")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
+
+
+def _check_loaded(model: Any, loaded: Mapping[str, Any], model_name_or_path: str) -> None:
+    """Refuse weights that transformers filled with random numbers: the checkpoint has none, or of another shape.
+
+    loaded: transformers' loading info. A head tied to the embedding is not missing, nor what a class computes itself.
+    """
+    place, name = f"model.model_name_or_path {model_name_or_path!r}", type(model).__name__
+    mismatched = sorted(loaded["mismatched_keys"])
+    if mismatched:
+        weight, there, here = mismatched[0]
+        raise UserError(
+            f"{place}: {weight} is {list(there)} in the checkpoint and {list(here)} in {name} as config.json describes "
+            f"it{_and_more(mismatched)}; the two are not of one model"
+        )
+    missing, unread = sorted(loaded["missing_keys"]), sorted(loaded["unexpected_keys"])
+    if missing:
+        hint = f"; it has {unread[0]}, which {name} does not" if unread else ""
+        raise UserError(
+            f"{place}: the checkpoint has no {missing[0]}{_and_more(missing)}, and {name} would be trained from random "
+            f"numbers there{hint}"
+        )
+    if unread:
+        logger.warning("%s has no place for %s%s of the checkpoint", name, unread[0], _and_more(unread))
+
+
+def _and_more(names: Sequence[Any]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def auto_class(model_name_or_path: str) -> Any:
+    """transformers' loader of this checkpoint: the one that makes the class which wrote it, else the first that can.
+
+    A class for text and images keeps its tower for images: for Qwen3.5, `AutoModelForCausalLM` would leave it out.
+    """
+    config = AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=False)
+    made = {loader: _names(mapping[type(config)]) for loader, mapping in LOADERS.items() if type(config) in mapping}
+    wrote = set(config.architectures or ())
+    return next((loader for loader, names in made.items() if wrote & names), next(iter(made), AutoModelForCausalLM))
+
+
+def _names(classes: Any) -> set[str]:
+    return {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))}
+
+
+def _enable_activation_checkpointing(model: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older 5.x
+    enable({"use_reentrant": False})
+
+
+def _check_router_loss(model: nn.Module) -> None:
+    """Refuse a router loss: the loss of `fit` is only the cross-entropy of the predictions."""
+    base = pretrained_model_of(model)
+    if getattr(base.config.get_text_config(), "output_router_logits", False):
+        raise UserError(
+            f"{type(base).__name__} adds a router loss (output_router_logits: true in its config.json), which is not "
+            f"part of the loss here; set it to false there, or use the drop-in RadixCollator with the model's own loss"
+        )
+
+
+def _num_parameters(model: nn.Module) -> tuple[int, int]:
+    """All of them, and those that train. Two of 4 bits are one number of the weight."""
+    parameters = list(model.parameters())
+    packed = sum(layer.weight.numel() for layer in four_bit_layers(model).values())
+    return packed + sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

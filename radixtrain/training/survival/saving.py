@@ -1,0 +1,162 @@
+"""When a run writes a checkpoint: on a schedule, at the end of every epoch, when it is asked to, and when it ends.
+
+Checkpoints are written between optimizer steps, after the validation of the step if there is one. What asks a run to
+save or to stop, a signal or a file, is looked at there too, and after every batch of a validation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from radixtrain.checkpoints.upkeep import point, prune
+from radixtrain.errors import Stopped
+from radixtrain.training.survival.finite import check_weights_finite
+from radixtrain.training.survival.position import Position, run_pending_validation
+from radixtrain.training.survival.requests import Requests
+
+__all__ = ["SaveCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+
+class SaveCheckpoints(L.Callback):
+    """Writes `step=N/` folders and the link `last`, and ends the run when `requests` asks for it.
+
+    folder: of the checkpoints.
+    requests: what signals and files ask for.
+    every_steps: optimizer steps between two checkpoints; None for no such schedule.
+    every_minutes: minutes between two checkpoints, the same.
+    total_limit: checkpoints that are kept; those in `keep` do not count.
+    is_scheduled: False where the user's own callback writes the checkpoints: then only a request to save or to stop,
+        and an error, write one.
+    is_enabled: False writes none at all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        requests: Requests,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        total_limit: int = 2,
+        is_scheduled: bool = True,
+        is_enabled: bool = True,
+    ):
+        self.folder, self.requests = folder, requests
+        self.every_steps, self.total_limit = every_steps, total_limit
+        self.every_seconds = None if every_minutes is None else 60 * every_minutes
+        self.is_scheduled, self.is_enabled = is_scheduled, is_enabled
+        self.last: Path | None = None
+        """The newest one that this run has written, or from which it went on if that is in the same folder."""
+        self.keep: set[Path] = set()
+        """Never removed."""
+        self.on_saved: list[Callable[[Path], None]] = []
+        self._saved_at: Position | None = None
+        self._saved_when = time.monotonic()
+        self._asked = self._is_writing = self._has_started = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether checkpoints are written on a schedule."""
+        return self.is_scheduled and self.is_enabled
+
+    @property
+    def most_at_once(self) -> int:
+        """Checkpoints that are there while one is written, without those in `keep`."""
+        return self.total_limit + 1 if self.writes else 0
+
+    def ask(self) -> None:
+        """Have a checkpoint written before the next step, or at the end of the run."""
+        self._asked = True
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """What the run went on from need not be written again. Lightning has put its own signal handlers in by now."""
+        self.requests.install()
+        self._has_started, self._saved_when = True, time.monotonic()
+        self._saved_at = module.position if module.position.num_batches else None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self._look(trainer, module)
+        if self._asked or (self.is_scheduled and self._is_due(module.position)):
+            self._save(trainer, module)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._look(trainer, module, validation_pending=True)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._asked |= self.is_scheduled
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if self.is_scheduled or self._asked:
+            self._save(trainer, module)
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        """A run that was stopped in its last validation has nothing to train when it goes on, but that to do."""
+        if module.position.validation_pending:
+            run_pending_validation(trainer)
+            module.position = module.position.validated()
+            self.on_train_end(trainer, module)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """The last good step is saved, unless the error came from saving or in the middle of an optimizer step.
+
+        A signal while answers are generated comes this way, too.
+        """
+        if self._is_writing or module.is_stepping or not self._has_started:
+            return
+        try:
+            self._save(trainer, module, validation_pending=bool(trainer.validating))
+        except Exception as error:  # the one that ends the run is the one to tell
+            logger.warning("the last good step could not be saved: %s", error)
+
+    def _look(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
+        """Do what signals and files ask for. Raises Stopped."""
+        self.requests.poll()
+        stop = self.requests.stop
+        if stop is not None:
+            self._save(trainer, module, validation_pending)
+            raise Stopped(self._farewell(stop.name, module.position), stop.code)
+        if self.requests.save and not validation_pending:
+            self.requests.save = False
+            self._save(trainer, module)
+
+    def _farewell(self, name: str, position: Position) -> str:
+        done = f"stopped by {name} after step {position.num_steps}"
+        if not position.num_batches:
+            return f"stopped by {name} before the first step: nothing to save"
+        if self.last is None:
+            return f"{done}: nothing was saved, since trainer.enable_checkpointing is false"
+        return f"{done}, which is saved; go on with --ckpt_path {self.last}"
+
+    def _is_due(self, position: Position) -> bool:
+        since = position.num_batches - (self._saved_at.num_batches if self._saved_at else 0)
+        by_time = self.every_seconds is not None and time.monotonic() - self._saved_when >= self.every_seconds
+        return since > 0 and ((self.every_steps is not None and since >= self.every_steps) or by_time)
+
+    def _save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
+        """Unless this position is saved already."""
+        position = module.position.validated(not validation_pending)
+        self._asked = False
+        if not self.is_enabled or not position.num_batches or position == self._saved_at:
+            return
+        check_weights_finite(module, f"the checkpoint of step {position.num_steps} was not written")
+        path = self.folder / f"step={position.num_steps}"
+        before, module.position = module.position, position
+        self._is_writing = True  # still after an error, which ends the run: `on_exception` does not write once more
+        try:
+            trainer.save_checkpoint(path)
+        finally:
+            module.position = before
+        self._is_writing = False
+        self.last, self._saved_at, self._saved_when = path, position, time.monotonic()
+        point(self.folder, "last", path)
+        for told in self.on_saved:
+            told(path)
+        prune(self.folder, self.total_limit, self.keep)

@@ -1,0 +1,125 @@
+"""Answers of both arms: the same, and nothing of the process is changed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixtrain.data.prompts import Prompt
+from radixtrain.errors import UserError
+from radixtrain.hf.prepare import prepare_model
+from radixtrain.training.answers.answer_options import AnswerOptions
+from radixtrain.training.answers.answering import answer_prompts, check_answering
+
+QUESTIONS = [
+    "Where is the apple?",
+    "Where is the pear?",
+    "Where is it?",
+    "Shelf one, Shelf two.",
+    "Where is the apple?",
+]
+
+FLOAT32_LOGIT = 2 * 2**-24 * 16  # `model.generate` rounds its logits, of up to 16, to float32
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shop):
+    return AutoTokenizer.from_pretrained(shop / "model")
+
+
+@pytest.fixture
+def model(shop):
+    return AutoModelForCausalLM.from_pretrained(shop / "model", dtype=torch.float64)
+
+
+@pytest.fixture
+def prompts(tokenizer):
+    ids = [np.array(tokenizer(f"You name the shelf of a thing. {each}")["input_ids"]) for each in QUESTIONS]
+    return [Prompt(each, each[:0], f"a:{number}") for number, each in enumerate(ids, start=1)]
+
+
+def answers(model, prompts, tokenizer, dedup, **options):
+    found = answer_prompts(model, prompts, tokenizer, AnswerOptions(**options), dedup, logprobs=True)
+    assert found.num_prompt_tokens == sum(len(prompt.token_ids) for prompt in prompts) and found.seconds > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 12},
+        {"max_new_tokens": 12, "batch_size": 2},
+        {"max_new_tokens": 6, "generation_kwargs": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}},
+        {"max_new_tokens": 4, "generation_kwargs": {"min_new_tokens": 4}},
+    ],
+)
+def test_both_arms_agree(model, tokenizer, prompts, options):
+    ordinary = answers(model, prompts, tokenizer, dedup=False, **options)
+    shared = answers(prepare_model(model), prompts, tokenizer, dedup=True, **options)
+    for one, other in zip(shared.answers, ordinary.answers, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert one.logprob == pytest.approx(other.logprob, abs=len(one.token_ids) * FLOAT32_LOGIT)
+    assert shared.num_computed_tokens < ordinary.num_computed_tokens >= ordinary.num_prompt_tokens
+
+
+def test_both_arms_end_where_they_should(model, tokenizer, prompts):
+    """An end token of the config and a stop string: those that the free answer holds."""
+    free = answers(model, prompts, tokenizer, dedup=False, max_new_tokens=8).answers[0]
+    assert len(free.token_ids) == 8 and free.finish_reason == "length"
+    end = next(token for token in free.token_ids[2:] if token not in free.token_ids[:2])
+    words = [tokenizer.decode(token) for token in free.token_ids]
+    place = next(n for n in range(2, 8) if words[n].isascii() and words[n] not in "".join(words[:n]))
+    for arm, prepare in ((False, lambda it: it), (True, prepare_model)):
+        model.generation_config.eos_token_id = end
+        [found] = answers(prepare(model), prompts[:1], tokenizer, dedup=arm, max_new_tokens=8).answers
+        assert found.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and found.finish_reason == "stop"
+        model.generation_config.eos_token_id = None
+        kwargs = {"max_new_tokens": 8, "generation_kwargs": {"stop_strings": [words[place]]}}
+        stopped = answers(model, prompts, tokenizer, dedup=arm, **kwargs).answers[0]
+        assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: place + 1]
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_random_generators_and_modes_are_left_alone(model, tokenizer, prompts, dedup):
+    if dedup:
+        prepare_model(model)
+    model.train()
+    model.model.layers[0].mlp.eval()
+    modes = [module.training for module in model.modules()]
+
+    def state():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+
+    before = state()
+    answers(model, prompts, tokenizer, dedup, max_new_tokens=4, do_sample=True)
+    assert state() == before
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_draws_depend_on_the_seed_only(model, tokenizer, prompts, dedup):
+    def drawn(seed):
+        options = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.5, "seed": seed}
+        return [each.token_ids for each in answers(model, prompts, tokenizer, dedup, **options).answers]
+
+    first = drawn(1)
+    torch.rand(1)
+    assert drawn(1) == first != drawn(2)
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_an_unknown_option(model, tokenizer, prompts, dedup):
+    options = AnswerOptions(generation_kwargs={"top_pp": 0.5})
+    with pytest.raises(UserError, match="top_pp"):
+        check_answering(model, tokenizer, prompts, options, dedup)
+        answer_prompts(model, prompts, tokenizer, options, dedup)
+
+
+def test_a_model_with_a_recurrent_state_is_refused_before_it_runs(tiny_hybrid, tokenizer):
+    prompts = [Prompt(np.arange(1, 9), np.arange(0), "a:1")]
+    model = tiny_hybrid("Qwen3.5")
+    with pytest.raises(UserError, match=r"Qwen3_5ForCausalLM"):
+        check_answering(model, tokenizer, prompts, AnswerOptions(max_new_tokens=2), dedup=True)

@@ -1,0 +1,269 @@
+"""`evaluate_generation` through the real command line: the metric, its table, and a training that is not touched."""
+
+import csv
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from radixtrain.__main__ import main
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+
+GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
+
+
+@pytest.fixture
+def run(arguments, shop):
+    """Runs a command with validation rows and returns its exit code."""
+    defaults = {"data__validation_file": shop / "validation.jsonl", "data__min_shared_tokens": 1}  # no calibration
+
+    def run(command="fit", **flags):
+        return main(arguments(command, **{**defaults, **flags}))
+
+    return run
+
+
+def table(path):
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def logged(folder, column):
+    with (folder / "logs" / "version_0" / "metrics.csv").open() as file:
+        return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row[column]}
+
+
+def test_a_run_that_learns_the_answers(run, shop, tmp_path, capsys):
+    """The metric of the log is the mean of the table, the rows are those of the file, the answers become right."""
+    out = tmp_path / "out"
+    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text("utf-8").splitlines()]
+    flags = {"data__validation_file": shop / "train.jsonl", "evaluate_generation__num_samples": 6}
+    assert run(trainer__max_epochs=12, trainer__check_val_every_n_epoch=6, **flags, **GREEDY) == 0
+    scores = logged(out, "eval_exact_match")
+    assert sorted(path.name for path in (out / "answers").iterdir()) == ["step=30.csv", "step=60.csv"]
+    for step, score in zip((30, 60), scores.values(), strict=True):
+        judged = table(out / "answers" / f"step={step}.csv")
+        assert score == pytest.approx(sum(float(row["score"]) for row in judged) / len(judged))
+        assert len(judged) == 6 == len({row["row"] for row in judged})
+        for row in judged:
+            messages = rows[int(row["row"].rpartition(":")[2]) - 1]
+            assert row["target"].strip() == messages[-1]["content"] and messages[1]["content"] in row["prompt"]
+            assert row["prompt"].endswith("<|im_start|>assistant\n")
+            assert float(row["score"]) == (row["answer"].strip() == row["target"].strip())
+    assert list(scores.values())[-1] > 0.5
+    captured = capsys.readouterr()
+    assert "answers      6 of at most 16 tokens after each validation, judged by exact_match" in captured.out
+    assert re.search(r"^eval_loss +\d\.\d+\neval_exact_match \d\.\d{4}\n", captured.out, re.MULTILINE)
+
+
+def test_training_is_bit_equal_to_one_without(run, tmp_path):
+    """After five steps, with draws, and with an evaluation after every second step."""
+    flags = {"trainer__max_steps": 5, "trainer__val_check_interval": 2, "data__dataloader_num_workers": 1}
+    sampled = {**GREEDY, "evaluate_generation__do_sample": True, "evaluate_generation__temperature": 2.0}
+    states = {}
+    for name, options in (("without", {}), ("with", sampled)):
+        assert run(output_dir=tmp_path / name, **flags, **options) == 0
+        states[name] = random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+    without, evaluated = (load_file(tmp_path / name / "model" / "model.safetensors") for name in states)
+    assert without.keys() == evaluated.keys() and len(list((tmp_path / "with" / "answers").iterdir())) == 2
+    assert [name for name in without if not torch.equal(without[name], evaluated[name])] == []
+    assert states["without"] == states["with"]
+    assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
+
+
+def test_both_arms_have_the_same_answers(run, tmp_path):
+    """Also after the weights have changed: nothing of an earlier validation is used again."""
+    for name, dedup in (("on", "true"), ("off", "false")):
+        assert (
+            run(output_dir=tmp_path / name, dedup=dedup, trainer__max_epochs=3, model__dtype="float64", **GREEDY) == 0
+        )
+    steps = sorted(path.name for path in (tmp_path / "on" / "answers").iterdir())
+    on, off = ([table(tmp_path / name / "answers" / step) for step in steps] for name in ("on", "off"))
+    assert on == off and len(on) == 3
+    assert on[0] != on[2], "the answers of a model that learns change"
+
+
+def test_checkpoints_and_early_stopping_see_the_metric_of_the_same_validation(run, tmp_path):
+    """The third validation is the first that is not better: it stops the run, and its checkpoint is not the best."""
+    (tmp_path / "callbacks.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "trainer": {
+                    "callbacks": [
+                        {
+                            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                            "init_args": {
+                                **{"dirpath": str(tmp_path / "best"), "filename": "{step}-{eval_contains:.2f}"},
+                                **{"monitor": "eval_contains", "mode": "max"},
+                            },
+                        },
+                        {
+                            "class_path": "lightning.pytorch.callbacks.EarlyStopping",
+                            "init_args": {"monitor": "eval_contains", "mode": "max", "patience": 1},
+                        },
+                    ]
+                }
+            }
+        )
+    )
+    judge = {"evaluate_generation__metric": "contains", "evaluate_generation__max_new_tokens": 12}
+    assert run(config=tmp_path / "callbacks.yaml", trainer__max_epochs=20, **judge) == 0
+    scores = logged(tmp_path / "out", "eval_contains")
+    values = list(scores.values())
+    assert len(values) < 20 and values[-1] <= max(values[:-1])
+    best = (values.index(max(values)) + 1) * 5
+    assert [path.name for path in (tmp_path / "best").iterdir()] == [
+        f"step={best}-eval_contains={max(values):.2f}.ckpt"
+    ]
+
+
+def test_validate(run, shop, tmp_path, capsys):
+    """On a part of the rows, by both arms."""
+    for dedup in ("true", "false"):
+        flags = {"data__train_file": None, "evaluate_generation__num_samples": 3, "dedup": dedup}
+        assert run("validate", **GREEDY, **flags) == 0
+        assert "eval_exact_match" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "out" / "answers").iterdir()] == ["validate.csv"]
+    assert len(table(tmp_path / "out" / "answers" / "validate.csv")) == 3
+
+
+def test_a_function_of_the_user(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "def words(answers, targets, rows):\n    return [len(r['prompt']) for r in rows]\n"
+    (tmp_path / "of_a_user.py").write_text(source)
+    flags = {"evaluate_generation__metric": "of_a_user.words", "evaluate_generation__max_new_tokens": 1}
+    assert run(trainer__max_steps=5, **flags) == 0
+    assert min(logged(tmp_path / "out", "eval_words").values()) > 100
+
+
+@pytest.mark.usefixtures("wandb_offline")
+def test_wandb_gets_a_table(run, tmp_path):
+    logger = {"trainer__logger": "lightning.pytorch.loggers.WandbLogger", "trainer__logger.save_dir": tmp_path / "out"}
+    assert run(trainer__max_steps=5, **logger, **GREEDY) == 0
+    [file] = (tmp_path / "out" / "wandb").glob("offline-run-*/files/media/table/answers*.table.json")
+    found = json.loads(file.read_text())
+    assert found["columns"] == ["row", "prompt", "answer", "target", "score", "finish_reason"]
+    assert len(found["data"]) == 5
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_in_the_precision_of_the_run(run, tmp_path, precision):
+    assert run(trainer__max_steps=5, trainer__precision=precision, **GREEDY) == 0
+    assert (tmp_path / "out" / "answers" / "step=5.csv").is_file()
+
+
+def test_adapters(run, tmp_path):
+    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    assert run(trainer__max_steps=5, model__use_peft="true", model__lora_r=2, **GREEDY) == 0
+    assert len(table(tmp_path / "out" / "answers" / "step=5.csv")) == 5
+
+
+def test_a_fast_dev_run_tries_it_and_writes_nothing(run, tmp_path):
+    assert run(trainer__fast_dev_run="true", **GREEDY) == 0
+    assert not (tmp_path / "out" / "answers").exists()
+
+
+def test_off_by_default(run, tmp_path):
+    assert EvaluateGeneration().logged is None
+    assert run(trainer__max_steps=5) == 0
+    assert not (tmp_path / "out" / "answers").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"metric": "exact_macht"},
+            "error: evaluate_generation.metric: no metric 'exact_macht', did you mean exact_match?",
+        ),
+        ({"metric": "my.module.f"}, "my.module.f cannot be imported: no module 'my'"),
+        ({"metric": "regex", "pattern": "("}, "evaluate_generation.pattern: '(' is no regular expression"),
+        ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, the first is that of"),
+        ({"pattern": "a"}, "evaluate_generation.pattern needs evaluate_generation.metric: regex"),
+        ({"max_new_tokens": 0}, "evaluate_generation.max_new_tokens must be at least 1, got 0"),
+        (
+            {"metric": "contains", "num_samples": 0},
+            "evaluate_generation.num_samples must be at least 1, or null for all",
+        ),
+        ({"metric": "contains", "generation_kwargs": "{top_pp: 1}"}, "top_pp"),
+        ({"metric": "contains", "generation_kwargs": "{num_beams: 4}"}, "num_beams=4 is not supported"),
+        ({"metric": "contains", "generation_kwargs": "{num_beams: 4}"}, "leave it out, or set dedup: false"),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(run, tmp_path, capsys, flags, message):
+    assert run(**{f"evaluate_generation__{name}": value for name, value in flags.items()}) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_key(run, capsys):
+    assert run(evaluate_generation__metrik="contains") == 2
+    assert "did you mean evaluate_generation.metric?" in capsys.readouterr().err
+
+
+def test_a_run_without_validation_rows(run, capsys, tmp_path):
+    assert run(data__validation_file=None, **GREEDY) == 1
+    expected = "error: evaluate_generation needs rows: set data.validation_file or data.val_size\n"
+    assert capsys.readouterr().err.endswith(expected) and not (tmp_path / "out").exists()
+
+
+def test_rows_of_the_training_file(run, tmp_path):
+    """`data.val_size` takes them out; the rows that are judged are those."""
+    assert run(data__validation_file=None, data__val_size=4, trainer__max_steps=4, **GREEDY) == 0
+    assert len(table(tmp_path / "out" / "answers" / "step=4.csv")) == 4
+
+
+def test_rows_without_an_answer(run, tmp_path, capsys, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "shelf one"}\n{"prompt": "shelf", "completion": " one"}\n', encoding="utf-8")
+    flags = {"data__validation_file": path, "trainer__max_steps": 5, **GREEDY}
+    with caplog.at_level("WARNING", logger="radixtrain"):
+        assert run(**flags) == 0
+    assert "leaves rows out: 1 validation rows have no answer after a prompt, or one" in caplog.text
+    assert f"the first is {path}:1" in caplog.text
+    assert run(**flags, output_dir=tmp_path / "other", data__completion_only_loss="false") == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: evaluate_generation: no row can be judged: 2 validation rows have no answer")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_metric.py").write_text("def f(answers, targets, rows):\n    return answers[99]\n")
+    assert run(trainer__num_sanity_val_steps=0, evaluate_generation__metric="broken_metric.f") == 1
+    captured = capsys.readouterr()
+    assert "f failed at" in captured.err and "broken_metric.py:2: IndexError" in captured.err
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_hybrid_is_refused_before_training(run, shop, tmp_path, capsys, tiny_hybrid):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tiny_hybrid("LFM2", vocab_size=400, max_position_embeddings=512).save_pretrained(tmp_path / "hybrid")
+    tokenizer.save_pretrained(tmp_path / "hybrid")
+    assert run(model__model_name_or_path=tmp_path / "hybrid", trainer__max_steps=1, **GREEDY) == 1
+    assert "Lfm2" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_chat_template(run, shop, tmp_path, capsys):
+    """Chats cannot be rendered; prompts with completions need no template."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tokenizer.chat_template = None
+    AutoModelForCausalLM.from_pretrained(shop / "model").save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    assert run(model__model_name_or_path=tmp_path / "base", **GREEDY) == 1
+    assert "the tokenizer has no chat template" in capsys.readouterr().err
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "shelf", "completion": " one"}\n' * 4, encoding="utf-8")
+    flags = {"data__train_file": path, "data__validation_file": path, "trainer__max_epochs": 20}
+    assert run(model__model_name_or_path=tmp_path / "base", **flags, **GREEDY) == 0
+    assert list(logged(tmp_path / "out", "eval_exact_match").values())[-1] == 1

@@ -1,0 +1,97 @@
+"""Why a run ended, in words: every way to end, with a step taken in this process and without one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+
+from radixtrain.errors import Stopped, UserError
+from radixtrain.training.results.best import StopEarly
+from radixtrain.training.results.ending import ending_by_error, ending_of
+
+
+def run_at(step: int, **changes: Any) -> tuple[Any, Any]:
+    """A trainer and a module of a run of 3 epochs of 10 steps."""
+    limits = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 1.0, "callbacks": []}
+    skipped = changes.pop("skipped", 0)
+    trainer = SimpleNamespace(**{**limits, **changes}, global_step=step - skipped)
+    return trainer, SimpleNamespace(steps_per_epoch=10, position=SimpleNamespace(num_batches=step))
+
+
+def ended_early() -> StopEarly:
+    callback = StopEarly("eval_loss", 3)
+    callback.wait_count = 3
+    return callback
+
+
+class TimeIsUp(Timer):
+    def time_remaining(self, stage: str = "train") -> float:
+        return -0.1
+
+
+def of_lightning() -> EarlyStopping:
+    callback = EarlyStopping("r")
+    callback.stopping_reason_message = "Monitored metric r did not improve. Signaling Trainer to stop."
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "reason", "text"),
+    [
+        (30, {}, "max_epochs", "step 30 of 30: trainer.max_epochs 3 reached"),
+        (30, {"skipped": 2}, "max_epochs", "step 28 of 30: trainer.max_epochs 3 reached"),
+        (12, {"max_steps": 12}, "max_steps", "step 12 of 12: trainer.max_steps 12 reached"),
+        (12, {"max_steps": 12, "max_epochs": -1}, "max_steps", "step 12 of 12: trainer.max_steps 12 reached"),
+        (21, {"limit_train_batches": 7}, "max_epochs", "step 21 of 21: trainer.max_epochs 3 reached"),
+        (20, {"callbacks": [ended_early()]}, "early_stopping", "stopped early at step 20 of 30: eval_loss did not "),
+        (20, {"callbacks": [of_lightning()]}, "early_stopping", "stopped early at step 20 of 30: Monitored metric r"),
+        (18, {"callbacks": [TimeIsUp("00:00:00:01")]}, "max_time", "stopped by trainer.max_time at step 18 of 30; go"),
+        (18, {"callbacks": [Timer("00:00:00:09")]}, "callback", "stopped by a callback at step 18 of 30; go on with"),
+        (
+            1800,
+            {"max_epochs": -1, "callbacks": [TimeIsUp("00:00:00:01")]},
+            "max_time",
+            "stopped by trainer.max_time at",
+        ),
+    ],
+)
+def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str) -> None:
+    ending = ending_of(*run_at(step, **changes), first_step=step - 5, has_checkpoint=True)
+    assert ending.reason == reason and ending.text.startswith(text), ending
+    assert ending.is_complete == (reason in ("max_epochs", "max_steps", "early_stopping"))
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "text"),
+    [
+        (30, {}, "nothing left to do: step 30 of 30 was reached before; raise trainer.max_epochs to go on"),
+        (
+            12,
+            {"max_steps": 12},
+            "nothing left to do: step 12 of 12 was reached before; raise trainer.max_steps to go on",
+        ),
+        (20, {"callbacks": [ended_early()]}, "nothing left to do: stopped early at step 20 of 30: eval_loss did not"),
+    ],
+)
+def test_without_a_step(step: int, changes: dict[str, Any], text: str) -> None:
+    ending = ending_of(*run_at(step, **changes), first_step=step, has_checkpoint=True)
+    assert ending.text.startswith(text) and ending.is_complete
+
+
+def test_without_a_checkpoint() -> None:
+    ending = ending_of(*run_at(18, callbacks=[TimeIsUp("00:00:00:01")]), first_step=0, has_checkpoint=False)
+    assert ending.text.endswith("; no checkpoint was written to go on from") and not ending.is_complete
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "text"),
+    [
+        (Stopped("stopped by SIGTERM after step 12", 143), "Stopped", "stopped by SIGTERM after step 12"),
+        (UserError("one\ntwo"), "UserError", "one"),
+        (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_by_an_error(error: BaseException, reason: str, text: str) -> None:
+    ending = ending_by_error(error)
+    assert (ending.reason, ending.text, ending.is_complete) == (reason, text, False)

@@ -1,0 +1,248 @@
+"""What a run leaves and says when it ends, however it ends: closing lines, `summary.json`, metrics, `loss.png`."""
+
+import csv
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from radixtrain.__main__ import main
+from radixtrain.checkpoints.manifest import Manifest
+from radixtrain.errors import Stopped, UserError
+from radixtrain.training.module import RadixModule
+from radixtrain.training.results.best import Validation
+from radixtrain.training.results.closing_lines import results
+from radixtrain.training.results.curves import LogPart, read_curves
+from radixtrain.training.results.reached import Exported, Reached
+from radixtrain.training.results.summary import RunSummary
+from radixtrain.training.results.summary_file import weights_text
+from radixtrain.training.speed import Speed
+
+Arguments = Callable[..., list[str]]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def logged_steps(folder: Path, version: int = 0) -> list[int]:
+    """The steps whose loss is in the metrics, from 1 on."""
+    with (folder / "logs" / f"version_{version}" / "metrics.csv").open() as file:
+        return [int(row["step"]) + 1 for row in csv.DictReader(file) if row["loss"]]
+
+
+def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
+    """Raise it when this step, counted from 1, begins."""
+    train = RadixModule.training_step
+
+    def training_step(self: Any, batch: Any, index: int) -> None:
+        if self.global_step + 1 == step:
+            raise error
+        train(self, batch, index)
+
+    monkeypatch.setattr(RadixModule, "training_step", training_step)
+
+
+def test_a_run_that_ends_between_two_logged_steps(
+    arguments: Arguments, shop: Path, tmp_path: Path, capsys: Any
+) -> None:
+    flags = {"trainer__max_steps": 13, "trainer__max_epochs": 9, "trainer__log_every_n_steps": 5}
+    assert main(arguments(data__validation_file=shop / "validation.jsonl", **flags)) == 0
+    out, found, printed = tmp_path / "out", summary(tmp_path / "out"), capsys.readouterr().out
+    assert logged_steps(out) == [5, 10, 13]
+    assert found["ended"] == {
+        "reason": "max_steps",
+        "text": "step 13 of 13: trainer.max_steps 13 reached",
+        "complete": True,
+    }
+    assert found["steps"] == found["exported"]["step"] == 13 and found["exported"]["weights"] == "last"
+    assert found["validation"]["step"] == 10 and found["last"] == "checkpoints/step=13"
+    assert found["best"] is None and found["logs"] == [{"path": "logs/version_0", "first_step": 0}]
+    assert found["r"] > 1 and found["tokens_per_second"] > found["computed_tokens_per_second"] > 0
+    assert "ended        step 13 of 13: trainer.max_steps 13 reached" in printed
+    assert f"{found['validation']['eval_loss']:.4f} at step 10, the last validation" in printed
+    assert f"model        {out / 'model'} (the last weights, of step 13)" in printed
+    for path in (out / "loss.png", out / "checkpoints" / "step=13", out / "logs" / "version_0"):
+        assert f" {path}\n" in printed and path.exists()
+    assert "at step 10, the last validation" in (out / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (Stopped("stopped by SIGTERM after step 6", 143), 143, "Stopped"),
+        (UserError("loss nan at step 6"), 1, "UserError"),
+    ],
+)
+def test_a_run_that_is_cut_short_and_goes_on(
+    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, code: int, reason: str
+) -> None:
+    """The metrics have its last step, and those of both parts are one curve."""
+    flags = {"trainer__max_steps": 9, "trainer__max_epochs": 9, "trainer__log_every_n_steps": 4, "save_every_steps": 5}
+    with monkeypatch.context() as patch:
+        stop_in_step(patch, 7, error)
+        assert main(arguments(**flags)) == code
+    out = tmp_path / "out"
+    found = summary(out)
+    assert logged_steps(out) == [4, 6]
+    assert found["ended"] == {"reason": reason, "text": str(error), "complete": False} and found["exported"] is None
+    assert found["steps"] == 6 and (out / "loss.png").exists()
+    (out / "loss.png").unlink()
+    assert main(arguments(**flags, ckpt_path="last")) == 0
+    parts = [LogPart(str(out / each["path"]), each["first_step"]) for each in summary(out)["logs"]]
+    assert len(parts) == 2 and read_curves(parts)["loss"].steps.tolist()[-2:] == [8, 9]
+    assert summary(out)["loss"]["first"] == found["loss"]["first"] and (out / "loss.png").exists()
+
+
+def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every checkpoint the metrics until then are on the disk, and the summary does not say that the run ended."""
+    seen = []
+
+    def look(self: Any, path: Path) -> None:
+        self._write(with_picture=False)
+        seen.append((logged_steps(tmp_path / "out"), summary(tmp_path / "out")))
+
+    monkeypatch.setattr(RunSummary, "_on_saved", look)
+    assert main(arguments(save_every_steps=2, trainer__max_steps=4)) == 0
+    (first, record), *_ = seen
+    assert first == [1, 2] and record["steps"] == 2
+    assert record["ended"] is record["exported"] is None and record["last"] == "checkpoints/step=2"
+
+
+def test_a_validation_that_measures_nothing(arguments: Arguments, shop: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """`on_nonfinite: skip` may leave all of its rows out: then the metrics of the previous one do not stand for it."""
+    log_mean = RadixModule._log_mean_loss
+
+    def log_once(self: Any, name: str, step: Any) -> None:
+        if self.global_step == 5:
+            log_mean(self, name, step)
+
+    monkeypatch.setattr(RadixModule, "_log_mean_loss", log_once)
+    flags = {"trainer__max_epochs": 4, "save_best": "eval_loss", "early_stopping": 1}
+    assert main(arguments(data__validation_file=shop / "validation.jsonl", **flags)) == 0
+    found = summary(tmp_path / "out")
+    assert found["best"]["step"] == 5 and found["validation"] == {"step": 20} and found["steps"] == 20
+
+
+def test_a_best_checkpoint_that_is_the_last_one(arguments: Arguments, shop: Path, tmp_path: Path) -> None:
+    """Is written once, and its weights are exported as they are."""
+    flags = {"data__validation_file": shop / "validation.jsonl", "trainer__max_epochs": 1, "save_best": "eval_loss"}
+    assert main(arguments(**flags)) == 0
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "last", "step=5"]
+    assert Manifest.read(checkpoints / "step=5").sequence == 1
+    assert summary(tmp_path / "out")["exported"] == {
+        **{"path": "model", "weights": "best", "step": 5},
+        "validation": summary(tmp_path / "out")["validation"],
+    }
+
+
+def test_a_run_that_is_over_has_nothing_left_to_do(arguments: Arguments, tmp_path: Path, capsys: Any) -> None:
+    assert main(arguments(trainer__max_steps=3)) == 0
+    before = summary(tmp_path / "out")
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    capsys.readouterr()
+    assert main(arguments(trainer__max_steps=3, output_dir=tmp_path / "moved", ckpt_path="last")) == 0
+    after = summary(tmp_path / "moved")
+    assert "nothing left to do: step 3 of 3 was reached before" in capsys.readouterr().out
+    assert {**before, "ended": 0, "last": 0, "r": 0}.keys() == after.keys()
+    assert all(after[name] == before[name] for name in ("steps", "loss", "seconds", "logs", "exported"))
+
+
+def test_another_logger_has_no_picture(arguments: Arguments, tmp_path: Path, caplog: Any, capsys: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        assert main(arguments(trainer__max_steps=1, trainer__logger=False)) == 0
+    assert "loss.png is drawn from the metrics of the CSV logger, which this run has none of" in caplog.text
+    assert "picture" not in capsys.readouterr().out and not (tmp_path / "out" / "loss.png").exists()
+
+
+def test_a_picture_that_fails_is_no_reason_to_lose_a_run(
+    arguments: Arguments, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("radixtrain.training.results.summary.write_curves", fail)
+    assert main(arguments(trainer__max_steps=1)) == 0
+    assert "loss.png was not drawn: RuntimeError: no fonts" in caplog.text
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+def test_a_fast_dev_run_leaves_nothing(arguments: Arguments, tmp_path: Path) -> None:
+    assert main(arguments(trainer__fast_dev_run=True)) == 0
+    assert not (tmp_path / "out" / "summary.json").exists() and not (tmp_path / "out" / "loss.png").exists()
+
+
+def test_drawing_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second after 100 seconds, then not before another 300, since the last drawing took 3 seconds."""
+    clock, drawn = [0.0], []
+
+    def draw(*_: Any) -> bool:
+        drawn.append(clock[0])
+        clock[0] += 3
+        return True
+
+    monkeypatch.setattr("radixtrain.training.results.summary.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("radixtrain.training.results.summary.write_curves", draw)
+    run = RunSummary(tmp_path)
+    module: Any = SimpleNamespace(position=SimpleNamespace(num_batches=0), last_step={}, speed=Speed())
+    run.on_train_start(SimpleNamespace(global_step=0, loggers=[]), module)  # type: ignore[arg-type]
+    for _ in range(900):
+        clock[0] += 1
+        run._on_saved(tmp_path)
+    assert drawn == [100, 403, 706]
+
+
+REACHED = Reached(step=30, first_loss=4.0, last_step={"loss": 1.0}, seconds=8.0)
+
+
+@pytest.mark.parametrize(
+    ("exported", "text"),
+    [
+        (Exported("last", 30, Validation(30, {"eval_loss": 1.5, "eval_contains": 0.25})), "1.5000"),
+        (
+            Exported("last", 30, Validation(20, {"eval_loss": 1.5, "eval_contains": 0.25})),
+            "1.5000 at step 20, the last",
+        ),
+        (
+            Exported("best", 20, Validation(20, {"eval_loss": 1.5, "eval_contains": 0.25})),
+            "1.5000 at step 20, the best",
+        ),
+    ],
+)
+def test_the_metrics_are_those_of_the_exported_weights(exported: Exported, text: str) -> None:
+    found = results(REACHED, exported, Speed())
+    assert list(found) == ["loss", "eval_loss", "eval_contains"]
+    assert found["loss"] == "4.0000 -> 1.0000 in 30 steps" and found["eval_loss"].startswith(text)
+
+
+def test_no_step_has_no_results() -> None:
+    assert results(Reached(), Exported("last", 0, None), Speed()) == {}
+
+
+def test_what_a_checkpoint_keeps(tmp_path: Path) -> None:
+    parts = [LogPart(str(tmp_path / "out" / "logs" / "version_0"), 0), LogPart("/elsewhere/version_3", 7)]
+    reached = Reached(9, 4.0, {"loss": 1.0}, Validation(8, {"eval_loss": 2.0}), parts, 1.5)
+    state = json.loads(json.dumps(reached.as_dict(tmp_path / "out")))
+    found = Reached.of(state)
+    (tmp_path / "moved" / "logs" / "version_0").mkdir(parents=True)
+    found.of_folder(tmp_path, tmp_path / "moved")
+    assert found.parts == [LogPart(str(tmp_path / "moved" / "logs" / "version_0"), 0), parts[1]]
+    found.parts = parts
+    assert found == reached
+
+
+def test_which_weights_a_command_evaluates(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    assert weights_text(str(model), None) == str(model)
+    for record in ("", "{}", '{"exported": null}', '{"exported": {"path": "other"}}', "[1]"):
+        (tmp_path / "summary.json").write_text(record)
+        assert weights_text(str(model), None) == str(model)
+    (tmp_path / "summary.json").write_text('{"exported": {"path": "model", "weights": "best", "step": 1200}}')
+    assert weights_text(str(model), None) == f"{model} (the best weights of the run, of step 1,200)"
+    assert weights_text(str(model), "old.ckpt") == "old.ckpt"

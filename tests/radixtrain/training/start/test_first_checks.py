@@ -1,0 +1,159 @@
+"""What is refused before a row is read."""
+
+import json
+import shutil
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from safetensors.torch import save_file
+
+from radixtrain.errors import UserError
+from radixtrain.training.start import first_checks
+from radixtrain.training.start.first_checks import check_monitors, check_room, earlier_run, num_stored_parameters
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def sharded(folder, *names):
+    weight_map = {f"w{number}": name for number, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+class TestWeights:
+    def test_they_are_counted_by_their_header(self, folder):
+        assert num_stored_parameters(str(folder)) == 22
+
+    def test_shards_are_counted_together(self, folder):
+        save_file({"c": torch.zeros(2, 2)}, folder / "one.safetensors")
+        (folder / "model.safetensors").rename(folder / "two.safetensors")
+        assert num_stored_parameters(str(sharded(folder, "one.safetensors", "two.safetensors"))) == 26
+
+    def test_a_missing_shard(self, tmp_path):
+        save_file({"c": torch.zeros(2, 2)}, tmp_path / "one.safetensors")
+        sharded(tmp_path, "one.safetensors", "two.safetensors", "three.safetensors")
+        with pytest.raises(
+            UserError, match=r"2 of 3 files of the weights are missing, three\.safetensors is the first"
+        ):
+            num_stored_parameters(str(tmp_path))
+
+    @pytest.mark.parametrize("cut", [1, 60, 200])
+    def test_a_file_that_was_not_copied_to_its_end(self, folder, cut):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-cut])
+        with pytest.raises(UserError, match=f"^{path}: the weights (are incomplete|cannot be read)"):
+            num_stored_parameters(str(folder))
+
+    @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]"])
+    def test_a_file_of_something_else(self, folder, content):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match="the weights cannot be read, the file is damaged"):
+            num_stored_parameters(str(folder))
+
+    def test_another_format(self, tmp_path):
+        (tmp_path / "pytorch_model.bin").touch()
+        with pytest.raises(UserError, match=r"no weights .*; pytorch_model\.bin is of another format: convert it"):
+            num_stored_parameters(str(tmp_path))
+
+    def test_a_folder_with_only_an_adapter(self, tmp_path):
+        (tmp_path / "adapter_config.json").write_text("{}")
+        assert num_stored_parameters(str(tmp_path)) is None
+
+    @pytest.mark.parametrize(("offline", "name"), [(True, "nobody/nothing"), (True, "nothing")])
+    def test_a_name_that_was_never_downloaded(self, monkeypatch, offline, name):
+        monkeypatch.setattr(first_checks.constants, "HF_HUB_OFFLINE", offline)
+        with pytest.raises(UserError, match="no downloaded weights of that name, and HF_HUB_OFFLINE forbids"):
+            num_stored_parameters(name)
+
+    def test_a_name_that_can_be_downloaded(self, monkeypatch):
+        monkeypatch.setattr(first_checks.constants, "HF_HUB_OFFLINE", False)
+        assert num_stored_parameters("nobody/nothing") is None
+
+    def test_a_path_that_is_not_there(self, tmp_path):
+        with pytest.raises(UserError, match=f"^model.model_name_or_path: no such folder: {tmp_path / 'x'}$"):
+            num_stored_parameters(str(tmp_path / "x"))
+
+
+class TestRoom:
+    FULL = SimpleNamespace(dtype="float32", use_peft=False)
+    LORA = SimpleNamespace(dtype="bfloat16", use_peft=True)
+
+    @pytest.mark.parametrize(
+        ("settings", "copies", "needed"),
+        [(FULL, 3, 4000 * 10), (FULL, 0, 4000), (LORA, 3, 2000)],
+    )
+    def test_what_a_run_writes(self, tmp_path, settings, copies, needed):
+        assert check_room(tmp_path / "a" / "b", 1000, settings, copies) == needed
+        assert not (tmp_path / "a").exists()
+
+    def test_a_full_disk(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2 << 30, 1 << 30, 1 << 30))
+        said = r"at least 2\.61 GiB, a model and 2 checkpoints of about 1\.12 GiB, and 1 GiB are free"
+        with pytest.raises(UserError, match=said):
+            check_room(tmp_path, 10**8, self.FULL, 2)
+        check_room(tmp_path, None, self.FULL, 2)
+
+    def test_a_file_where_the_folder_should_be(self, tmp_path):
+        (tmp_path / "out").touch()
+        with pytest.raises(UserError, match=r"out is a file; name a folder"):
+            check_room(tmp_path / "out" / "run", 1, self.FULL, 2)
+
+    def test_a_folder_that_is_read_only(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+        with pytest.raises(UserError, match=f"{tmp_path} cannot be written to"):
+            check_room(tmp_path / "run", 1, self.FULL, 2)
+
+
+class TestMonitors:
+    def test_what_is_logged(self):
+        callbacks = [EarlyStopping("eval_loss"), ModelCheckpoint(monitor="r"), ModelCheckpoint(), LearningRateMonitor()]
+        check_monitors(callbacks, has_validation=True)
+
+    def test_a_misspelt_one(self):
+        with pytest.raises(
+            UserError, match=r"ModelCheckpoint: monitor: no metric 'val_loss', did you mean eval_loss\?"
+        ):
+            check_monitors([ModelCheckpoint(monitor="val_loss")], has_validation=True)
+        with pytest.raises(UserError, match="no metric 'accuracy'; a run logs loss, grad_norm,"):
+            check_monitors([EarlyStopping("accuracy")], has_validation=True)
+
+    def test_what_answers_are_worth(self):
+        callbacks = [EarlyStopping("eval_exact_match", mode="max")]
+        check_monitors(callbacks, has_validation=True, of_answers="eval_exact_match")
+        with pytest.raises(
+            UserError, match=r"eval_exact_match is not logged: set evaluate_generation\.metric: exact_m"
+        ):
+            check_monitors(callbacks, has_validation=True)
+        with pytest.raises(UserError, match=r"no metric 'eval_words', did you mean eval_word\?"):
+            check_monitors([EarlyStopping("eval_words")], has_validation=True, of_answers="eval_word")
+
+    def test_a_loss_of_rows_that_are_not_there(self):
+        with pytest.raises(UserError, match=r"eval_loss needs rows for it: set data\.validation_file or"):
+            check_monitors([EarlyStopping("eval_loss")], has_validation=False)
+
+
+class TestEarlierRuns:
+    @pytest.fixture
+    def model(self, tmp_path):
+        (tmp_path / "run" / "model").mkdir(parents=True)
+        (tmp_path / "run" / "model" / "config.json").touch()
+        return tmp_path / "run" / "model"
+
+    @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+    def test_weights_from_elsewhere(self, model, subcommand):
+        notice = earlier_run(subcommand, model, "base", None)
+        assert notice.startswith(f"{subcommand} takes the weights of base; for those of the run")
+        assert earlier_run(subcommand, model, str(model), None) == ""
+
+    def test_nothing_to_say(self, model, tmp_path):
+        assert earlier_run("fit", model, "base", None) == earlier_run("verify", model, "base", None) == ""
+        assert earlier_run("fit", tmp_path / "new" / "model", "base", None) == ""

@@ -1,0 +1,125 @@
+"""The screen before the first step, on rows whose numbers are known."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from radixtrain.__main__ import main
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.report import EncodeReport
+from radixtrain.data.sample import Sample
+from radixtrain.data.tokenized.corpus import Corpus, Part
+from radixtrain.training.start import first_screen
+from radixtrain.training.start.first_screen import data_entries, model_entries, sharing_entries, steps_between_logs
+
+
+class Rows:
+    """Conversations of one sample each, made when they are read."""
+
+    def __init__(self, count, prompts, length=450):
+        self.count, self.length = count, length
+        self.prompts = [np.random.default_rng(n).integers(0, 1000, length - 10) for n in range(prompts)]
+        self.lengths = np.full(count, length)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        ids = np.concatenate(
+            [self.prompts[index % len(self.prompts)], np.random.default_rng(index).integers(0, 1000, 10)]
+        )
+        return [Sample(ids, ids, f"rows.jsonl:{index + 1}")]
+
+
+def data_of(rows, **settings):
+    data = SFTData("rows.jsonl", **settings)
+    data.conversations["train"] = Corpus([Part(name="rows", conversations=rows)])
+    return data
+
+
+def test_rows_and_lengths():
+    report = EncodeReport(num_rows=3, num_samples=3, num_tokens=60, num_labels=15)
+    entries = dict(data_entries(Corpus([Part(name="x", conversations=Rows(3, 1, 20))]), report, 4096, []))
+    assert entries == {
+        "data": "3 rows, 3 samples, 3 conversations to train on, 60 tokens, 25% with loss",
+        "lengths": "min 20, 10 % 20, 50 % 20, 90 % 20, 99 % 20, max 20 tokens",
+    }
+
+
+def test_what_is_left_out_is_named():
+    report = EncodeReport(num_rows=3, num_long_samples=1200, longest=9001, longest_where="rows.jsonl:77")
+    report.unused_columns.update({"id": 3, "source": 2})
+    corpus = Corpus([Part(name="x", conversations=Rows(3, 1, 20))])
+    entries = dict(data_entries(corpus, report, 4096, ["model.lora_r (why)", "data.val_size (why)"]))
+    assert entries["too long"] == "1,200 samples over max_length 4,096, the longest 9,001 (rows.jsonl:77)"
+    assert entries["columns"] == "not used: id (3 rows), source (2 rows)"
+    assert entries["keys"] == "not used: model.lora_r (why); data.val_size (why)"
+
+
+class TestSharing:
+    def test_twenty_shuffled_prompts(self):
+        """The order of the run, and what another one would bring."""
+        entries = dict(sharing_entries(data_of(Rows(2000, 20), max_tokens=16384)))
+        assert entries["prompts"] == "20 shared by several conversations"
+        assert 1.5 < float(entries["r"].split()[1]) < 2.5
+        assert "data.group_by_prefix: true would give about" in entries["advice"]
+
+    def test_one_prompt(self):
+        entries = dict(sharing_entries(data_of(Rows(100, 1))))
+        assert entries["prompts"].endswith("432 tokens or more are common to all") and "advice" not in entries
+        assert 15 < float(entries["r"].split()[1]) < 32
+
+    def test_the_order_of_the_file_is_not_advised_against(self):
+        assert "advice" not in dict(sharing_entries(data_of(Rows(400, 20), shuffle_dataset=False)))
+
+    def test_the_ordinary_arm(self):
+        assert dict(sharing_entries(data_of(Rows(40, 2), dedup=False)))["r"].startswith("1 or less")
+
+    def test_many_rows_are_sampled(self, monkeypatch):
+        monkeypatch.setattr(first_screen, "MOST_CONVERSATIONS", 500)
+        entries = dict(sharing_entries(data_of(Rows(5000, 20))))
+        assert entries["prompts"].endswith("(in 500 of 5,000 conversations)")
+        assert "advice" in entries
+
+    def test_the_time_is_bounded(self):
+        """200,000 rows: 2 s on a machine that does nothing else."""
+        data = data_of(Rows(200_000, 20))
+        start = time.perf_counter()
+        sharing_entries(data)
+        assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize(("max_steps", "shown"), [(12, "12, 5 in an epoch"), (-1, "15, 5 in an epoch")])
+def test_steps(max_steps, shown, tiny_qwen3):
+    trainer = SimpleNamespace(max_steps=max_steps, max_epochs=3, limit_train_batches=1.0)
+    model = tiny_qwen3()
+    entries = dict(model_entries(model, trainer, 5, 2_500_000))
+    assert entries["steps"].startswith(shown)
+    size = sum(p.numel() for p in model.parameters()) * 4
+    assert entries["memory"].startswith(f"{4 * size / 2**20:,.0f} MiB")
+    assert entries["disk"].startswith("about 2 MiB")
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(4, 1), (9, 1), (10, 10), (1000, 10), (-1, 10)])
+def test_a_short_run_logs_every_step(num_steps, expected):
+    trainer = SimpleNamespace(max_steps=num_steps, max_epochs=None, limit_train_batches=1.0, log_every_n_steps=10)
+    assert steps_between_logs(trainer, SimpleNamespace(steps_per_epoch=1000)) == expected
+
+
+def test_fit_prints_it_before_the_first_step(arguments, shop, tmp_path, capsys):
+    rows = [{**json.loads(line), "id": 1} for line in (shop / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"data__train_file": tmp_path / "rows.jsonl", "model__lora_r": 8, "trainer__max_steps": 1}
+    assert main(arguments(**flags)) == 0
+    printed = capsys.readouterr().out
+    names = ["data", "lengths", "columns", "keys", "prompts", "r", "steps", "memory", "disk", "sample", "loss", "r"]
+    lines = [line.split(" ")[0] for line in printed.splitlines()]
+    assert [name for name in lines if name in names][: len(names)] == names
+    assert "not used: id (20 rows)" in printed and "not used: model.lora_r (only with use_peft: true)" in printed
+    text = printed[printed.index("⟦ ⟧:") + 4 :]
+    marked = text[text.index("⟦") : text.index("⟧")]
+    assert "Shelf" in marked and "You name the shelf" not in marked
+    assert f"{tmp_path / 'rows.jsonl'}:1" in printed
