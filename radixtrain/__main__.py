@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,6 +17,7 @@ from radixtrain import __version__
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
 from radixtrain.commands.messages import usage_message
+from radixtrain.commands.switches import with_values
 from radixtrain.errors import Stopped, UserError, did_you_mean
 
 
@@ -38,16 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(arguments: list[str]) -> int:
+def _run(typed: list[str]) -> int:
     from jsonargparse import ArgumentError  # here, since --help needs no imports that take seconds
 
+    arguments = with_values(typed)
+    if typed == sys.argv[1:]:
+        sys.argv[1:] = arguments  # a command masks secrets there, if it was given the same arguments
+    # Of a kernel for 4-bit layers on a CPU, at the import, and of layers that no plan for several devices names.
+    for name in ("bitsandbytes", "transformers.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import_module(f"radixtrain.commands.{COMMANDS[arguments[0]].module}").run(arguments)
         return 0
     except UserError as error:
         return _fail(str(error), 1)
     except Stopped as stop:
-        return _fail(str(stop), stop.code)
+        sys.stderr.write(f"{stop}\n")  # somebody asked for it: no error
+        return stop.code
     except ArgumentError as error:
         return _fail(usage_message(str(error), arguments[0]), 2)
     except OSError as error:
@@ -56,8 +65,6 @@ def _run(arguments: list[str]) -> int:
         return _fail(f"a configuration file is not UTF-8: {error}", 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except SystemExit as stop:
-        return _stopped(stop)
 
 
 def _usage() -> str:
@@ -71,13 +78,6 @@ def _usage() -> str:
 
 def _no_command(name: str) -> str:
     return f"no command {name!r}{did_you_mean(name, COMMANDS, ';')} commands: {', '.join(COMMANDS)}"
-
-
-def _stopped(stop: SystemExit) -> int:
-    """Lightning turns Ctrl-C into an exit with code 1."""
-    if isinstance(stop.__context__, KeyboardInterrupt):
-        return _fail("interrupted", 130)
-    raise stop
 
 
 def _fail(message: str, code: int) -> int:

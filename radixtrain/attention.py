@@ -252,7 +252,7 @@ def _choose_strategy(attention: str, window: bool) -> tuple[str, str]:
             "than the batch's longest sequence cuts through it; attention='auto' or 'path' keeps the window"
         )
     if attention != "auto":
-        return attention, "by name"
+        return attention, "as chosen"
     return ("path", "a sliding window binds, which cascade cannot keep") if window else ("cascade", "no row is copied")
 
 
@@ -262,7 +262,7 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
         refusal = varlen_refusal(kernel, call)
         if refusal:
             raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
-        return kernel, "by name"
+        return kernel, "as chosen"
     preferred = ("flash_attn_3", "flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
     refusals = {name: varlen_refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)

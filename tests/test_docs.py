@@ -198,10 +198,10 @@ class Recorder:
 
 @cache
 def recorded() -> Recorder:
-    from radixtrain.commands.lightning import RadixCLI
+    from radixtrain.commands.own_keys import add_own_keys
 
     recorder = Recorder()
-    RadixCLI.add_arguments_to_parser(None, recorder)  # type: ignore[arg-type]
+    add_own_keys(recorder)  # type: ignore[arg-type]
     return recorder
 
 

@@ -33,11 +33,6 @@ class Private(NamedTuple):
 DISTRIBUTIONS = {"flash_attn": "flash-attn", "flash_attn_3": "flash-attn-3"}  # names to install what may be missing
 TABLE = (
     Private(
-        "lightning.pytorch.cli.LightningCLI._get",
-        ("radixtrain/commands/lightning.py",),
-        "reads a setting of the command that runs",
-    ),
-    Private(
         "lightning.pytorch.cli.LightningCLI._parse_ckpt_path",
         ("radixtrain/commands/lightning.py",),
         "is overridden, so that a checkpoint's settings do not replace those that were typed",

@@ -58,7 +58,10 @@ def resolve(text: str, folder: Path) -> Path:
         return _checked(path)
     if path.is_dir():
         return _newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path, text)
-    raise UserError(f"ckpt_path: no such file: {text}{_otherwise(path.parent)}")
+    if text == "best":
+        reason = "it was removed, or save_best was not set"
+        raise UserError(f"ckpt_path best: none in {path.parent}: {reason}{_otherwise(path.parent)}")
+    raise UserError(f"ckpt_path: no such checkpoint: {text}{_otherwise(path.parent)}")
 
 
 def _newest(folder: Path, text: str) -> Path:
@@ -82,14 +85,14 @@ def _checked(path: Path) -> Path:
 
 def _otherwise(folder: Path) -> str:
     other = newest_valid(folder).path
-    return f"; {other} is whole" if other else ""
+    return f"; {other} is whole and can be taken" if other else ""
 
 
 def _target(link: Path) -> Path:
     """Where a link leads that `point` made: a symbolic link, or a file with the name of what is beside it."""
     if link.is_file():
         return link.with_name(link.read_text(encoding="utf-8", errors="replace").strip()[:255] or "nothing")
-    return link.resolve() if link.is_symlink() else link
+    return link.parent / link.readlink() if link.is_symlink() else link
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -17,7 +17,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["recover", "remove", "set_aside", "standing", "sync_folder", "tidy_leftovers", "writing"]
+__all__ = [
+    "delete",
+    "recover",
+    "remove",
+    "set_aside",
+    "standing",
+    "sync_folder",
+    "tidy_leftovers",
+    "writing",
+    "writing_file",
+]
 
 PARTIAL, REPLACED = "partial", "replaced"
 AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
@@ -32,27 +42,38 @@ def writing(target: Path) -> Iterator[Path]:
     """
     staging = _beside(target, PARTIAL)
     recover(target)
-    _delete(staging)
+    delete(staging)
     staging.mkdir(parents=True)
     try:
         yield staging
         _sync_all(staging)
         _publish(staging, target)
     except BaseException:
-        _delete(staging)
+        delete(staging)
         raise
-    _delete(staging)  # the previous target, if they were exchanged
-    _delete(_beside(target, REPLACED))
+    delete(staging)  # the previous target, if they were exchanged
+    delete(_beside(target, REPLACED))
+
+
+@contextmanager
+def writing_file(target: Path) -> Iterator[Path]:
+    """The same for a file that can be made again, so nothing waits for the disk: a name beside it to write to."""
+    staging = _beside(target, PARTIAL)
+    try:
+        yield staging
+        os.replace(staging, target)
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def remove(target: Path) -> None:
     """Delete a folder, a file or a link, so that no part of it is ever found under its name."""
     doomed = _beside(target, PARTIAL)
-    _delete(doomed)
+    delete(doomed)
     if os.path.lexists(target):
         target.rename(doomed)
-    _delete(doomed)
-    _delete(_beside(target, REPLACED))
+    delete(doomed)
+    delete(_beside(target, REPLACED))
 
 
 def standing(target: Path) -> Path:
@@ -79,9 +100,9 @@ def tidy_leftovers(folder: Path) -> None:
     for path in list(folder.iterdir()):
         if path.name.startswith(".") and path.suffix == f".{REPLACED}":
             recover(_shown(path))
-            _delete(path)
+            delete(path)
         elif path.name.startswith(".") and path.suffix == f".{PARTIAL}":
-            _delete(path)
+            delete(path)
 
 
 def sync_folder(folder: Path) -> None:
@@ -115,7 +136,7 @@ def _publish(staging: Path, target: Path) -> None:
         staging.rename(target)
     elif not _exchange(staging, target):
         replaced = _beside(target, REPLACED)
-        _delete(replaced)
+        delete(replaced)
         target.rename(replaced)
         staging.rename(target)
     sync_folder(target.parent)
@@ -143,8 +164,8 @@ def _shown(path: Path) -> Path:
     return path.with_name(path.stem.removeprefix("."))
 
 
-def _delete(path: Path) -> None:
-    """Whatever it is, if it is there."""
+def delete(path: Path) -> None:
+    """Delete a folder, a file or a link, if it is there. A kill may leave a part of a folder; see `remove`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

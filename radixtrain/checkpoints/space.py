@@ -12,7 +12,7 @@ from pathlib import Path
 from radixtrain.checkpoints.manifest import committed
 from radixtrain.errors import UserError
 
-__all__ = ["check_space", "explained"]
+__all__ = ["check_space", "existing", "explained", "mount_point"]
 
 MARGIN = 1 << 20  # bytes, for the skeleton, the manifest and the names
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def check_space(target: Path, num_bytes: int) -> None:
     """UserError if the disk of `target` has less room than that. Another checkpoint of that name stays meanwhile."""
-    if shutil.disk_usage(_existing(target.parent)).free < num_bytes + MARGIN:
+    if shutil.disk_usage(existing(target.parent)).free < num_bytes + MARGIN:
         raise UserError(_no_room(target, num_bytes))
 
 
@@ -41,11 +41,10 @@ def explained(target: Path, num_bytes: int) -> Iterator[None]:
 
 
 def _no_room(target: Path, num_bytes: int) -> str:
-    above = _existing(target.parent)
-    free = shutil.disk_usage(above).free
+    free = shutil.disk_usage(existing(target.parent)).free
     return (
         f"no room for the checkpoint {target}: it needs {_bytes_text(num_bytes)}, and the disk at "
-        f"{_mount_point(above)} has {_bytes_text(free)} free; {_way_out(target, 'free some space there')}"
+        f"{mount_point(target.parent)} has {_bytes_text(free)} free; {_way_out(target, 'free some space there')}"
     )
 
 
@@ -56,14 +55,17 @@ def _way_out(target: Path, advice: str) -> str:
     return f"{advice}, then resume with --ckpt_path {whole[0]}, the last whole one"
 
 
-def _existing(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
 
 
-def _mount_point(folder: Path) -> Path:
-    folder = folder.resolve()
+def mount_point(path: Path) -> Path:
+    """The root of the disk that holds the path, or will hold it."""
+    folder = existing(path).resolve()
     while not os.path.ismount(folder):
         folder = folder.parent
     return folder

@@ -11,10 +11,12 @@ from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.errors import UserError
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.checkpoint import check_model_folder, load_weights, read_checkpoint, save_hf_folder
 from radixtrain.training.results.model_card import documents
+from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
 from radixtrain.training.survival.folder_lock import locked_model
+from radixtrain.training.survival.weights import load_weights, read_checkpoint
 
 __all__ = ["export", "run"]
 
@@ -34,6 +36,8 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
     """
     check_model_folder(output_dir, [ckpt_path])
     with locked_model(Path(output_dir), "export"):
+        if ckpt_path in ("last", "best"):
+            raise UserError(f"ckpt_path {ckpt_path}: of which run? write RUN/checkpoints/{ckpt_path}")
         checkpoint = read_checkpoint(ckpt_path)
         module = _restored(checkpoint)
         assert module.model is not None

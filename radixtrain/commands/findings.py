@@ -121,9 +121,8 @@ def _devices() -> Iterator[Finding]:
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding(
-        "devices", "cpu", f"{processor()}, {cores} cores, {torch.get_num_threads()} threads, {bytes_text(memory)}"
-    )
+    threads = f"torch uses {torch.get_num_threads()} of them"
+    yield Finding("devices", "cpu", f"{processor()}, {cores} cores, {threads}, {bytes_text(memory)}")
     build = torch.version.cuda or torch.version.hip
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)

@@ -26,6 +26,12 @@ TRAINER = {
     "enable_progress_bar": ("true", "a bar on a terminal, single lines in a file"),
     "fast_dev_run": ("false", "a single step, to try a configuration"),
 }
+# Keys of Lightning's trainer that do more or something else here. They, and those above, are explained in our words.
+CHANGED = {
+    "deterministic": "true: attention and batches are chosen by fixed numbers, not by a calibration of this machine, "
+    "so that machines with the same processor and libraries get the same bits",
+    "max_time": "DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains; then it is saved",
+}
 SECTIONS = ("model", "data", "evaluate_generation")
 WIDEST = 120
 INDENT = 42  # of the explanations
@@ -93,5 +99,12 @@ def _entry(key: Key, width: int) -> str:
     values = [f"values: {key.kind}"] if key.kind else []
     default = ["required"] if key.default is None else [f"default: {key.default}"] if key.default else []
     about = [f"    {'; '.join([*values, *default])}"] if values or default else []
-    text = textwrap.fill(key.help, width, initial_indent="    ", subsequent_indent="    ")
+    text = textwrap.fill(_meaning(key), width, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([f"--{key.name}", *about, text, ""])
+
+
+def _meaning(key: Key) -> str:
+    """Ours, then Lightning's, for a key of its trainer that we explain, too."""
+    section, _, name = key.name.partition(".")
+    ours = CHANGED.get(name) or TRAINER.get(name, ("", ""))[1]
+    return f"{ours}. Lightning's words: {key.help}" if ours and section == "trainer" else key.help

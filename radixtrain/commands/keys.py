@@ -40,7 +40,12 @@ class Key(NamedTuple):
 CONFIG = Key("config", "a YAML file", "", "a file with these keys; what comes later overrides it.")
 # What Lightning's command line adds by itself.
 SEED = Key("seed_everything", "integer", "42", "of the initial adapters, the order of the rows and `data.val_size`.")
-CKPT = Key("ckpt_path", "text, null", "null", "a checkpoint to go on from (fit) or whose weights to take (the others).")
+CKPT = Key(
+    "ckpt_path",
+    "text, null",
+    "null",
+    "a checkpoint to go on from (fit) or whose weights to take: `last`, `best`, or a path.",
+)
 PRINT = Key("print_config", "", "", "print every key with its value, and run nothing.")
 
 
@@ -56,11 +61,7 @@ def keys_of(command: str) -> tuple[Key, ...]:
     shared = () if any(key.name == "ckpt_path" for key in own) else (CKPT,)
     linked, answers = _linked(), PACKAGE / "training" / "answers"
     sections = [
-        *_keys(
-            PACKAGE / "training" / "answers" / "evaluate_generation.py",
-            "EvaluateGeneration.__init__",
-            "evaluate_generation.",
-        ),
+        *_keys(answers / "evaluate_generation.py", "EvaluateGeneration.__init__", "evaluate_generation."),
         *_keys(PACKAGE / "training" / "module.py", "RadixModule.__init__", "model."),
         *_keys(PACKAGE / "data" / "datamodule.py", "SFTData.__init__", "data."),
     ]
@@ -158,7 +159,7 @@ def _documented(docstring: str) -> dict[str, str]:
 
 
 def _added_by_us() -> list[Key]:
-    """What `RadixCLI` adds to the top level."""
+    """What `own_keys.py` adds to the top level."""
     calls = [node for node in _calls("add_argument") if isinstance(node.args[0], ast.Constant)]
     keys = []
     for call in calls:
@@ -174,8 +175,8 @@ def _linked() -> set[str]:
 
 
 def _calls(method: str) -> list[ast.Call]:
-    """Those of the parser's method in `RadixCLI.add_arguments_to_parser`."""
-    found = _find(_source(PACKAGE / "commands" / "lightning.py"), "RadixCLI.add_arguments_to_parser")
+    """Those of a method of the parser in `own_keys.py`."""
+    found = _find(_source(PACKAGE / "commands" / "own_keys.py"), "add_own_keys")
     assert found is not None
     calls = [node for node in ast.walk(found[0]) if isinstance(node, ast.Call)]
     return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == method]

@@ -13,7 +13,7 @@ from radixtrain.errors import UserError, first_line
 
 __all__ = ["check_interval", "check_limits"]
 
-# The least value of integers. null is always allowed; it turns off what the key says.
+# The least value of integers. All but save_total_limit may be null, which turns off what the key says.
 LEAST = {
     "save_every_steps": 1,
     "save_total_limit": 1,
@@ -34,7 +34,8 @@ def check_limits(config: Any) -> None:
     for key, least in LEAST.items():
         value = config.get(key)
         if value is not None and value < least:
-            raise UserError(f"{key} must be at least {least}, or null; got {value}")
+            also = "" if key == "save_total_limit" else ", or null"
+            raise UserError(f"{key} must be at least {least}{also}; got {value}")
     for key in ABOVE_ZERO:
         value = config.get(key)
         if isinstance(value, int | float) and not (0 < value < math.inf):

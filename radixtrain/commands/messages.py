@@ -47,6 +47,10 @@ def usage_message(text: str, command: str) -> str:
         return _unknown_keys(unknown[1], command)
     if in_a_file := re.search(r"does not accept option '([^']+)'", line):
         return _unknown_keys(f"--{in_a_file[1]}", command)
+    if lacking := re.match(r"argument --(\S+): expected one argument", line):
+        return f"{lacking[1]} needs a value: --{lacking[1]} VALUE"
+    if missing := re.match(r"Parser key \"config\": File does not exist: '(.*)'", line):
+        return f"--config: no such file: {missing[1]}"
     if inside := re.match(NESTED, line):
         return _wrong_value(f"{inside[1]}.{inside[2]}", inside[3], command)
     wrong = re.match(r'Parser key "([^"]+)": (.*)', line)

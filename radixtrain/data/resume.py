@@ -34,7 +34,7 @@ def check_state(state: Mapping[str, Any], settings: Any, corpus: Corpus) -> None
     changed = [f"{name} was {state.get(name)} and is {here[name]}" for name in here if state.get(name) != here[name]]
     if changed:
         raise UserError(
-            f"ckpt_path: the checkpoint belongs to other steps: {', '.join(changed)}; resume with the data of the run"
+            f"ckpt_path: the checkpoint belongs to other steps: {', '.join(changed)}; give the data settings of the run"
         )
 
 

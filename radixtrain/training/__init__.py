@@ -1,1 +1,11 @@
-"""Training under Lightning."""
+"""Training under Lightning.
+
+| what | does |
+|---|---|
+| `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes AdamW and its schedule |
+| `trainer.py` | Lightning's trainer with `verify`, `inspect` and `report` |
+| `start/` | loads the model, and refuses what cannot work |
+| `answers/` | generates answers to rows, and scores them |
+| `survival/` | saves a run, stops it, and goes on |
+| `results/` | what a run leaves |
+"""

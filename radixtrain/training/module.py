@@ -22,26 +22,15 @@ from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predicted_answers import PredictedAnswers
 from radixtrain.training.callbacks import VerifyFirstBatch
-from radixtrain.training.optimizer import adamw, check_settings, epoch_length, num_steps_of_run, schedule
-from radixtrain.training.results.checkpoint import check_weights
+from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.training.survival.finite import NonFiniteGuard, check_weights_finite
-from radixtrain.training.survival.position import (
-    Position,
-    check_not_beyond,
-    generator_states,
-    run_pending_validation,
-    set_generator_states,
-    settle_loops,
-)
-from radixtrain.training.survival.resume import (
-    add_run_state,
-    apply_settings,
-    check_same_model,
-    restored_rates,
-    without_timer,
-)
+from radixtrain.training.survival.generators import generator_states, set_generator_states
+from radixtrain.training.survival.position import Position, run_pending_validation, settle_loops
+from radixtrain.training.survival.resume import apply_settings, restore_position, restored_rates
+from radixtrain.training.survival.run_state import add_run_state, check_same_model
+from radixtrain.training.survival.weights import check_weights, is_partial
 from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
@@ -199,24 +188,18 @@ class RadixModule(L.LightningModule):
             self.scorer = self._scorer()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the position, the random generators and what else a run that goes on needs; see `resume.py`."""
+        """Adds the position, the random generators and what else a run that goes on needs; see `run_state.py`."""
         add_run_state(checkpoint, self, self.generators_before_step)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """UserError if this is no checkpoint of this model. In `fit`, Lightning's loops go on from its position."""
         check_same_model(checkpoint, self)
-        self.strict_loading = not checkpoint.get("radixtrain", {}).get("partial", False)
-        check_weights(self, checkpoint["state_dict"], is_partial=not self.strict_loading)
+        check_weights(self, checkpoint)
+        self.strict_loading = not is_partial(checkpoint)
         self.rates = restored_rates(checkpoint)
-        if self.trainer.state.fn != "fit":
-            return
-        without_timer(checkpoint)
-        self.position, self.resumed = Position.of(checkpoint), checkpoint
-        self.guard.load_state_dict(checkpoint.get("radixtrain", {}).get("skipped", self.guard.state_dict()))
-        length = epoch_length(self.trainer, self.steps_per_epoch)
-        if length:
-            check_not_beyond(self.trainer, self.position, length)
-            checkpoint["loops"]["fit_loop"] = self.position.loops(length)
+        if self.trainer.state.fn == "fit":
+            self.resumed = checkpoint
+            restore_position(checkpoint, self)
 
     def configure_optimizers(self) -> Any:
         optimizer = adamw(self, self.hparams)
@@ -284,8 +267,7 @@ class RadixModule(L.LightningModule):
             apply_settings(self.resumed, self)
             settle_loops(self.trainer)
             if self.position.validation_pending:
-                run_pending_validation(self.trainer)
-                self.position = self.position.validated()
+                run_pending_validation(self)
         self.speed.start()
 
     def on_validation_start(self) -> None:

@@ -83,7 +83,7 @@ class ProgressLines(ProgressBar):
         super().__init__()
         self.is_on = True
         self.last_line = self.started = 0.0
-        self.first_step = 0
+        self.first_step = self.step = 0
 
     def disable(self) -> None:
         self.is_on = False
@@ -96,9 +96,13 @@ class ProgressLines(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.started, self.first_step = time.perf_counter(), trainer.global_step
+        self.step = self.first_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
         step, total = trainer.global_step, _num_steps(trainer, pl_module)
+        if step == self.step:  # it was left out, since it was not finite
+            return
+        self.step = step
         is_end = step in (self.first_step + 1, total)
         if is_end or (step % trainer.log_every_n_steps == 0 and self._is_time()):
             self._say(f"step {step}{_of(total)}", _shown(trainer, leave_out="eval_"), self._eta(step, total))

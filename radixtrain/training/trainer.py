@@ -20,8 +20,8 @@ from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import adamw
-from radixtrain.training.results.checkpoint import load_weights, read_checkpoint
 from radixtrain.training.start.skeleton import layer_period, random_trainable
+from radixtrain.training.survival.weights import load_weights, read_checkpoint
 from radixtrain.verification.report import EquivalenceReport
 
 __all__ = ["Trainer"]

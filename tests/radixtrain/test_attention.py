@@ -619,7 +619,7 @@ class TestChoice:
 
     def test_by_name(self) -> None:
         choice = choose_attention("path", "eager", CPU, torch.float32, 64)
-        assert str(choice) == "attention=path, kernel=eager (path: by name; eager: by name)"
+        assert str(choice) == "attention=path, kernel=eager (path: as chosen; eager: as chosen)"
         assert choose_attention("reference", "auto", CPU, torch.float32, 64).kernel == "none"
 
     def test_on_cuda(self, with_flash_attn: None) -> None:
@@ -708,7 +708,7 @@ class TestChoice:
             assert not caplog.messages
             for _ in range(2):
                 choose_attention("path", "auto", CPU, torch.float32, 8)
-        assert caplog.messages == ["attention=path, kernel=torch (path: by name; torch: on cpu)"]
+        assert caplog.messages == ["attention=path, kernel=torch (path: as chosen; torch: on cpu)"]
 
     def test_a_choice_that_was_forgotten_is_not_logged_again(self, caplog: pytest.LogCaptureFixture) -> None:
         """More calls of different head dims than are remembered, and one line."""

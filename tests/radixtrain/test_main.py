@@ -141,7 +141,7 @@ class TestBadInput:
             ({"model__adam_beta1": 2}, "model.adam_beta1 must be at least 0 and below 1, got 2"),
             ({"seed_everything": -1}, "seed_everything must be from 0 to 4294967295, got -1"),
             ({"data__dataloader_num_workers": -1}, "data.dataloader_num_workers must be at least 0, got -1"),
-            ({"ckpt_path": "nope.ckpt"}, "ckpt_path: no such file: nope.ckpt"),
+            ({"ckpt_path": "nope.ckpt"}, "ckpt_path: no such checkpoint: nope.ckpt"),
             ({"model__use_peft": "true", "model__lora_r": 0}, "model.lora_r must be at least 1, got 0"),
             (
                 {"model__use_peft": "true", "model__lora_target_modules": "[nope]"},
@@ -180,7 +180,7 @@ class TestBadInput:
         def broken(*args):
             raise ValueError("a bug")
 
-        monkeypatch.setattr(RadixCLI, "_callbacks", broken)
+        monkeypatch.setattr(RadixCLI, "instantiate_trainer", broken)
         with pytest.raises(ValueError, match=r"^a bug$") as raised:
             main(arguments())
         assert not isinstance(raised.value, UserError)
@@ -249,7 +249,11 @@ class TestUsage:
 
     def test_export_of_nothing(self, capsys, tmp_path):
         assert main(["export", f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--output_dir={tmp_path / 'y'}"]) == 1
-        assert "no such file" in capsys.readouterr().err
+        assert "no such checkpoint" in capsys.readouterr().err
+
+    def test_export_of_the_last_of_no_run(self, capsys, tmp_path):
+        assert main(["export", "--ckpt_path=last", f"--output_dir={tmp_path / 'y'}"]) == 1
+        assert "ckpt_path last: of which run? write RUN/checkpoints/last" in capsys.readouterr().err
 
     def test_export_of_something_else(self, capsys, tmp_path):
         (tmp_path / "x.ckpt").write_text("not a checkpoint")

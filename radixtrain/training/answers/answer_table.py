@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import WandbLogger
+
+from radixtrain.checkpoints.replacing import writing_file
 
 __all__ = ["Judged", "log_table", "write_table"]
 
@@ -33,10 +34,8 @@ class Judged(NamedTuple):
 def write_table(path: Path, rows: Sequence[Judged]) -> None:
     """Write or replace the file; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
+    with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([Judged._fields, *rows])
-    os.replace(partial, path)
 
 
 def log_table(loggers: Iterable[Any], name: str, rows: Sequence[Judged]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
 from radixtrain.checkpoints.upkeep import point
 from radixtrain.errors import UserError
-from radixtrain.training.results.checkpoint import check_weights
+from radixtrain.training.survival.weights import load_weights
 
 __all__ = ["Best", "Saver", "StopEarly", "Validation", "is_lower_better", "is_validation"]
 
@@ -103,9 +103,7 @@ class Best(L.Callback):
         except (UserError, OSError) as error:
             logger.warning("save_best: %s; model/ will hold the last weights, not the best", error)
             return False
-        is_partial = checkpoint.get("radixtrain", {}).get("partial", False)  # of LoRA only the adapters
-        check_weights(module, checkpoint["state_dict"], is_partial)
-        module.load_state_dict(checkpoint["state_dict"], strict=not is_partial)
+        load_weights(module, checkpoint)
         return True
 
     def state_dict(self) -> dict[str, Any]:

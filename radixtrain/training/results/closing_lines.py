@@ -67,7 +67,7 @@ def _validation(exported: Exported) -> dict[str, str]:
         return {}
     place = "" if validation.step == exported.step else f" at step {validation.step:,}, the last validation"
     if exported.kind == "best":
-        place = f" at step {validation.step:,}, the best one, whose weights are exported"
+        place = f" at step {validation.step:,}, whose weights are exported"
     by_place = sorted(validation.metrics, key=lambda name: (name != "eval_loss", name))
     return {name: f"{validation.metrics[name]:.4f}{place}" for name in by_place}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from radixtrain.checkpoints.replacing import writing_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,9 +85,8 @@ def write_curves(parts: Sequence[LogPart], path: Path, best: BestStep | None = N
     curves = read_curves(parts)
     if not curves.get("loss"):
         return False
-    partial = path.with_name(f".{path.name}.partial")
-    _draw(curves, [part.first_step for part in parts[1:]], best, path.absolute().parent.name, partial)
-    os.replace(partial, path)
+    with writing_file(path) as partial:
+        _draw(curves, [part.first_step for part in parts[1:]], best, path.absolute().parent.name, partial)
     return True
 
 
@@ -172,6 +172,10 @@ def _draw_small(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestS
     panel.set_title(SMALL.get(name, name))
     if name not in SMALL:
         _draw_validations(panel, name, curves, best)
+        lowest, highest = curves[name].values.min(), curves[name].values.max()
+        if lowest >= 0 > panel.get_ylim()[0]:  # a share of right answers is never below 0
+            top = panel.get_ylim()[1] if highest > 0 else 1.0
+            panel.set_ylim(-0.04 * top, top)
         return
     _draw_noisy(panel, curves[name], BLUE)
     panel.yaxis.set_major_formatter("{x:g}" if name == "learning_rate" else "{x:,g}")
@@ -223,11 +227,15 @@ def _name_lines(panel: Axes, lines: Mapping[str, tuple[Curve, str]], gap: float)
     bottom, top = panel.get_ylim()
     panel.set_ylim(bottom, top)  # stays as it is
     ends = {name: curve.values[-max(1, int(len(curve.values) * WINDOW)) :].mean() for name, (curve, _) in lines.items()}
-    height = -1.0
-    for name in sorted(ends, key=lambda each: float(ends[each])):
-        height = max((ends[name] - bottom) / (top - bottom), height + gap)
+    names = sorted(ends, key=lambda each: float(ends[each]))
+    heights: list[float] = []
+    for name in names:
+        height = (ends[name] - bottom) / (top - bottom)
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    above = max(0.0, heights[-1] - 1)  # the top one stays beside the panel, not beside its title
+    for name, height in zip(names, heights, strict=True):
         place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (5, 0), "textcoords": "offset points"}
-        panel.annotate(name, (1.0, height), color=lines[name][1], verticalalignment="center", **place)
+        panel.annotate(name, (1.0, height - above), color=lines[name][1], verticalalignment="center", **place)
 
 
 def _draw_steps(panel: Axes, resumed: Sequence[int], num_ticks: int) -> None:

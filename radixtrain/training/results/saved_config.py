@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch.cli import SaveConfigCallback
 
+from radixtrain.checkpoints.replacing import writing_file
 from radixtrain.redaction import masked
 
 __all__ = ["SaveMaskedConfig", "mask_what_is_logged"]
@@ -28,9 +28,8 @@ class SaveMaskedConfig(SaveConfigCallback):
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
         folder = Path(trainer.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{self.config_filename}.partial"
-        partial.write_text(self.text(), encoding="utf-8")
-        os.replace(partial, folder / self.config_filename)
+        with writing_file(folder / self.config_filename) as partial:
+            partial.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
         """The configuration in YAML, with `***` for every secret. Without one it is as Lightning writes it."""

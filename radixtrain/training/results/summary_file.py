@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from radixtrain.checkpoints.manifest import Manifest
+from radixtrain.checkpoints.replacing import writing_file
 from radixtrain.training.results.best import Best, Validation
 from radixtrain.training.results.ending import Ending
 from radixtrain.training.results.model_card import versions
@@ -48,9 +48,8 @@ def write_summary(
         "versions": versions(),
     }
     text = json.dumps(_finite(record), indent=2, allow_nan=False)
-    partial = output_dir / f".{SUMMARY}.partial"
-    partial.write_text(f"{text}\n", encoding="utf-8")
-    os.replace(partial, output_dir / SUMMARY)
+    with writing_file(output_dir / SUMMARY) as partial:
+        partial.write_text(f"{text}\n", encoding="utf-8")
 
 
 def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from radixtrain.checkpoints.space import existing
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.report.wording import bytes_text
 from radixtrain.training.answers.metrics import OWN_METRICS
@@ -47,9 +48,7 @@ def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, s
 
     Raises UserError if the folder cannot be made or written to, or if the disk has less room.
     """
-    above = Path(output_dir).absolute()
-    while not above.exists():
-        above = above.parent
+    above = existing(Path(output_dir))
     if not above.is_dir():
         raise UserError(f"output_dir {output_dir}: {above} is a file; name a folder")
     if not os.access(above, os.W_OK | os.X_OK):

@@ -106,7 +106,10 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
     return [
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
-        ("memory", f"{bytes_text(held)} for weights, gradients and AdamW, and the activations of a micro-batch"),
+        (
+            "memory",
+            f"{bytes_text(held)} for weights, gradients and AdamW; the activations of a micro-batch come on top",
+        ),
         ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
     ]
 

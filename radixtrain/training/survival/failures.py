@@ -16,6 +16,7 @@ from traceback import walk_tb
 
 import torch
 
+from radixtrain.checkpoints.space import existing, mount_point
 from radixtrain.errors import UserError
 from radixtrain.hf.rates_file import cache_folder
 from radixtrain.report.wording import bytes_text
@@ -81,8 +82,8 @@ def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | 
         return None
     name = getattr(error, "filename", None) if isinstance(error, OSError) else None
     written = [Path(os.fsdecode(name))] if isinstance(name, str | bytes) else _written(output_dir)
-    path = min(written, key=lambda each: shutil.disk_usage(_existing(each)).free)
-    disk = _mount(path)
+    path = min(written, key=lambda each: shutil.disk_usage(existing(each)).free)
+    disk = mount_point(path)
     return (
         f"the disk {disk} {NO_ROOM[number]}, where {path} is ({_free(disk)} free): make room there, or choose another "
         f"place ({_place(path, output_dir)})"
@@ -154,15 +155,5 @@ def _last_checkpoint(output_dir: Path | None) -> str:
     return f". The last checkpoint is {last.parent / name}; go on with --ckpt_path last"
 
 
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-
-
-def _mount(path: Path) -> Path:
-    found = _existing(path)
-    return next(each for each in (found, *found.parents) if os.path.ismount(each))
-
-
 def _free(path: Path) -> str:
-    return bytes_text(shutil.disk_usage(_existing(path)).free)
+    return bytes_text(shutil.disk_usage(existing(path)).free)

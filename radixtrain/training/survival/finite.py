@@ -54,7 +54,7 @@ class NonFiniteGuard:
         """
         if _are_finite(loss, grad_norm):
             return True
-        found = f"loss {loss.item()} and grad_norm {grad_norm.item()} at step {step} are not both finite"
+        found = f"loss {loss.item():.6g} and grad_norm {grad_norm.item():.6g} of step {step + 1} are not both finite"
         reason = self._why_to_stop(module)
         if reason:
             raise NonFinite(f"{found}; {reason}. {_rows_of_step(where)}", where, step)
@@ -73,7 +73,7 @@ class NonFiniteGuard:
         """
         if _are_finite(loss):
             return True
-        found = f"{name} {loss.item()} is not finite"
+        found = f"{name} {loss.item():g} is not finite"
         if not (is_fit and self.on_nonfinite == "skip"):
             hint = "16 bits may overflow, so try model.dtype: float32"
             raise NonFinite(f"{found}; {hint}. {_rows_of_step(where)}", where)

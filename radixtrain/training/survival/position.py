@@ -6,23 +6,18 @@ not after every kind of stop. Here a checkpoint keeps three numbers, and the cou
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
-import numpy as np
-import torch
 
 from radixtrain.errors import UserError
 
 __all__ = [
     "Position",
     "check_not_beyond",
-    "generator_states",
     "run_pending_validation",
-    "set_generator_states",
     "settle_loops",
 ]
 
@@ -102,36 +97,18 @@ def settle_loops(trainer: L.Trainer) -> None:
         loop.restarting = False
 
 
-def run_pending_validation(trainer: L.Trainer) -> None:
-    """The validation that was due when the checkpoint was written, as the epoch loop would have run it."""
-    loop: Any = trainer.fit_loop.epoch_loop
+def run_pending_validation(module: Any) -> None:
+    """The validation that was due when the checkpoint was written, as the epoch loop would have run it.
+
+    module: a `RadixModule`, in whose position it is pending.
+    """
+    trainer = module.trainer
+    loop = trainer.fit_loop.epoch_loop
     loop.val_loop.restarting = False
     trainer.validating = True
     loop.val_loop.run()
     trainer.training = True
-
-
-def generator_states() -> dict[str, Any]:
-    """Of Python's, NumPy's and torch's random generators, those of all CUDA devices included."""
-    version, numbers, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002
-    return {
-        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-        "numpy": {"name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": [place, has_gauss, cached]},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_generator_states(states: Mapping[str, Any]) -> None:
-    """What `generator_states` gave. CUDA's only if there are as many devices as there were."""
-    python, numpy = states["python"], states["numpy"]
-    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    module.position = module.position.validated()
 
 
 def _counts(number: int) -> dict[str, int]:

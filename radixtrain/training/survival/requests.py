@@ -99,7 +99,7 @@ class Requests:
         if self._take("save"):
             self.save = True
         if self._take("stop") and self.stop is None:
-            self.stop = Stop("file stop", 128 + signal.SIGINT)
+            self.stop = Stop("the file stop", 128 + signal.SIGINT)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from radixtrain.checkpoints.replacing import delete
 from radixtrain.errors import UserError
 
 __all__ = ["EarlierRun", "check_new_run", "check_output_dir", "is_resumed"]
@@ -39,6 +40,7 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
         )
     if "\0" in text:
         raise UserError(f"output_dir {text!r}: a path cannot hold a null character")
+    text = os.path.expanduser(text)  # as Lightning does for its logs
     above = Path(text).absolute()
     while not os.path.lexists(above):
         above = above.parent
@@ -53,7 +55,16 @@ def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bo
     """Whether the run in this folder goes on: `ckpt_path` is `last`, `best`, or lies in it."""
     if ckpt_path is None:
         return False
-    return str(ckpt_path) in ("last", "best") or Path(ckpt_path).resolve().is_relative_to(output_dir.resolve())
+    if str(ckpt_path) in ("last", "best"):
+        return True
+    path, home = Path(ckpt_path).resolve(), output_dir.resolve()
+    return path.is_relative_to(home) and not any(_found(each) for each in _runs_between(path, home))
+
+
+def _runs_between(path: Path, home: Path) -> list[Path]:
+    """Folders above a checkpoint, below a run's own, that may be runs of their own; `logs/version_N` is none."""
+    inside = path.relative_to(home)
+    return [] if inside.parts[:1] == ("logs",) else [home / each for each in (inside, *inside.parents)][:-1]
 
 
 def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, overwrite: bool) -> None:
@@ -102,7 +113,7 @@ class EarlierRun:
 
     def forget(self, checkpoint: Path | None = None) -> None:
         """Delete the earlier run. checkpoint: the new one's first."""
-        _delete(self.output_dir / ASIDE)
+        delete(self.output_dir / ASIDE)
 
 
 def _found(output_dir: Path) -> list[str]:
@@ -146,7 +157,7 @@ def _recover(output_dir: Path) -> None:
     elif aside.is_dir():
         aside.rename(moving)
     for path in _belongings(moving):
-        _delete(output_dir / path.relative_to(moving))
+        delete(output_dir / path.relative_to(moving))
         _move(path, moving, output_dir)
     if moving.is_dir():
         shutil.rmtree(moving)
@@ -157,10 +168,3 @@ def _move(path: Path, source: Path, target: Path) -> None:
     moved = target / path.relative_to(source)
     moved.parent.mkdir(parents=True, exist_ok=True)
     path.rename(moved)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import lightning as L
 
 from radixtrain.checkpoints.upkeep import point, prune
 from radixtrain.errors import Stopped
-from radixtrain.training.survival.finite import check_weights_finite
+from radixtrain.training.survival.finite import NonFinite, check_weights_finite
 from radixtrain.training.survival.position import Position, run_pending_validation
 from radixtrain.training.survival.requests import Requests
 
@@ -75,6 +75,12 @@ class SaveCheckpoints(L.Callback):
         """Have a checkpoint written before the next step, or at the end of the run."""
         self._asked = True
 
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Called even if nothing is left to train."""
+        resumed = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
+        if resumed and resumed.parent == self.folder.resolve():
+            self.last = self.folder / resumed.name
+
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """What the run went on from need not be written again. Lightning has put its own signal handlers in by now."""
         self.requests.install()
@@ -100,8 +106,7 @@ class SaveCheckpoints(L.Callback):
     def on_fit_end(self, trainer: Any, module: Any) -> None:
         """A run that was stopped in its last validation has nothing to train when it goes on, but that to do."""
         if module.position.validation_pending:
-            run_pending_validation(trainer)
-            module.position = module.position.validated()
+            run_pending_validation(module)
             self.on_train_end(trainer, module)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -113,6 +118,8 @@ class SaveCheckpoints(L.Callback):
             return
         try:
             self._save(trainer, module, validation_pending=bool(trainer.validating))
+            if isinstance(exception, NonFinite) and self.last:
+                logger.warning("the last good step is saved; go on from it with --ckpt_path %s", self.last)
         except Exception as error:  # the one that ends the run is the one to tell
             logger.warning("the last good step could not be saved: %s", error)
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from radixtrain.checkpoints.replacing import writing_file
+
 __all__ = ["hidden", "is_batch_job", "is_restarted", "job_id", "remember_job", "requeue"]
 
 logger = logging.getLogger(__name__)
@@ -57,9 +59,8 @@ def remember_job(output_dir: Path) -> None:
     job = job_id()
     if job is None:
         return
-    partial = output_dir / f"{RECORD}.partial"
-    partial.write_text(f"{job}\n", encoding="utf-8")
-    os.replace(partial, output_dir / RECORD)
+    with writing_file(output_dir / RECORD) as partial:
+        partial.write_text(f"{job}\n", encoding="utf-8")
 
 
 def is_restarted(output_dir: Path) -> bool:

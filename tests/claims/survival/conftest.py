@@ -22,7 +22,10 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def start(server: Server, tmp_path: Path) -> Callable[..., Run]:
-    """`start(arguments)`: the run of a command line. Its temporary files go to `tmp_path / "temporary"`."""
+    """`start(arguments)`: the run of a command line, without a picture.
+
+    Its temporary files go to `tmp_path / "temporary"`.
+    """
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     count = 0
@@ -31,7 +34,7 @@ def start(server: Server, tmp_path: Path) -> Callable[..., Run]:
         nonlocal count
         count += 1
         variables = {"TMPDIR": str(temporary), **(environment or {})}
-        return server.start(arguments, tmp_path / f"stderr_{count}", variables, **options)
+        return server.start(arguments, tmp_path / f"stderr_{count}", variables, **{"draws": False, **options})
 
     return run
 

@@ -127,13 +127,18 @@ class Server:
         stderr: Path,
         environment: Mapping[str, str] | None = None,
         largest_file: int | None = None,
+        draws: bool = True,
     ) -> Run:
-        """Start `python -m radixtrain` with these arguments. largest_file: bytes, as `ulimit -f` sets it."""
+        """Start `python -m radixtrain` with these arguments.
+
+        largest_file: bytes, as `ulimit -f` sets it. draws: False for no `loss.png`, which takes longer than a run.
+        """
         asked = {
             "arguments": list(map(str, arguments)),
             "stderr": str(stderr),
             "environment": {**os.environ, **(environment or {})},
             "largest_file": largest_file,
+            "draws": draws,
         }
         stderr.touch()
         assert self._process.stdin is not None
@@ -196,6 +201,8 @@ def _start(asked: dict[str, Any]) -> None:
     os.environ.update(asked["environment"])
     if asked["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["largest_file"],) * 2)
+    if not asked["draws"]:
+        vars(sys.modules["radixtrain.training.results.summary"])["write_curves"] = lambda *_: False
     sys.argv = ["radixtrain", *asked["arguments"]]
     from radixtrain.__main__ import main
 

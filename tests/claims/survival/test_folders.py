@@ -86,6 +86,7 @@ def test_the_lock_of_a_killed_run_is_none(start, line, tmp_path):
     assert_nothing_left(folder)
 
 
+@pytest.mark.skipif("RADIXTRAIN_TRIES" not in os.environ, reason="three processes; RADIXTRAIN_TRIES=1 runs it")
 def test_copies_of_torchrun_say_no(line, tmp_path):
     """Both, before anything is written."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "radixtrain"]

@@ -135,7 +135,7 @@ def run_whole(start: Any, line: list[str]) -> float:
 def survive(start: Any, line: Callable[..., list[str]], folder: Path, killer: Killer, kills: int) -> None:
     """Kill a run that many times, and let it come to its end."""
     for _ in range(kills):
-        run = start(line(folder, **go_on(folder)))
+        run = start(line(folder, **go_on(folder)), draws=True)
         if not killer.kill(run, folder):
             assert run.wait() == 0, run.said()
             break

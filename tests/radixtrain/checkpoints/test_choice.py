@@ -137,16 +137,16 @@ class TestResolve:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("{}/step=4", "no such file: .*step=4; .*step=5 is whole"),
-            ("nope.ckpt", "no such file: nope.ckpt$"),
+            ("{}/step=4", "no such checkpoint: .*step=4; .*step=5 is whole"),
+            ("nope.ckpt", "no such checkpoint: nope.ckpt$"),
             ("{}/step=5/model.safetensors", "not a checkpoint of radixtrain"),
             ("{}/model", "a model and no checkpoint; give it as model.model_name_or_path"),
             ("{}/empty", "no whole checkpoint in .*empty$"),
             ("{}/empty/last", "no whole checkpoint in .*empty$"),
             ("{}/none/last", "no whole checkpoint in .*none$"),
-            ("{}/empty/best", "no such file"),
+            ("{}/empty/best", "no such checkpoint"),
             ("{}/text", "not a checkpoint of radixtrain"),
-            ("\0", "no such file"),
+            ("\0", "no such checkpoint"),
         ],
     )
     def test_none_is_there(self, folder, text, reason):
@@ -170,5 +170,5 @@ class TestResolve:
 
     def test_a_link_that_leads_nowhere(self, folder):
         shutil.rmtree(folder / "step=3")
-        with pytest.raises(UserError, match=r"no such file: best; .*step=5 is whole"):
+        with pytest.raises(UserError, match=r"ckpt_path best: none in .*save_best.*; .*step=5 is whole"):
             resolve("best", folder)

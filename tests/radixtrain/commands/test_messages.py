@@ -63,6 +63,8 @@ NO_CLASS = "Errors:\n- Expected a dot import path string: {0}\nGiven value type:
             "Parser key \"trainer.x\": Expected a <class 'lightning.Trainer'>. Got value: 1",
             "Parser key \"trainer.x\": Expected a <class 'lightning.Trainer'>. Got value: 1",
         ),
+        ("argument --save_best: expected one argument", "save_best needs a value: --save_best VALUE"),
+        ("Parser key \"config\": File does not exist: '/a/no.yaml'", "--config: no such file: /a/no.yaml"),
         ("something\nelse", "something else"),
     ],
 )

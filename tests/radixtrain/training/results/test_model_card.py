@@ -8,8 +8,8 @@ from huggingface_hub import ModelCard
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
-from radixtrain.training.results.checkpoint import check_model_folder
 from radixtrain.training.results.model_card import CARD, MARK, SETTINGS, documents
+from radixtrain.training.results.model_folder import check_model_folder
 
 CONFIG = {
     "model": {"model_name_or_path": "Qwen/Qwen3-0.6B", "learning_rate": 1e-5, "use_peft": True, "lora_r": 8},

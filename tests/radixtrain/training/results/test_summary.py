@@ -211,7 +211,7 @@ REACHED = Reached(step=30, first_loss=4.0, last_step={"loss": 1.0}, seconds=8.0)
         ),
         (
             Exported("best", 20, Validation(20, {"eval_loss": 1.5, "eval_contains": 0.25})),
-            "1.5000 at step 20, the best",
+            "1.5000 at step 20, whose weights are exported",
         ),
     ],
 )

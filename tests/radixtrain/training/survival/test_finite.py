@@ -40,7 +40,7 @@ class TestGuard:
     @pytest.mark.parametrize("numbers", [(NAN, ONE), (ONE, NAN), (ONE, torch.tensor(float("inf")))])
     def test_raise_names_the_step_and_its_rows(self, numbers: tuple[Tensor, Tensor]) -> None:
         with pytest.raises(
-            NonFinite, match=r"at step 4 .* the weights were not changed\. Rows .*: a\.jsonl:1,"
+            NonFinite, match=r"of step 5 .* the weights were not changed\. Rows .*: a\.jsonl:1,"
         ) as caught:
             NonFiniteGuard("raise", 10).allows(nn.Linear(1, 1), *numbers, WHERE, 4)
         assert caught.value.rows == tuple(WHERE) and caught.value.step == 4

@@ -11,7 +11,6 @@ from itertools import product
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -22,9 +21,7 @@ from radixtrain.errors import UserError
 from radixtrain.training.survival.position import (
     Position,
     check_not_beyond,
-    generator_states,
     run_pending_validation,
-    set_generator_states,
     settle_loops,
 )
 
@@ -114,8 +111,7 @@ class Model(L.LightningModule):
 
     def _validate_if_pending(self) -> None:
         if self.position.validation_pending:
-            run_pending_validation(self.trainer)
-            self.position = self.position.validated()
+            run_pending_validation(self)
 
 
 class InMemory(CheckpointIO):
@@ -223,17 +219,3 @@ def test_beyond_the_end(position, limits, message):
     else:
         with pytest.raises(UserError, match=message):
             check_not_beyond(trainer, position, EPOCH)
-
-
-def test_random_generators_go_on_where_they_were():
-    import random
-
-    def drawn() -> list[float]:
-        return [random.random(), random.gauss(0, 1), *np.random.rand(2), np.random.randn(), *torch.rand(3).tolist()]  # noqa: NPY002
-
-    drawn()
-    states = copy.deepcopy(generator_states())
-    first = drawn()
-    assert drawn() != first
-    set_generator_states(states)
-    assert drawn() == first

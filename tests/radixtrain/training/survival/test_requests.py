@@ -216,7 +216,7 @@ class TestFiles:
             assert not requests.save  # looked less than a second ago
             clock[0] += 1
             requests.poll()
-            assert requests.save and requests.stop == Stop("file stop", 130)
+            assert requests.save and requests.stop == Stop("the file stop", 130)
         assert not list(tmp_path.iterdir())
 
     def test_each_file_asks_once(self, tmp_path: Path, clock: list[float]) -> None:

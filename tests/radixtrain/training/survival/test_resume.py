@@ -99,6 +99,17 @@ def test_a_run_that_max_time_has_stopped_goes_on(ran, arguments, tmp_path, monke
     assert_same_model(short, whole)
 
 
+def test_a_start_without_a_step_names_the_checkpoint_that_it_went_on_from(ran, capsys):
+    """It has written none, and none is lost."""
+    exact = {"trainer__deterministic": "true"}
+    folder = ran("short", trainer__max_steps=3, **exact)
+    capsys.readouterr()
+    ran("short", ckpt_path="last", trainer__max_time="00:00:00:00", **exact)
+    said = capsys.readouterr().out
+    assert "stopped by trainer.max_time at step 3 of 10; go on with --ckpt_path last" in said
+    assert str(at(folder, 3)) in said
+
+
 @pytest.mark.parametrize("limit", [{"trainer__limit_train_batches": 3}, {"trainer__overfit_batches": 2}], ids=str)
 def test_epochs_that_are_cut_short(ran, limit):
     flags = {**limit, "trainer__max_epochs": 3}
@@ -175,7 +186,7 @@ def test_nothing_left_to_do_is_said(ran, capsys):
     [
         ({"model__lora_alpha": 8}, "model.lora_alpha was 32 and is 8, which would be another model"),
         ({"model__lora_r": 8}, "model.lora_r was 4 and is 8"),
-        ({"model__use_peft": "false"}, "model.use_peft was True and is False"),
+        ({"model__use_peft": "false"}, "model.use_peft was true and is false"),
         ({"data__batch_size": 5}, "batch_size was 4 and is 5"),
         ({"seed_everything": 7}, "seed was 42 and is 7"),
         ({"trainer__limit_train_batches": 3}, "an epoch of the run had 5 steps and has 3 here"),

@@ -57,6 +57,11 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 class TestOutputDir:
+    def test_a_tilde_is_the_home_for_all_that_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lightning writes its logs there, and the rest of a run has to be beside them."""
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert check_output_dir("~/run") == tmp_path / "run"
+
     @pytest.mark.parametrize("text", ["s3://bucket/run", "gs://b", "hf://datasets/x", "s3:/bucket", "file:///tmp/x"])
     def test_urls(self, text: str) -> None:
         scheme = text.partition(":")[0]
@@ -243,3 +248,24 @@ def test_killed_after_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     assert not is_done(0, earlier.forget, monkeypatch)
     check_new_run(tmp_path, "last", overwrite=False)
     assert contents(tmp_path) == {"checkpoints/last": "step=1", "checkpoints/step=1/manifest.json": "new"}
+
+
+@pytest.mark.parametrize("given", ["inner", "inner/checkpoints", "inner/checkpoints/last", "inner/checkpoints/step=5"])
+def test_a_run_in_a_folder_below_is_another_one(given: str, tmp_path: Path) -> None:
+    """To go on from it in the folder above would prune the checkpoints of the run there."""
+    run(tmp_path)
+    run(tmp_path / "inner")
+    assert not is_resumed(tmp_path, tmp_path / given)
+    assert is_resumed(tmp_path / "inner", tmp_path / given)
+    with pytest.raises(UserError, match="holds another run"):
+        check_new_run(tmp_path, tmp_path / given, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    "given", ["", "checkpoints", "checkpoints/last", "mine/x.ckpt", "logs/version_0/checkpoints/x.ckpt"]
+)
+def test_wherever_in_its_folder_the_checkpoint_of_a_run_is(given: str, tmp_path: Path) -> None:
+    run(tmp_path)
+    write(tmp_path / "mine" / "x.ckpt")
+    write(tmp_path / "logs" / "version_0" / "checkpoints" / "x.ckpt")
+    assert is_resumed(tmp_path, tmp_path / given)

@@ -230,9 +230,14 @@ def test_the_pending_validation_of_a_run_that_is_done(
     trainer = Trainer(saver())
     trainer.module.position = Position(4, 4, validation_pending=True)
     ran: list[Any] = []
-    monkeypatch.setattr("radixtrain.training.survival.saving.run_pending_validation", ran.append)
+
+    def validate(module: Any) -> None:
+        ran.append(module)
+        module.position = module.position.validated()
+
+    monkeypatch.setattr("radixtrain.training.survival.saving.run_pending_validation", validate)
     trainer.saver.on_fit_end(trainer, trainer.module)
-    assert ran == [trainer]
+    assert ran == [trainer.module]
     assert not read_checkpoint(tmp_path / "step=4")["position"]["validation_pending"]
     trainer.saver.on_fit_end(trainer, trainer.module)
     assert len(ran) == 1

@@ -58,7 +58,7 @@ def test_a_signal_saves(
 ) -> None:
     at_step(2, send(number))
     assert main(arguments(trainer__max_steps=4)) == code
-    message = f"error: stopped by {number.name} after step 2, which is saved; go on with --ckpt_path"
+    message = f"stopped by {number.name} after step 2, which is saved; go on with --ckpt_path"
     assert message in capsys.readouterr().err
     out = tmp_path / "out"
     assert left(out / "checkpoints") == ["last", "step=2"] and not [*out.glob(".*")]
@@ -163,7 +163,7 @@ def test_predict_that_is_stopped_leaves_nothing(
 ) -> None:
     at_step(2, send(signal.SIGTERM), "predict_step")
     assert main(arguments("predict", data__predict_file=shop / "validation.jsonl", data__batch_size=2)) == 143
-    assert "error: stopped by SIGTERM; nothing was saved" in capsys.readouterr().err
+    assert "stopped by SIGTERM; nothing was saved" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() or not [*(tmp_path / "out").glob("*predictions*")]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and the trained model as a Hugging Face folder, which is written whole or not at all."""
+"""The trained model as a Hugging Face folder, which is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from radixtrain.checkpoints import folder as checkpoints
-from radixtrain.checkpoints.choice import resolve
 from radixtrain.checkpoints.replacing import recover, writing
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import restore_model
@@ -22,15 +17,7 @@ from radixtrain.training.survival.finite import check_weights_finite
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "check_checkpoint_file",
-    "check_model_folder",
-    "check_weights",
-    "load_weights",
-    "read_checkpoint",
-    "save_hf_folder",
-    "trained_names",
-]
+__all__ = ["check_model_folder", "save_hf_folder"]
 
 # What `save_pretrained` of models and tokenizers writes. Full names, since *.json would match a user's data too.
 MODEL_FILES = [
@@ -39,57 +26,6 @@ MODEL_FILES = [
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", SETTINGS),
 ]
-
-
-def check_checkpoint_file(ckpt_path: str) -> None:
-    """UserError if there is no such checkpoint, or if it is damaged. Reads all of it."""
-    resolve(ckpt_path, Path())
-
-
-def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
-    """A checkpoint that `fit` wrote, without the optimizer: `hyper_parameters`, `state_dict` and others, on the CPU.
-
-    ckpt_path: see `resolve`; the output_dir of a run stands for its newest checkpoint.
-
-    Raises UserError if there is none, if it is damaged, or if it is no checkpoint of radixtrain. No code in it is run.
-    """
-    checkpoint = checkpoints.read_checkpoint(resolve(ckpt_path, Path()), leave_out=["optimizer_states"])
-    if not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
-        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
-    return checkpoint
-
-
-def load_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Load the weights of a checkpoint into a module, which has those of the base model if it holds only adapters.
-
-    Raises UserError, and changes nothing, unless they are the weights of this module, or exactly its trained ones.
-    """
-    is_partial = bool((checkpoint.get("radixtrain") or {}).get("partial"))
-    check_weights(module, checkpoint["state_dict"], is_partial)
-    module.load_state_dict(checkpoint["state_dict"], strict=not is_partial)
-
-
-def trained_names(module: nn.Module) -> set[str]:
-    """The names in a module's `state_dict` of what training changes: all that a checkpoint of adapters holds."""
-    return {name for name, weight in module.named_parameters() if weight.requires_grad}
-
-
-def check_weights(module: nn.Module, weights: Mapping[str, torch.Tensor], is_partial: bool = False) -> None:
-    """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them.
-
-    is_partial: the checkpoint holds only what is trained.
-    """
-    state = module.state_dict()
-    names = trained_names(module) if is_partial else state.keys()
-    here = {name: tuple(tensor.shape) for name, tensor in state.items() if name in names}
-    there = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in (*here, *there):
-        if here.get(name) != there.get(name):
-            raise UserError(
-                f"ckpt_path: the checkpoint is of another model than the configuration's: {name} is "
-                f"{there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} here; give the --model "
-                f"keys of the run that wrote it"
-            )
 
 
 def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:

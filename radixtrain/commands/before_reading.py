@@ -1,0 +1,68 @@
+"""What is found before rows are read, which may take long: the checkpoint, the weights, room for what is written."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from radixtrain.checkpoints.choice import newest_valid, resolve
+from radixtrain.checkpoints.upkeep import tidy
+from radixtrain.training.results.closing_lines import say
+from radixtrain.training.results.model_folder import check_model_folder
+from radixtrain.training.results.summary_file import weights_text
+from radixtrain.training.start.first_checks import check_room, earlier_run, num_stored_parameters
+from radixtrain.training.survival import slurm
+from radixtrain.training.survival.run_folder import check_new_run
+
+__all__ = ["EVALUATING", "WITHOUT_WEIGHTS", "check_weights_and_room", "checkpoint_of_fit", "checkpoint_to_evaluate"]
+
+logger = logging.getLogger(__name__)
+
+WITHOUT_WEIGHTS = ("inspect", "report")  # which read the model's config and tokenizer only, and set up the data
+EVALUATING = ("validate", "test", "predict")
+
+
+def checkpoint_of_fit(output_dir: Path, ckpt_path: str | None, overwrite: bool) -> str | None:
+    """The checkpoint that `fit` goes on from; None if it starts anew. Leftovers of killed runs are removed.
+
+    A job that SLURM has started again goes on from its newest whole checkpoint, whatever `ckpt_path` says.
+
+    Raises UserError if the folder holds another run, or if the checkpoint is not whole.
+    """
+    is_restarted = slurm.is_restarted(output_dir)
+    check_new_run(output_dir, ckpt_path, overwrite or is_restarted)
+    checkpoints = output_dir / "checkpoints"
+    tidy(checkpoints)
+    if not is_restarted:
+        return checkpoint_to_evaluate(output_dir, ckpt_path)
+    chosen = newest_valid(checkpoints)
+    for line in chosen.passed_over:
+        logger.warning("%s", line)
+    return None if chosen.path is None else str(chosen.path)
+
+
+def checkpoint_to_evaluate(output_dir: Path, ckpt_path: str | None) -> str | None:
+    """The checkpoint that `ckpt_path` stands for, see `resolve`; None for the weights of the model."""
+    return None if ckpt_path is None else str(resolve(ckpt_path, output_dir / "checkpoints"))
+
+
+def check_weights_and_room(
+    command: str, model: Any, output_dir: Path, ckpt_path: str | None, num_checkpoints: int
+) -> int:
+    """Bytes that `fit` writes, at least; 0 for other commands. Those that evaluate say which weights they take.
+
+    model: settings of a `RadixModule`. num_checkpoints: that are on the disk at once.
+
+    Raises UserError if there are no weights, or if what `fit` writes has no room or would replace what it reads.
+    """
+    name, model_folder, written = model.model_name_or_path, output_dir / "model", 0
+    num_parameters = None if command in WITHOUT_WEIGHTS else num_stored_parameters(name)
+    if command == "fit":
+        check_model_folder(model_folder, [name])
+        written = check_room(output_dir, num_parameters, model, num_checkpoints)
+    if command in EVALUATING:
+        say("weights", weights_text(name, ckpt_path))
+    if notice := earlier_run(command, model_folder, name, ckpt_path):
+        logger.warning("%s", notice)
+    return written

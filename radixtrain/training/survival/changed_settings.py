@@ -1,0 +1,55 @@
+"""Settings of a run that are not those of the checkpoint that it goes on from, and what follows from each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from radixtrain.redaction import masked
+
+__all__ = ["parts_of_the_model", "plain", "with_effect"]
+
+# Keys that are part of what the model computes.
+PARTS_OF_THE_MODEL = (
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora", "use_rslora"),
+    *("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
+)
+# Keys that no step of training reads, or that are compared by what they lead to: weights, rows, steps.
+WITHOUT_EFFECT = (
+    *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
+    *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
+    *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row"),
+    *("batch_size", "seed", "shuffle_dataset", "group_by_prefix"),  # refused by the data if they differ
+)
+
+
+def parts_of_the_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """`model.lora_r was 8 and is 16` for each change that makes another model. Both: settings of a `RadixModule`."""
+    changes = ((name, was, now) for name, was, now in _changes(saved, here) if name in PARTS_OF_THE_MODEL)
+    return [f"model.{name} was {in_yaml(was)} and is {in_yaml(now)}" for name, was, now in changes]
+
+
+def with_effect(section: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The same for each change that a step of training notices. section: model or data."""
+    changes = ((name, was, now) for name, was, now in _changes(saved, here) if name not in WITHOUT_EFFECT)
+    return [f"{section}.{name} was {in_yaml(was)} and is {in_yaml(now)}" for name, was, now in changes]
+
+
+def in_yaml(value: Any) -> Any:
+    """As a configuration has it: true, false and null for Python's words, anything else as it is."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else value
+
+
+def plain(value: Any) -> Any:
+    """The value with lists for tuples, as JSON would give it back."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Keys that both have, with values that differ; secrets are compared as `***`."""
+    for name, now in here.items():
+        if name in saved and not name.startswith("_") and plain(saved[name]) != plain(masked(now, name)):
+            yield name, saved[name], now

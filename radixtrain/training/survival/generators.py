@@ -1,0 +1,35 @@
+"""The random generators of a process: what they would draw next, kept and set."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+__all__ = ["generator_states", "set_generator_states"]
+
+
+def generator_states() -> dict[str, Any]:
+    """Of Python's, NumPy's and torch's random generators, those of all CUDA devices included."""
+    version, numbers, gauss = random.getstate()
+    name, keys, place, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002
+    return {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {"name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": [place, has_gauss, cached]},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """What `generator_states` gave. CUDA's only if there are as many devices as there were."""
+    python, numpy = states["python"], states["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,112 @@
+"""The folder that a model is written to: replaced as a whole, and only if that loses nothing else."""
+
+import os
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from radixtrain.__main__ import main
+from radixtrain.checkpoints import replacing
+from radixtrain.errors import UserError
+from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
+
+
+@pytest.fixture
+def parts(shop):
+    return AutoModelForCausalLM.from_pretrained(shop / "model"), AutoTokenizer.from_pretrained(shop / "model")
+
+
+def test_a_previous_model_is_replaced(parts, tmp_path):
+    for _ in range(2):
+        save_hf_folder(*parts, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_other_files_are_never_lost(parts, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("years")
+    with pytest.raises(UserError, match=r"holds what is no model \(thesis\.tex\)"):
+        save_hf_folder(*parts, tmp_path / "precious")
+    assert (tmp_path / "precious" / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize("name", ["results.json", "notes.txt", "thesis.md", "run1.safetensors"])
+def test_files_of_ones_own_beside_a_model_are_never_lost(parts, tmp_path, name):
+    save_hf_folder(*parts, tmp_path / "model")
+    (tmp_path / "model" / name).write_text("years")
+    with pytest.raises(UserError, match="holds what is no model"):
+        save_hf_folder(*parts, tmp_path / "model")
+    assert (tmp_path / "model" / name).read_text() == "years"
+
+
+def test_what_is_read_is_not_replaced(shop):
+    with pytest.raises(UserError, match="is read from there"):
+        check_model_folder(shop / "model", [shop / "model"])
+
+
+def test_a_run_killed_between_the_renames_loses_nothing(parts, tmp_path):
+    save_hf_folder(*parts, tmp_path / "model")
+    (tmp_path / "model").rename(tmp_path / ".model.replaced")
+    with pytest.raises(ZeroDivisionError):
+        save_hf_folder(parts[0], Failing(), tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, capsys):
+    save_hf_folder(*parts, tmp_path / "out" / "model")
+    base = tmp_path / "out" / "model"
+    assert main(arguments(model__model_name_or_path=base, overwrite="true")) == 1
+    assert "is read from there; choose another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_a_kill_while_it_is_replaced_leaves_a_whole_model(parts, tmp_path, monkeypatch, is_exchanged):
+    """At each rename and at each file that is deleted afterwards."""
+    if not is_exchanged:
+        monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+    model, tokenizer = parts
+    for number in range(99):
+        save_hf_folder(model, tokenizer, tmp_path / "model")
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                torch.nn.init.zeros_(model.model.norm.weight)
+                die_at_change(number)
+                save_hf_folder(model, Silent(), tmp_path / "model")
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        check_model_folder(tmp_path / "model")
+        norm = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
+        assert norm.eq(0).all() or norm.ne(0).all()
+        assert (tmp_path / "model" / "tokenizer.json").exists() == bool(norm.ne(0).all())
+        if code == 0:
+            break
+    assert number > 10 and norm.eq(0).all() and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def die_at_change(number):
+    """Ends this process, without any cleaning up, before its change number `number` of a folder."""
+    left = [number]
+
+    def count(event, arguments):
+        left[0] -= event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "ctypes.dlopen")
+        if left[0] < 0:
+            os._exit(9)
+
+    sys.addaudithook(count)
+
+
+class Silent:
+    """A tokenizer that writes nothing, which tells the new folder from the old one."""
+
+    def save_pretrained(self, folder):
+        pass
+
+
+class Failing:
+    def save_pretrained(self, folder):
+        raise ZeroDivisionError
