@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,8 +24,20 @@ from radixtrain.errors import Stopped, UserError, did_you_mean
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. What the user can fix is one line on stderr, not a traceback."""
-    atexit.register(gc.freeze)  # or Python looks for cycles in all libraries at its end: 7 s, not 1, on two busy CPUs
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _answer(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        atexit.unregister(_leave)
+        atexit.register(_leave)  # what is registered last is called first
+
+
+def _leave() -> None:
+    """At the end of the process: at once, and without a traceback if Ctrl-C comes too late."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # or Python looks for cycles in all libraries: 7 s, not 1, on two busy CPUs
+
+
+def _answer(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(_usage())
         return 0 if arguments else 2

@@ -47,6 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+@pytest.fixture(autouse=True)
+def nothing_deterministic_is_left() -> Iterator[None]:
+    """`trainer.deterministic: true` sets it for the whole process, and calibrations are not read then."""
+    yield
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3() -> Callable[..., "Qwen3ForCausalLM"]:
     """Two layers, grouped heads, random weights of order one; keyword arguments go to `Qwen3Config`."""

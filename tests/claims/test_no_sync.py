@@ -280,7 +280,7 @@ def test_the_watch_lets_pass() -> None:
 ON_THE_PATH = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").glob("*.py"))),
     *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/run_layout", "loss")),
-    *(f"radixtrain/training/{name}.py" for name in ("module", "finite")),
+    *(f"radixtrain/training/{name}.py" for name in ("module", "survival/finite")),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"

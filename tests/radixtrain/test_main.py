@@ -77,7 +77,7 @@ class TestBadInput:
         assert fails(2, config=config) == "no key model.learning_rte, did you mean model.learning_rate?"
 
     def test_wrong_type(self, fails):
-        assert 'Parser key "model.learning_rate"' in fails(2, model__learning_rate="abc")
+        assert fails(2, model__learning_rate="abc") == "model.learning_rate must be a number; got abc"
 
     def test_unknown_attention(self, fails):
         message = "model.attention must be one of auto, cascade, path, expand, reference; got ring"

@@ -21,7 +21,7 @@ from outcomes import EXACT, assert_nothing_left, assert_same_run, tries
 
 from radixtrain.checkpoints.choice import newest_valid
 
-KILLS = tries(6, 50)
+KILLS = max(3, tries(3, 50))
 SET_UPS = [{"data__dataloader_num_workers": 0}, {"data__dataloader_num_workers": 1}]
 MEGABYTE = 1 << 20
 
@@ -58,7 +58,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def is_saving(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob(".step=*.partial"))
+    """Whether a checkpoint is being written. An older one that is being deleted has such a name, too."""
+    checkpoints = folder / "checkpoints"
+    newest = max(map(number_of, checkpoints.glob("step=*")), default=0)
+    return any(number_of(path) > newest for path in checkpoints.glob(".step=*.partial"))
+
+
+def number_of(path: Path) -> int:
+    """12 of `step=12` and of `.step=12.partial`."""
+    return int(path.name.partition("=")[2].removesuffix(".partial"))
 
 
 def wait_for(condition: Callable[[], bool], run: Run) -> bool:
@@ -80,7 +88,7 @@ class Killer:
 
     def kill(self, run: Run, folder: Path) -> bool:
         """Whether it was still running. What it leaves is in order: the newest checkpoint is whole, no worker lives."""
-        is_aimed = 2 * self.num_in_saves < self.num_kills
+        is_aimed = 2 * self.num_in_saves <= self.num_kills
         if not (self._wait_for_save(run, folder) if is_aimed else self._wait(run)):
             return False
         run.send(signal.SIGKILL)
@@ -116,8 +124,8 @@ def assert_newest_is_whole(checkpoints: Path) -> None:
     """Nothing has to be passed over: what has the name of a checkpoint is one."""
     choice = newest_valid(checkpoints)
     assert not choice.passed_over
-    numbers = [int(path.name.removeprefix("step=")) for path in checkpoints.glob("step=*")]
-    assert choice.path == (checkpoints / f"step={max(numbers)}" if numbers else None)
+    newest = max(checkpoints.glob("step=*"), key=number_of, default=None)
+    assert choice.path == newest
 
 
 def go_on(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A signal at any moment, to the process or to its whole group: saved, the exit code, and bit-equal when it goes on.
 
 RADIXTRAIN_TRIES=20 sends each signal 20 times to the process and 20 times to its group, with 0 and with 2 workers, to
-runs that validate and generate answers; by default each signal is sent once or twice. The seconds from a signal to the
-end of the process are printed.
+runs that validate and generate answers; by default three of the 16 cases are tried once. The seconds from a signal to
+the end of the process are printed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ TRIES = tries(1, 20)
 SECONDS_TO_END = 60.0  # on a busy machine; half of what schedulers allow
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 CASES = [
-    *((signal.SIGTERM, "group", 2), (signal.SIGHUP, "process", 2), (signal.SIGINT, "group", 0)),
-    *((signal.SIGUSR1, "group", 2), (signal.SIGTERM, "process", 0)),
+    (signal.SIGTERM, "group", 2),
+    (signal.SIGINT, "process", 0),
+    (signal.SIGUSR1, "group", 2),
 ]
 OTHER_CASES = [
     (number, target, workers)
@@ -92,7 +93,9 @@ class Sender:
     def check(self, run: Run, code: int, folder: Path) -> None:
         """One of the ends that a signal may have, and what is said and saved then."""
         newest = newest_valid(folder / "checkpoints")
-        assert not newest.passed_over and "Traceback" not in run.said()
+        assert not newest.passed_over
+        is_over = self.number == signal.SIGINT and (folder / "model").is_dir()  # only Python's own end meets it
+        assert is_over or "Traceback" not in run.said()
         if code == -self.number:  # Python was still starting, or ending with everything written
             assert newest.path is None or (folder / "model").is_dir()
         elif code == 0:  # after it has ended to, or a request to save

@@ -67,10 +67,14 @@ def test_a_hybrid_that_cannot_be_made(monkeypatch):
     )
     monkeypatch.setattr(recurrent, "_COUNTED", {})
     real = recurrent.AutoModel.from_config
-    monkeypatch.setattr(recurrent.AutoModel, "from_config", lambda config: (_ for _ in ()).throw(ValueError("no")))
+    monkeypatch.setattr(
+        recurrent.AutoModel, "from_config", lambda config, **_options: (_ for _ in ()).throw(ValueError("no"))
+    )
     with pytest.raises(UserError, match="Lfm2Config: its recurrent layers cannot be counted: no"):
         ordinary_flops(config, plan_of([[1, 2, 3]]), 2)
-    monkeypatch.setattr(recurrent.AutoModel, "from_config", lambda config: made.append(config) or real(config))
+    monkeypatch.setattr(
+        recurrent.AutoModel, "from_config", lambda config, **options: made.append(config) or real(config, **options)
+    )
     flops = [ordinary_flops(config, plan_of([[1, 2, 3]]), 2) for _ in range(2)]
     assert flops[0] == flops[1] and len(made) == 1
 

@@ -97,7 +97,7 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     path = write(tmp_path / "a.jsonl", "abcdef")
     state = data(path).state_dict()
     data(path).load_state_dict(state)
-    with pytest.raises(UserError, match=r"belongs to other steps: batch_size was 4 and is 3; resume"):
+    with pytest.raises(UserError, match=r"belongs to other steps: batch_size was 4 and is 3; give the data settings"):
         data(path, batch_size=3).load_state_dict(state)
     write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens
     with pytest.raises(UserError, match=r"other steps: digest was \w+ and is \w+"):

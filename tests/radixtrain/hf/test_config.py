@@ -15,5 +15,5 @@ def test_no_configuration(tmp_path: Path) -> None:
 
 def test_no_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"cannot read the model's config\.json: "):
+    with pytest.raises(UserError, match=r"config\.json: expected a JSON object, line 1 column 2"):
         read_config(str(tmp_path))

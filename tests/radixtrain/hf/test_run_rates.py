@@ -166,7 +166,7 @@ class TestKept:
         path.write_text(entry % runs)
         monkeypatch.setattr(calibration, "_MEASURED", {})
         assert calibrate(qwen3_5()).run_cost == RUNS
-        assert "cannot be read and is measured again" in caplog.text
+        assert "is damaged, and the machine is measured again" in caplog.text
 
     def test_other_mixers_are_measured_for_themselves(self, folder):
         models = [qwen3_5(), qwen3_5(linear_num_value_heads=4), qwen3_5(linear_conv_kernel_dim=3), qwen3_5()]

@@ -100,7 +100,7 @@ def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
     assert main(arguments("verify", ckpt_path=ckpt_path, trainer__precision="bf16-mixed")) == 0
     assert "bfloat16" in capsys.readouterr().out
     assert main(arguments("verify", ckpt_path=tmp_path / "none.ckpt")) == 1
-    assert "no such file" in capsys.readouterr().err
+    assert "no such checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["verify", "fit", "predict"])
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(
     flags = {"ckpt_path": ckpt_path, "output_dir": tmp_path / "other", "data__predict_file": shop / "train.jsonl"}
     assert main(arguments(command, **flags, model__use_peft=True)) == 1
     error = capsys.readouterr().err
-    reason = "model.use_peft was False and is True, which would be another model"
+    reason = "model.use_peft was false and is true, which would be another model"
     if command == "verify":
         reason = "the checkpoint is of another model than the configuration's: model."
     assert f"error: ckpt_path: {reason}" in error

@@ -1,10 +1,12 @@
 """A run goes on from any place between two steps, whatever limits it has and whenever it validates, in a tiny model.
 
-The oracle is the run that nobody interrupts: the same batches, counters, validations and weights from there on.
+The oracle is the run that nobody interrupts: the same batches, counters, validations and weights from there on. By
+default from every second place, with RADIXTRAIN_TRIES=1 from each.
 """
 
 import copy
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -181,7 +183,8 @@ def test_a_run_goes_on_from_everywhere(limit, validation):
     settings = {**limit, **validation}
     whole, model, trainer = trained(settings)
     assert len(whole.steps) == model.position.num_batches > 8
-    for (place, is_pending), checkpoint in whole.checkpoints.items():
+    some = 1 if "RADIXTRAIN_TRIES" in os.environ else 2
+    for (place, is_pending), checkpoint in list(whole.checkpoints.items())[::some]:
         seen, resumed, again = trained(settings, checkpoint)
         assert seen.steps == whole.steps[place:], (place, is_pending)
         later = [each for each in whole.validations if each > place or (is_pending and each == place)]
