@@ -13,7 +13,7 @@ help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 fit: .venv/.user runs/demo/train.jsonl  ## write a demo and fine-tune a tiny model on it: one to two minutes on two CPU cores
-	.venv/bin/python -m radixtrain fit --config configs/demo.yaml
+	.venv/bin/python -m radixtrain fit --config configs/demo.yaml --overwrite true
 
 test: setup  ## run every test that needs no GPU
 	OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not gpu"
