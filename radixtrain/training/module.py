@@ -143,7 +143,7 @@ class RadixModule(L.LightningModule):
         """Whether the weights are being changed: what is saved then is no step."""
         self.generators_before_step: dict[str, Any] | None = None
         self.resumed: dict[str, Any] | None = None
-        """The checkpoint that this run goes on from, until its first step."""
+        """The checkpoint that this run goes on from, without its tensors, until the first step."""
         self.base_digest: str | None = None
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
@@ -198,7 +198,9 @@ class RadixModule(L.LightningModule):
         self.strict_loading = not is_partial(checkpoint)
         self.rates = restored_rates(checkpoint)
         if self.trainer.state.fn == "fit":
-            self.resumed = checkpoint
+            self.resumed = {
+                key: each for key, each in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+            }
             restore_position(checkpoint, self)
 
     def configure_optimizers(self) -> Any:

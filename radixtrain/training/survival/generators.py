@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping
 from typing import Any, cast
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 __all__ = ["generator_states", "set_generator_states"]
+
+logger = logging.getLogger(__name__)
 
 
 def generator_states() -> dict[str, Any]:
@@ -25,11 +28,14 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """What `generator_states` gave. CUDA's only if there are as many devices as there were."""
+    """What `generator_states` gave. With another number of CUDA devices theirs are left alone; a warning says so."""
     python, numpy = states["python"], states["numpy"]
     random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
-    if len(states["cuda"]) == torch.cuda.device_count():
+    was, here = len(states["cuda"]), torch.cuda.device_count()
+    if was == here:
         torch.cuda.set_rng_state_all(states["cuda"])
+    else:
+        logger.warning("the run was on %d CUDA devices and is on %d: dropout will draw other numbers there", was, here)

@@ -57,6 +57,7 @@ class SaveCheckpoints(L.Callback):
         self.keep: set[Path] = set()
         """Never removed."""
         self.on_saved: list[Callable[[Path], None]] = []
+        self._goes_on_from: Path | None = None
         self._saved_at: Position | None = None
         self._saved_when = time.monotonic()
         self._asked = self._is_writing = self._has_started = False
@@ -77,8 +78,11 @@ class SaveCheckpoints(L.Callback):
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Called even if nothing is left to train."""
-        resumed = Path(trainer.ckpt_path).resolve() if trainer.ckpt_path else None
-        if resumed and resumed.parent == self.folder.resolve():
+        if not trainer.ckpt_path:
+            return
+        self._goes_on_from = Path(trainer.ckpt_path)
+        resumed = self._goes_on_from.resolve()
+        if resumed.parent == self.folder.resolve():
             self.last = self.folder / resumed.name
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -138,9 +142,9 @@ class SaveCheckpoints(L.Callback):
         done = f"stopped by {name} after step {position.num_steps}"
         if not position.num_batches:
             return f"stopped by {name} before the first step: nothing to save"
-        if self.last is None:
+        if self._saved_at is None or self._saved_at.num_batches != position.num_batches:
             return f"{done}: nothing was saved, since trainer.enable_checkpointing is false"
-        return f"{done}, which is saved; go on with --ckpt_path {self.last}"
+        return f"{done}, which is saved; go on with --ckpt_path {self.last or self._goes_on_from}"
 
     def _is_due(self, position: Position) -> bool:
         since = position.num_batches - (self._saved_at.num_batches if self._saved_at else 0)

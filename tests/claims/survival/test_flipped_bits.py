@@ -59,7 +59,7 @@ def test_one_flipped_bit(arguments: Callable[..., list[str]], tmp_path: Path, ca
         assert_same_run(folder, whole)
         assert_nothing_left(folder)
         shutil.rmtree(folder)
-    print_after("survival", f"flipped bits: {TRIES}, in each of {len(FILES)} files; all found and named; bit-equal")
+    print_after("survival", f"flipped bits: {TRIES}, in {len(FILES)} files in turn; all found and named; bit-equal")
 
 
 def test_a_damaged_checkpoint_that_is_named(arguments: Callable[..., list[str]], tmp_path: Path, capsys: Any) -> None:

@@ -133,6 +133,20 @@ def test_a_stop_between_two_steps(saver, tmp_path, options, writes):
     assert ("which is saved" if writes else "nothing was saved") in str(stopped.value)
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_stop_of_a_run_that_goes_on_from_elsewhere(saver, tmp_path, is_enabled):
+    """Before a new step, what it came from is what is saved; after one, only a new checkpoint is."""
+    trainer = Trainer(saver(is_enabled=is_enabled))
+    trainer.module.position, trainer.ckpt_path = Position(4, 4), "elsewhere/step=4"
+    trainer.saver.on_fit_start(trainer, trainer.module)
+    trainer.start().saver.requests.stop = Stop("SIGTERM", 143)
+    with pytest.raises(Stopped, match="after step 4, which is saved; go on with --ckpt_path elsewhere/step=4"):
+        trainer.steps(1)
+    trainer.module.position = Position(5, 5)
+    with pytest.raises(Stopped, match="step=5" if is_enabled else "nothing was saved, since"):
+        trainer.steps(1)
+
+
 def test_a_stop_before_the_first_step(saver, tmp_path):
     trainer = Trainer(saver()).start()
     trainer.saver.requests.stop = Stop("SIGHUP", 129)
