@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["DataError", "Stopped", "UserError", "did_you_mean", "first_line"]
+__all__ = ["DataError", "EndedElsewhere", "Stopped", "UserError", "did_you_mean", "first_line"]
 
 
 class UserError(ValueError):
@@ -30,6 +30,10 @@ class Stopped(BaseException):
     def __init__(self, message: str, code: int):
         super().__init__(message)
         self.code = code
+
+
+class EndedElsewhere(Exception):
+    """Another process of this run has ended with an error, and has told it. This one ends too, and prints nothing."""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

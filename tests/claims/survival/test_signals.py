@@ -60,14 +60,15 @@ def line(arguments: Callable[..., list[str]], shop: Path) -> Callable[..., list[
 
 
 class Sender:
-    """Sends a signal at a random moment of a run, every second time while it trains, validates or writes the model.
+    """Sends a signal at a random moment of a run, every second time between its first step and its last.
 
-    before, seconds: until its first step, and from there to its end, without a signal.
+    before, training, seconds: until its first step, from there to its last one, and in all, without a signal.
     """
 
-    def __init__(self, number: int, target: str, before: float, seconds: float):
+    def __init__(self, number: int, target: str, before: float, training: float, seconds: float):
         self.number, self.is_for_group = number, target == "group"
-        self.before, self.seconds, self.random = before, seconds, random.Random(f"{number} {target}")
+        self.before, self.training, self.seconds = before, training, seconds
+        self.random = random.Random(f"{number} {target}")
         self.waited: list[float] = []
         self.num_saved = 0
 
@@ -75,9 +76,9 @@ class Sender:
         """The exit code; None if the run had ended before. The seconds until then are kept."""
         if len(self.waited) % 2 == 0:
             wait_for(first_step(folder), run)
-            time.sleep(self.random.uniform(0.0, self.seconds))
+            time.sleep(self.random.uniform(0.0, self.training))
         else:
-            time.sleep(self.random.uniform(0.0, self.before + self.seconds))
+            time.sleep(self.random.uniform(0.0, self.seconds))
         sent = time.monotonic()
         try:
             (run.send_group if self.is_for_group else run.send)(self.number)
@@ -94,8 +95,7 @@ class Sender:
         """One of the ends that a signal may have, and what is said and saved then."""
         newest = newest_valid(folder / "checkpoints")
         assert not newest.passed_over
-        is_over = self.number == signal.SIGINT and (folder / "model").is_dir()  # only Python's own end meets it
-        assert is_over or "Traceback" not in run.said()
+        assert "Traceback" not in run.said()
         if code == -self.number:  # Python was still starting, or ending with everything written
             assert newest.path is None or (folder / "model").is_dir()
         elif code == 0:  # after it has ended to, or a request to save
@@ -126,8 +126,10 @@ def send_and_go_on(start: Any, line: Any, tmp_path: Path, case: tuple[int, str, 
     run = start(line(whole, **flags))
     wait_for(first_step(whole), run)
     before = time.monotonic() - run.started
+    wait_for(whole / "checkpoints" / "step=10", run)
+    training = time.monotonic() - run.started - before
     assert run.wait() == 0, run.said()
-    sender = Sender(number, target, before, run.ended - run.started - before)
+    sender = Sender(number, target, before, training, run.ended - run.started)
     while len(sender.waited) < TRIES:
         folder = tmp_path / f"run_{len(sender.waited)}"
         run = start(line(folder, **flags, overwrite=True))

@@ -1,0 +1,132 @@
+"""The processes that train together, and what one of them asks of the others. A single process is the case of one rank.
+
+Everything here is decided by all ranks alike: each calls the same methods in the same order, whatever it found alone.
+Small values travel over gloo, on the host, so that asking does not wait for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from radixtrain.errors import EndedElsewhere
+
+__all__ = ["Ranks", "join", "ranks"]
+
+Value = TypeVar("Value")
+
+PATIENCE = timedelta(days=2)  # while rank 0 tokenises, or writes a checkpoint
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """rank: of this process, from 0. size: how many there are.
+
+    prompt, patient: groups of gloo over all of them, whose timeouts are that of a step, and of work of hours; None for
+        a single process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    prompt: Any = None
+    patient: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one writes files and speaks for all."""
+        return self.rank == 0
+
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        """The largest that any rank gave, of each number."""
+        if self.size == 1:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.prompt)
+        return tuple(found.tolist())
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return bool(self.largest(int(flag))[0])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks of a tensor of any shape, on its device; a new tensor. Does not wait for a device."""
+        if self.size == 1:
+            return tensor
+        found = tensor.detach().clone()
+        dist.all_reduce(found)
+        return found
+
+    def gather(self, value: Value) -> list[Value]:
+        """What each rank gave, by rank. value: what pickle can hold."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.patient)
+        return found
+
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        """What `make` returns on rank 0, where alone it is called, and what pickle can hold.
+
+        An error that it raises ends the other ranks too, with EndedElsewhere: rank 0 tells it.
+        """
+        if self.size == 1:
+            return make()
+        if not self.is_first:
+            is_made, value = self._broadcast(None)
+            if not is_made:
+                raise EndedElsewhere
+            return value
+        try:
+            value = make()
+        except BaseException:
+            self._broadcast((False, None))
+            raise
+        self._broadcast((True, value))
+        return value
+
+    def first_before_others(self, make: Callable[[], Value]) -> Value:
+        """What `make` returns here. Rank 0 calls it first, so the others find the files that it has written.
+
+        An error on rank 0 ends the others as in `from_first`.
+        """
+        found: list[Value] = []
+        self.from_first(lambda: found.append(make()))
+        return found[0] if found else make()
+
+    def barrier(self) -> None:
+        """Wait for all of them."""
+        if self.size > 1:
+            dist.barrier(group=self.patient)
+
+    def _broadcast(self, value: Any) -> Any:
+        found = [value]
+        dist.broadcast_object_list(found, src=0, group=self.patient)
+        return found[0]
+
+
+_joined: Ranks | None = None
+
+
+def ranks() -> Ranks:
+    """Those that `join` has found, or a single one."""
+    return _joined or Ranks()
+
+
+def join(timeout: timedelta) -> Ranks:
+    """Find the ranks of torch.distributed's process group. Call it in each of them, once that exists.
+
+    timeout: how long a rank waits for the others in a step, before it ends with an error.
+    """
+    global _joined  # as torch.distributed, which has one default group for a process
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        _joined = None
+    elif _joined is None:
+        prompt, patient = (dist.new_group(backend="gloo", timeout=each) for each in (timeout, PATIENCE))
+        _joined = Ranks(dist.get_rank(), dist.get_world_size(), prompt, patient)
+    return ranks()

@@ -1,0 +1,96 @@
+"""Ranks that ask one another: the same answer everywhere, and an error of rank 0 ends all."""
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from forked_ranks import on_ranks
+
+from radixtrain.distributed import Ranks, ranks
+from radixtrain.errors import EndedElsewhere, UserError
+
+
+class TestOneProcess:
+    def test_it_is_the_first_of_one(self):
+        assert ranks() == Ranks(0, 1)
+        assert ranks().is_first
+
+    def test_it_asks_nobody(self):
+        alone, value = ranks(), torch.ones(2)
+        assert alone.largest(3, 4) == (3, 4)
+        assert alone.any(True) and not alone.any(False)
+        assert alone.sum(value) is value
+        assert alone.gather("a") == ["a"]
+        assert alone.from_first(lambda: 5) == alone.first_before_others(lambda: 5) == 5
+        alone.barrier()
+
+
+def test_all_ranks_get_the_same_answers():
+    def ask(rank: int) -> tuple:
+        here = ranks()
+        own = torch.full((2, 3), float(rank + 1), dtype=torch.float64)
+        total = here.sum(own)
+        assert torch.equal(own, torch.full((2, 3), float(rank + 1), dtype=torch.float64))
+        here.barrier()
+        return (
+            *(here.rank, here.size, here.is_first),
+            *(here.largest(rank, -rank), here.any(rank == 2), here.any(False)),
+            *(total.tolist(), here.gather(f"of {rank}"), here.from_first(lambda: [rank, "made"])),
+        )
+
+    answers = on_ranks(3, ask)
+    assert [answer[:3] for answer in answers] == [(0, 3, True), (1, 3, False), (2, 3, False)]
+    expected = ((2, 0), True, False, [[6.0] * 3] * 2, ["of 0", "of 1", "of 2"], [0, "made"])
+    assert [answer[3:] for answer in answers] == [expected] * 3
+
+
+def test_rank_0_comes_first(tmp_path):
+    def read(rank: int) -> str:
+        def make() -> str:
+            path = tmp_path / "made"
+            if not path.exists():
+                assert rank == 0
+                time.sleep(0.2)
+                path.write_text("by rank 0")
+            return f"{rank}: {path.read_text()}"
+
+        return ranks().first_before_others(make)
+
+    assert on_ranks(2, read) == ["0: by rank 0", "1: by rank 0"]
+
+
+@pytest.mark.parametrize("way", ["from_first", "first_before_others"])
+def test_an_error_of_rank_0_ends_the_others(way):
+    def fail(rank: int) -> str:
+        def make() -> None:
+            raise UserError("there is no such file")
+
+        try:
+            getattr(ranks(), way)(make)
+        except UserError as error:
+            return f"error: {error}"
+        except EndedElsewhere:
+            return "ended"
+        return "went on"
+
+    assert on_ranks(2, fail) == ["error: there is no such file", "ended"]
+
+
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_a_step():
+    def wait(rank: int) -> str:
+        begin = time.monotonic()
+        if rank == 1:
+            time.sleep(3.0)
+            return "slept"
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+            ranks().any(True)
+        assert time.monotonic() - begin < 2.5
+        return "gave up"
+
+    assert on_ranks(2, wait, timeout=timedelta(seconds=1)) == ["gave up", "slept"]
