@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.sorting import sort_sequences
+from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
-__all__ = ["Cut", "cut_by_padded_tokens", "cut_by_unique_tokens", "cut_step"]
+__all__ = ["Cut", "cut_by_padded_tokens", "cut_by_unique_tokens", "cut_sorted", "cut_step", "sorted_step"]
 
 
 class Cut(NamedTuple):
@@ -47,14 +47,23 @@ def cut_step(sequences: Sequence[IntArray], max_tokens: int | None, position_ids
 
     A sequence costs the tokens that it does not share with the one before it; the first of a micro-batch costs all.
     """
+    by_order = sorted_step(sequences, position_ids)
+    return Cut(cut_sorted(by_order, max_tokens), by_order.num_unique_tokens)
+
+
+def sorted_step(sequences: Sequence[IntArray], position_ids: IntArray | None = None) -> SortedSequences:
+    """The sequences in the order in which they are cut. Arguments and error as of `cut_step`."""
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     if not lengths.all():
         raise ValueError(f"sequence {int(lengths.argmin())} is empty")
     packed = np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
-    by_order = sort_sequences(packed, np.concatenate([[0], np.cumsum(lengths)]), position_ids)
+    return sort_sequences(packed, np.concatenate([[0], np.cumsum(lengths)]), position_ids)
+
+
+def cut_sorted(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
+    """The groups of `cut_step`. The lcp of the first sequence does not count."""
     added = (by_order.lengths - by_order.lcp).tolist()
-    groups = _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
-    return Cut(groups, by_order.num_unique_tokens)
+    return _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
 
 
 def cut_by_padded_tokens(sequences: Sequence[IntArray], max_tokens: int | None) -> list[list[int]]:

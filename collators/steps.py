@@ -1,7 +1,8 @@
 """`StepCollator`: the sequences of one optimizer step -> its micro-batches and the number that its loss is divided by.
 
 One item of the DataLoader is one optimizer step. The optimizer batch is drawn as usual; the collator decides only how
-it is cut, and the step's gradient does not depend on the cut.
+it is cut, and the step's gradient does not depend on the cut. If several ranks train together, each gets the whole step
+and collates its own share of it (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,24 +20,29 @@ from radixtrain.collators.features import FeatureArrays, all_feature_arrays, pac
 from radixtrain.collators.packed_floats import check_no_floats
 from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.radix import RadixCollator
+from radixtrain.collators.ranks import SequenceCost, Shares, share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.collators.shared_targets import check_shared_targets, keep_once
 from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.weightless import weightless
 from radixtrain.tree.cost_model import StepCost
 
 __all__ = ["Step", "StepCollator"]
+
+Collated: TypeAlias = tuple[list[int], dict[str, Any]]
+"""A micro-batch with its members."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Step:
     """One optimizer step. Not frozen, because Lightning sets the fields if `trainer.precision` converts the batches.
 
-    micro_batches: what the model receives, one after the other.
-    members: the features that each micro-batch holds, by index.
-    num_labels: labelled tokens of the step, whatever their weights: the divisor of its loss.
-    num_tokens: T, tokens of the step.
-    num_computed_tokens: rows that the model computes: unique tokens, or padded ones.
+    micro_batches: what the model receives on this rank, one after the other; as many on every rank.
+    members: the features that each micro-batch holds, by index; none if it only fills up, and has weight zero.
+    num_labels: labelled tokens of the step on all ranks, whatever their weights: the divisor of its loss.
+    num_tokens: T, tokens of the step on all ranks.
+    num_computed_tokens: rows that the model computes on this rank: unique tokens, or padded ones.
     num_unique_tokens: rows that it would compute if the step were one micro-batch in which every branch is taken; the
-        cut and `min_shared_tokens` can only add to them. None with `dedup: false`.
+        cut, the ranks and `min_shared_tokens` can only add to them. None with `dedup: false`.
     where: the file and line that each feature came from, for error messages; empty if they came from no file.
     """
 
@@ -79,6 +85,7 @@ class StepCollator:
         the step is cut, so that it does not depend on the cut.
     min_shared_tokens, pad_to_multiple_of, step_cost: see `RadixCollator`.
     pad_token_id: see `PaddedCollator`.
+    rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
 
     Called with features as `RadixCollator`, returns a `Step`. Raises as `RadixCollator`, naming the feature by its
     index in the step.
@@ -92,24 +99,36 @@ class StepCollator:
     pad_token_id: int = 0
     step_cost: StepCost | None = None
     shared_targets: Literal["every", "once"] = "every"
+    rank: int = 0
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         check_shared_targets(self.shared_targets)
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank must be from 0 to {self.num_ranks - 1}, as num_ranks says; got {self.rank}")
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = self._read(features)
-        sequences = [feature.input_ids for feature in arrays]
-        cut = cut_step(sequences, self.max_tokens, packed_positions(arrays)) if self.dedup else None
-        groups = cut.groups if cut else cut_by_padded_tokens(sequences, self.max_tokens)
-        collated = [part for group in groups for part in self._within_budget(group, arrays)]
+        collated, num_unique_tokens = self._cut(arrays) if self.num_ranks == 1 else self._share(arrays)
         return Step(
             micro_batches=[batch for _, batch in collated],
             members=[group for group, _ in collated],
             num_labels=sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in arrays),
-            num_tokens=sum(map(len, sequences)),
+            num_tokens=sum(len(feature.input_ids) for feature in arrays),
             num_computed_tokens=sum(batch["input_ids"].numel() for _, batch in collated),
-            num_unique_tokens=cut.num_unique_tokens if cut else None,
+            num_unique_tokens=num_unique_tokens,
         )
+
+    def shares(self, arrays: Sequence[FeatureArrays]) -> Shares:
+        """What each rank collates. arrays: the features of the step."""
+        sequences = [feature.input_ids for feature in arrays]
+        if not self.dedup:
+            return share_by_padded_tokens(sequences, self.num_ranks, self.max_tokens)
+        multiple, max_tokens = self.pad_to_multiple_of or 1, self.max_tokens
+        if max_tokens is not None:
+            max_tokens -= max_tokens % multiple  # padding takes no micro-batch over the budget
+        cost = SequenceCost.of(self.step_cost)
+        return share_by_unique_tokens(sequences, self.num_ranks, max_tokens, packed_positions(arrays), cost)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
         """The features with the labels that are to be trained."""
@@ -118,9 +137,34 @@ class StepCollator:
             check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
         return keep_once(arrays) if self.shared_targets == "once" else arrays
 
-    def _within_budget(
-        self, group: list[int], arrays: Sequence[FeatureArrays]
-    ) -> list[tuple[list[int], dict[str, Any]]]:
+    def _cut(self, arrays: Sequence[FeatureArrays]) -> tuple[list[Collated], int | None]:
+        """The micro-batches of a single rank, and the unique tokens of the step."""
+        sequences = [feature.input_ids for feature in arrays]
+        cut = cut_step(sequences, self.max_tokens, packed_positions(arrays)) if self.dedup else None
+        groups = cut.groups if cut else cut_by_padded_tokens(sequences, self.max_tokens)
+        collated = [part for group in groups for part in self._within_budget(group, arrays)]
+        return collated, cut.num_unique_tokens if cut else None
+
+    def _share(self, arrays: Sequence[FeatureArrays]) -> tuple[list[Collated], int | None]:
+        """The micro-batches of this rank, and the unique tokens of the step.
+
+        Their number is known on every rank before any of them is collated, so none may be cut in two here.
+        """
+        shares = self.shares(arrays)
+        groups = shares.groups[self.rank]
+        collated = [(group, self._fitting([arrays[index] for index in group])) for group in groups]
+        empty = weightless(arrays, has_weights=self.merge_labels or not self.dedup)
+        num_missing = shares.num_micro_batches - len(groups)
+        return collated + [([], self._collate([empty])) for _ in range(num_missing)], shares.num_unique_tokens
+
+    def _fitting(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+        """Collate features whose unique tokens are within the budget, with every branch if they are over it without."""
+        batch = self._collate(arrays)
+        if self.min_shared_tokens == 1 or self.max_tokens is None or batch["input_ids"].numel() <= self.max_tokens:
+            return batch
+        return replace(self, min_shared_tokens=1)._collate(arrays)
+
+    def _within_budget(self, group: list[int], arrays: Sequence[FeatureArrays]) -> list[Collated]:
         """Collate a group, in halves if `min_shared_tokens` or the padding takes it over the budget."""
         batch = self._collate([arrays[index] for index in group])
         over = self.max_tokens is not None and batch["input_ids"].numel() > self.max_tokens

@@ -21,7 +21,7 @@ __all__ = ["Ranks", "join", "ranks"]
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(days=2)  # while rank 0 tokenises, or writes a checkpoint
+PATIENCE = timedelta(days=2)  # where one rank works for hours and the others wait: before the first step, and to export
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Ranks:
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
         """The largest that any rank gave, of each number."""
-        if self.size == 1:
-            return numbers
-        found = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.prompt)
-        return tuple(found.tolist())
+        return self._reduced(numbers, dist.ReduceOp.MAX)
+
+    def total(self, *numbers: int) -> tuple[int, ...]:
+        """The sum over the ranks, of each number."""
+        return self._reduced(numbers, dist.ReduceOp.SUM)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
@@ -62,52 +62,64 @@ class Ranks:
         dist.all_reduce(found)
         return found
 
-    def gather(self, value: Value) -> list[Value]:
-        """What each rank gave, by rank. value: what pickle can hold."""
+    def gather(self, value: Value, is_patient: bool = False) -> list[Value]:
+        """What each rank gave, by rank. value: what pickle can hold. is_patient: wait for hours if need be."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.patient)
+        dist.all_gather_object(found, value, group=self._group(is_patient))
         return found
 
-    def from_first(self, make: Callable[[], Value]) -> Value:
+    def from_first(self, make: Callable[[], Value], is_patient: bool = False) -> Value:
         """What `make` returns on rank 0, where alone it is called, and what pickle can hold.
+
+        is_patient: the others wait for hours if need be; otherwise as long as for a step.
 
         An error that it raises ends the other ranks too, with EndedElsewhere: rank 0 tells it.
         """
         if self.size == 1:
             return make()
         if not self.is_first:
-            is_made, value = self._broadcast(None)
+            is_made, value = self._broadcast(None, is_patient)
             if not is_made:
                 raise EndedElsewhere
             return value
         try:
             value = make()
         except BaseException:
-            self._broadcast((False, None))
+            self._broadcast((False, None), is_patient)
             raise
-        self._broadcast((True, value))
+        self._broadcast((True, value), is_patient)
         return value
 
     def first_before_others(self, make: Callable[[], Value]) -> Value:
         """What `make` returns here. Rank 0 calls it first, so the others find the files that it has written.
 
-        An error on rank 0 ends the others as in `from_first`.
+        An error on rank 0 ends the others as in `from_first`. They wait for hours if need be.
         """
         found: list[Value] = []
-        self.from_first(lambda: found.append(make()))
+        self.from_first(lambda: found.append(make()), is_patient=True)
         return found[0] if found else make()
 
     def barrier(self) -> None:
-        """Wait for all of them."""
+        """Wait for all of them, for hours if need be."""
         if self.size > 1:
             dist.barrier(group=self.patient)
 
-    def _broadcast(self, value: Any) -> Any:
+    def _reduced(self, numbers: tuple[int, ...], operation: Any) -> tuple[int, ...]:
+        if self.size == 1:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, operation, group=self.prompt)
+        return tuple(found.tolist())
+
+    def _broadcast(self, value: Any, is_patient: bool) -> Any:
         found = [value]
-        dist.broadcast_object_list(found, src=0, group=self.patient)
+        dist.broadcast_object_list(found, src=0, group=self._group(is_patient))
         return found[0]
+
+    def _group(self, is_patient: bool) -> Any:
+        return self.patient if is_patient else self.prompt
 
 
 _joined: Ranks | None = None

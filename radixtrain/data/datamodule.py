@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -20,8 +21,10 @@ from radixtrain.data.report import EncodeReport
 from radixtrain.data.resume import check_state, state_of
 from radixtrain.data.splits import encoder_of, load_split, take_validation
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features_of
+from radixtrain.data.together import read_together
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.redaction import masked
 from radixtrain.tree.arrays import IntArray
@@ -151,9 +154,9 @@ class SFTData(L.LightningDataModule):
         for split in wanted[stage]:
             if split not in self.conversations and self._file(split):
                 unlabelled = split == "predict" and (self.hparams.predict_unlabelled or self.hparams.predict_prompts)
-                self.conversations[split], self.reports[split] = load_split(
-                    self._file(split), self.hparams, f"data.{split}_file", unlabelled
-                )
+                key = f"data.{split}_file"
+                read = partial(load_split, self._file(split), self.hparams, key, unlabelled)
+                self.conversations[split], self.reports[split] = read_together(read, key)
         if "train" in wanted[stage] and "train" not in self.conversations:
             raise UserError("data.train_file is missing: name the file to train on")
         if "validation" in wanted[stage] and "validation" not in self.conversations and self.hparams.val_size:
@@ -211,7 +214,9 @@ class SFTData(L.LightningDataModule):
         return len(self._sampler("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """What makes an optimizer step of sequences. Calls `step_cost`, which may calibrate.
+        """What makes an optimizer step of sequences, all of it. Calls `step_cost`, which may calibrate.
+
+        Called on all ranks or on none. In training each collates its share, see `_share_collator`.
 
         merge_labels: False for `predict`, which lists every label once.
         """
@@ -272,12 +277,16 @@ class SFTData(L.LightningDataModule):
         workers, corpus = self.hparams.dataloader_num_workers, self.conversations[split]
         is_prompts = split == "predict" and self.hparams.predict_prompts
         return StepLoader(
-            PromptDataset(corpus) if is_prompts else StepDataset(corpus, self.step_collator(merge_labels)),
+            PromptDataset(corpus) if is_prompts else StepDataset(corpus, self._share_collator(merge_labels)),
             self._sampler(split),
             num_workers=workers,
             persistent_workers=workers > 0 and split == "train",
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
+
+    def _share_collator(self, merge_labels: bool) -> StepCollator:
+        """What makes this rank's share of a step. Every rank draws the same steps, and reads all of their sequences."""
+        return replace(self.step_collator(merge_labels), rank=ranks().rank, num_ranks=ranks().size)
 
     def _check_weights(self, split: str) -> None:
         """Loss weights are float32, but a precision of 16 bits converts every float of a batch."""

@@ -42,12 +42,15 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
     )
 
 
-def load_split(files: Any, settings: Any, key: str, unlabelled: bool = False) -> tuple[Corpus, EncodeReport]:
+def load_split(
+    files: Any, settings: Any, key: str, unlabelled: bool = False, is_first: bool = True
+) -> tuple[Corpus, EncodeReport]:
     """The conversations of a split, and what became of its rows.
 
     files: what the configuration names: a path, or a list of paths and of sources with a weight.
     settings: of an `SFTData`.
     key: the key that names the files, for errors.
+    is_first: False if another process of this run has read the same just now, so that it is not tokenised again.
 
     Raises UserError or DataError as `tokenized` does.
     """
@@ -56,7 +59,7 @@ def load_split(files: Any, settings: Any, key: str, unlabelled: bool = False) ->
         skip_bad_rows=settings.on_bad_row == "skip",
         dataset_num_proc=settings.dataset_num_proc,
         cache_dir=settings.cache_dir,
-        overwrite_cache=settings.overwrite_cache,
+        overwrite_cache=settings.overwrite_cache and is_first,
     )
     report = EncodeReport()
     parts: list[Part] = []

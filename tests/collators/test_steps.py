@@ -13,6 +13,7 @@ from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.steps import StepCollator
 from radixtrain.testing import ragged_batches
+from radixtrain.tree.cost_model import Rates, StepCost
 
 N = -100
 FEATURES = [
@@ -50,6 +51,9 @@ def histories_of_rows(batch, sequences):
 def predictions(step, features):
     found = Counter()
     for batch, members in zip(step.micro_batches, step.members, strict=True):
+        if not members:
+            assert_weighs_nothing(batch)
+            continue
         rows = histories_of_rows(batch, [features[index]["input_ids"] for index in members])
         predictors = batch["radix_predictor_indices"].tolist()
         labels = batch["shift_labels"][0].tolist()
@@ -62,6 +66,13 @@ def predictions(step, features):
             if weight:
                 found[rows[row], label] += weight
     return found
+
+
+def assert_weighs_nothing(batch):
+    if "radix_loss_weights" in batch:
+        assert not batch["radix_loss_weights"].any()
+    else:
+        assert (batch["shift_labels"] == N).all()
 
 
 @pytest.mark.parametrize(
@@ -179,6 +190,61 @@ def test_no_micro_batch_computes_more_than_max_tokens(options, features, max_tok
     step = StepCollator(max_tokens=max_tokens, **options)(features)
     for batch, members in zip(step.micro_batches, step.members, strict=True):
         assert batch["input_ids"].numel() <= max_tokens or len(members) == 1
+
+
+SHARED_OPTIONS = [
+    {},
+    {"merge_labels": False},
+    {"min_shared_tokens": 3},
+    {"pad_to_multiple_of": 4},
+    {"min_shared_tokens": 4, "pad_to_multiple_of": 3},
+    {"shared_targets": "once"},
+    {"dedup": False},
+]
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps(), st.sampled_from([1, 3, 6, 12, None]), st.sampled_from([2, 3, 7]), st.sampled_from(SHARED_OPTIONS))
+def test_the_ranks_together_make_the_step(features, max_tokens, num_ranks, options):
+    """Every sequence on one rank, as many micro-batches on each, none above the budget, the predictions of one rank."""
+    one = StepCollator(max_tokens=max_tokens, **options)
+    whole = one(features)
+    shares = [replace(one, rank=rank, num_ranks=num_ranks)(features) for rank in range(num_ranks)]
+    assert len({len(step.micro_batches) for step in shares}) == 1
+    seen = [index for step in shares for members in step.members for index in members]
+    assert sorted(seen) == list(range(len(features)))
+    assert sum((predictions(step, features) for step in shares), Counter()) == predictions(whole, features)
+    for step in shares:
+        counts = step.num_labels, step.num_tokens, step.num_unique_tokens
+        assert counts == (whole.num_labels, whole.num_tokens, whole.num_unique_tokens)
+        assert step.num_computed_tokens == sum(batch["input_ids"].numel() for batch in step.micro_batches)
+        for batch, members in zip(step.micro_batches, step.members, strict=True):
+            assert max_tokens is None or batch["input_ids"].numel() <= max_tokens or len(members) <= 1
+
+
+def test_the_share_of_a_rank():
+    steps = [StepCollator(max_tokens=3, rank=rank, num_ranks=2)(FEATURES) for rank in (0, 1)]
+    assert [step.members for step in steps] == [[[0], []], [[2], [1]]]
+    assert [step.num_computed_tokens for step in steps] == [3 + 2, 3 + 2]
+    assert [(step.num_labels, step.num_tokens, step.num_unique_tokens) for step in steps] == [(4, 8, 6)] * 2
+    assert_weighs_nothing(steps[0].micro_batches[1])
+
+
+def test_ranks_that_choose_branches_keep_the_number_of_micro_batches():
+    """By a cost that finds few branches worth their calls: the collator of one rank would cut such a micro-batch."""
+    rates = Rates(call=1.0, rectangle=1e-3, pair=1e-9, element=1e-9, flop=1e-9)
+    sizes = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "row_flops": 1e6}
+    cost = StepCost(rates=rates, on_host=True, **sizes)
+    features = [{"input_ids": [1, 2, *ids], "labels": [N, N, *ids]} for ids in ([3], [4], [5, 6], [5, 7], [8], [9])]
+    for rank in (0, 1):
+        step = StepCollator(max_tokens=8, step_cost=cost, rank=rank, num_ranks=2)(features)
+        assert [batch["input_ids"].numel() <= 8 for batch in step.micro_batches] == [True]
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_that_there_is_not(rank, num_ranks):
+    with pytest.raises(ValueError, match=f"rank must be from 0 to {num_ranks - 1}, as num_ranks says; got {rank}"):
+        StepCollator(rank=rank, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("dedup", [True, False], ids=["radix", "baseline"])

@@ -82,15 +82,33 @@ def test_an_error_of_rank_0_ends_the_others(way):
     assert on_ranks(2, fail) == ["error: there is no such file", "ended"]
 
 
-def test_a_rank_that_hangs_is_not_waited_for_longer_than_a_step():
+IMPATIENT = {
+    "any": lambda: ranks().any(True),
+    "gather": lambda: ranks().gather(1),
+    "from_first": lambda: ranks().from_first(lambda: 1),
+}
+
+
+@pytest.mark.parametrize("ask", IMPATIENT.values(), ids=IMPATIENT)
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_a_step(ask):
     def wait(rank: int) -> str:
-        begin = time.monotonic()
-        if rank == 1:
+        if rank == 0:
             time.sleep(3.0)
             return "slept"
+        begin = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-            ranks().any(True)
+            ask()
         assert time.monotonic() - begin < 2.5
         return "gave up"
 
-    assert on_ranks(2, wait, timeout=timedelta(seconds=1)) == ["gave up", "slept"]
+    assert on_ranks(2, wait, timeout=timedelta(seconds=1)) == ["slept", "gave up"]
+
+
+def test_rank_0_may_work_for_hours():
+    def wait(rank: int) -> int:
+        here = ranks()
+        return here.from_first(lambda: time.sleep(1.5) or 5, is_patient=True) + here.first_before_others(
+            lambda: time.sleep(0.8) or 1
+        )
+
+    assert on_ranks(2, wait, timeout=timedelta(seconds=1)) == [6, 6]

@@ -1,6 +1,7 @@
-"""Files of a split: several sources with weights, validation rows, resumed runs."""
+"""Files of a split: several sources with weights, validation rows, resumed runs, several ranks."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from forked_ranks import on_ranks
+
+from radixtrain.data import splits
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.resume import checksum
 from radixtrain.errors import UserError
@@ -145,3 +151,45 @@ def test_weights_of_an_endless_epoch(data: Callable[..., SFTData], tmp_path: Pat
         UserError, match=r"data\.train_file: with these weights an epoch has 1,0.* conversations; lower"
     ):
         data([source])
+
+
+def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    """Of training, of validation and of `predict`: every rank draws the same, and collates a part."""
+    path = write(tmp_path / "a.jsonl", "abcdefghijk")
+    settings = {"val_size": 3, "predict_file": path, "group_by_prefix": 2}
+
+    def steps(_: int = 0) -> list[tuple[Any, ...]]:
+        module = data(path, **settings)
+        module.setup("predict")
+        loaders = (module.train_dataloader(), module.val_dataloader(), module.predict_dataloader())
+        return [
+            (step.where, step.num_labels, step.num_unique_tokens, len(step.micro_batches), step.members)
+            for loader in loaders
+            for step in loader
+        ]
+
+    alone = steps()
+    shares = on_ranks(2, steps)
+    for one, first, second in zip(alone, *shares, strict=True):
+        assert first[:3] == second[:3] == one[:3]
+        assert first[3] == second[3]
+        seen = [index for members in (*first[4], *second[4]) for index in members]
+        assert sorted(seen) == list(range(len(one[0])))
+    assert [step[4] for step in shares[0]] != [step[4] for step in alone]
+
+
+def test_the_whole_step_is_collated_to_be_verified(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "abcd")
+    found = on_ranks(2, lambda _: data(path).step_collator().num_ranks)
+    assert found == [1, 1]
+
+
+@pytest.mark.parametrize(("is_first", "expected"), [(True, True), (False, False)])
+def test_only_the_first_rank_of_a_machine_tokenises_again(
+    is_first: bool, expected: bool, data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, asked = data(write(tmp_path / "a.jsonl", "ab"), overwrite_cache=True), []
+    tokenized = splits.tokenized
+    monkeypatch.setattr(splits, "tokenized", lambda *args: asked.append(args[-1].overwrite_cache) or tokenized(*args))
+    splits.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
+    assert asked == [expected]

@@ -155,7 +155,9 @@ def test_no_texts_and_empty_texts() -> None:
 @pytest.mark.parametrize(
     "name", ["banking77_train", "gsm8k_fewshot_train", "gsm8k_many_prompts_train", "gsm8k_plain_train"]
 )
-def test_every_row_of_real_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_real_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default every fifth, with RADIXTRAIN_TRIES=1 every one."""
+    some = 1 if "RADIXTRAIN_TRIES" in os.environ else 5
     path = DATA / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"no {path}; set RADIXTRAIN_DATA to a folder that has it")
@@ -168,10 +170,10 @@ def test_every_row_of_real_data(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     tokenizer = tiny.train_tokenizer({turn["content"] for turn in itertools.chain(*chats[:400])}, 2048)
     tokenize = PieceTokenizer(tokenizer)
     tokenize.is_checked = True
-    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in chats]
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in chats[::some]]
     for start in range(0, len(texts), 500):
         block = texts[start : start + 500]
         expected = whole(tokenizer, block)
         different = [n for n, ids in enumerate(tokenize(block)) if ids.tolist() != expected[n]]
-        assert not different, f"row {start + different[0] + 1}"
+        assert not different, f"row {(start + different[0]) * some + 1}"
     assert tokenize.borders is not None

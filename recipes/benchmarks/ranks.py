@@ -1,0 +1,154 @@
+"""How well do the steps of an epoch divide among ranks? On paper: the cut that `fit` makes, without a model.
+
+    python recipes/benchmarks/ranks.py path/to/banking77_train.jsonl path/to/gsm8k_many_prompts_train.jsonl
+    python recipes/benchmarks/ranks.py train.jsonl --batch_size 64 128 256 --num_ranks 1 2
+    python recipes/benchmarks/ranks.py train.jsonl --per_rank
+
+Each file holds chats as `radixtrain fit` takes them; a tokenizer of 4,096 entries is learnt from their messages. With
+`--per_rank` a step has `--batch_size` conversations for each rank, otherwise in all. For each number of ranks, over the
+steps of one epoch:
+
+imbalance: predicted cost of the most expensive rank over the mean of the ranks; the mean over the steps.
+r: tokens per computed token, of all ranks; and over that of one rank with the same steps.
+speed-up: cost of the steps on one rank over that of the most expensive ranks; communication costs nothing.
+weight zero: micro-batches of weight zero in a step, which ranks run because another rank has more.
+cut: processor milliseconds that a rank takes to cut a step, median; in a DataLoader worker, ahead of the training step.
+
+The cost counts rows, and pairs of a query and a key: as many pairs as `--pairs_per_row` cost as much as a row. 4,000 is
+that of a layer of Qwen3-0.6B, counted in floating-point operations.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from radixtrain.collators.batching import cut_step
+from radixtrain.collators.ranks import SequenceCost, Shares, share_by_unique_tokens
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.formats import read_rows
+from radixtrain.data.steps import StepSampler
+from radixtrain.tree.arrays import IntArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import tiny
+
+WEIGHTLESS_ROWS = 2  # of a micro-batch of weight zero
+
+
+class Divided(NamedTuple):
+    """A step on several ranks. costs: by rank. rows: computed by all of them. milliseconds: of the cut."""
+
+    costs: list[int]
+    rows: int
+    num_weightless: int
+    milliseconds: float
+
+    @property
+    def imbalance(self) -> float:
+        return max(self.costs) * len(self.costs) / sum(self.costs)
+
+
+class Line(NamedTuple):
+    """A line of the table: the means of an epoch, except `cut`, a median."""
+
+    name: str
+    batch_size: int
+    num_ranks: int
+    num_steps: int
+    imbalance: float
+    r: float
+    relative_r: float
+    speed_up: float
+    num_weightless: float
+    milliseconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"| {self.name} | {self.batch_size:,} | {self.num_ranks} | {self.num_steps} | {self.imbalance:.3f} "
+            f"| {self.r:.2f} | {self.relative_r:.3f} | {self.speed_up:.2f}x | {self.num_weightless:.1f} "
+            f"| {self.milliseconds:.1f} |"
+        )
+
+
+HEAD = """\
+| set | conversations in a step | ranks | steps | imbalance | r | over r of one | speed-up | weight zero | cut, ms |
+|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[64])
+    parser.add_argument("--per_rank", action="store_true", help="so many conversations for each rank")
+    parser.add_argument("--num_ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--max_tokens", type=int, default=16384)
+    parser.add_argument("--pairs_per_row", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=42)
+    options = parser.parse_args(argv)
+    print(HEAD, flush=True)
+    for file in options.files:
+        conversations = read_conversations(file)
+        for batch_size in options.batch_size:
+            for num_ranks in options.num_ranks:
+                size = batch_size * (num_ranks if options.per_rank else 1)
+                steps = steps_of(conversations, size, options.seed)
+                print(line(file.stem, size, num_ranks, list(steps), options), flush=True)
+
+
+def read_conversations(file: Path) -> list[list[IntArray]]:
+    """The token ids of the samples of each conversation."""
+    rows = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+    tokenizer = tiny.train_tokenizer(sorted({turn["content"] for row in rows for turn in row["messages"]}), 4096)
+    encoded = ChatEncoder(tokenizer).encode_all(read_rows(file))
+    return [[sample.input_ids for sample in samples] for samples in encoded]
+
+
+def steps_of(conversations: list[list[IntArray]], batch_size: int, seed: int) -> Iterator[list[IntArray]]:
+    """The sequences of each step of the first epoch."""
+    for indices in StepSampler(len(conversations), batch_size, shuffle=True, seed=seed):
+        yield [sequence for index in indices for sequence in conversations[index]]
+
+
+def line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]], options: argparse.Namespace) -> Line:
+    """How an epoch divides."""
+    cost = SequenceCost(row=options.pairs_per_row, pair=1)
+    one = [divided(step, 1, options.max_tokens, cost) for step in steps]
+    found = [divided(step, num_ranks, options.max_tokens, cost) for step in steps]
+    num_tokens = sum(len(sequence) for step in steps for sequence in step)
+    rows, rows_of_one = (sum(step.rows for step in each) for each in (found, one))
+    return Line(
+        name=name,
+        batch_size=size,
+        num_ranks=num_ranks,
+        num_steps=len(steps),
+        imbalance=statistics.mean(step.imbalance for step in found),
+        r=num_tokens / rows,
+        relative_r=rows_of_one / rows,
+        speed_up=sum(step.costs[0] for step in one) / sum(max(step.costs) for step in found),
+        num_weightless=statistics.mean(step.num_weightless for step in found),
+        milliseconds=statistics.median(step.milliseconds for step in found),
+    )
+
+
+def divided(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, cost: SequenceCost) -> Divided:
+    start = time.process_time()
+    shares = share_by_unique_tokens(sequences, num_ranks, max_tokens, cost=cost)
+    milliseconds = 1e3 * (time.process_time() - start)
+    num_weightless = sum(shares.num_micro_batches - len(groups) for groups in shares.groups)
+    rows = computed_rows(sequences, shares) + num_weightless * WEIGHTLESS_ROWS
+    return Divided(shares.costs, rows, num_weightless, milliseconds)
+
+
+def computed_rows(sequences: Sequence[IntArray], shares: Shares) -> int:
+    """Unique tokens of every micro-batch by itself."""
+    groups = (group for mine in shares.groups for group in mine)
+    return sum(cut_step([sequences[index] for index in group], None).num_unique_tokens for group in groups)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
