@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from radixtrain.collators.dispatching import check_not_dispatched
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.packed_floats import check_no_floats, packed_floats, policy_entries
 from radixtrain.collators.shared_targets import check_shared_targets, keep_once
@@ -153,6 +154,7 @@ class RadixCollator:
         start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        check_not_dispatched()
         arrays = all_feature_arrays(features, self.loss_on_all)
         return self.collate(keep_once(arrays) if self.shared_targets == "once" else arrays)
 

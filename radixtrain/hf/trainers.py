@@ -6,16 +6,18 @@ radix batch has no such axis: its `radix_` tensors have the lengths of the tree.
 | trainer | what reaches the model |
 |---|---|
 | `Trainer` with an `IterableDataset`, `dispatch_batches=True` | every tensor cut to its first element |
+| the same in several processes | nothing: Accelerate cannot join or send the batches |
 | `split_batches=True`, a data set with a length | the whole batch: the rows are split before the collator |
 | several GPUs in one process (`nn.DataParallel`) | one share of every tensor, on the first GPU |
 
-The first and the last are refused.
+All but the third are refused, dispatching already by the collator (`radixtrain/collators/dispatching.py`).
 """
 
 from __future__ import annotations
 
 from torch import nn
 
+from radixtrain.collators.dispatching import NO_DISPATCHING
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
 
@@ -36,9 +38,4 @@ def check_not_cut(backbone: nn.Module, layout: TreeLayout) -> None:
         )
     num_segments = layout.subtree_ends.shape[0]
     if num_segments == 0 or layout.segment_starts.shape[0] != num_segments + 1:
-        raise UserError(
-            "Accelerate cut the radix batch along its first axis, as it does with an IterableDataset and with "
-            "dispatch_batches=True; set "
-            'TrainingArguments(accelerator_config={"dispatch_batches": False}), or in your own loop '
-            "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
-        )
+        raise UserError(f"this radix batch was cut. {NO_DISPATCHING}")

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -236,7 +234,7 @@ def watching_after_collation(batches: list[Any]) -> bool:
     return is_watching()
 
 
-def test_a_new_user(tmp_path: Any) -> None:
+def test_a_new_user(fresh: Any) -> None:
     """In a fresh process, as in a first script."""
     code = (
         "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
@@ -245,7 +243,7 @@ def test_a_new_user(tmp_path: Any) -> None:
         "model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))\n"
         f"model(**RadixCollator()({FEATURES!r}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("radixtrain.errors.UserError: Qwen3ForCausalLM got a batch of RadixCollator"), done.stderr
+    returned, ran = fresh(code)
+    assert returned == 1
+    message = "radixtrain.errors.UserError: Qwen3ForCausalLM got a batch of RadixCollator"
+    assert ran.error().startswith(message), ran.said()

@@ -4,15 +4,9 @@ The loop calls the model as its author wrote it: nothing is said about a cache, 
 logits. Under autocast the error to a float64 truth is compared instead, at most twice that of the ordinary run.
 """
 
-import argparse
 import copy
-import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +14,8 @@ import torch
 from harness import BAR, compare
 from loop import EOS, IGNORED, PROMPT, Batch, Loop, Metrics, own_loss, padded, padded_batches
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import on_two_ranks
 
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -233,55 +229,23 @@ class TestLife:
         assert torch.equal(outputs[0].logits, outputs[1].logits) and outputs[0].past_key_values is not None
 
 
-# Two processes. Each runs this file as a script.
-
-
-def run_rank(folder: Path) -> None:
-    """One process of two: its own batches, untouched and shared; the first writes what both logged."""
-    from torch.nn.parallel import DistributedDataParallel
-    from transformers import AutoModelForCausalLM
-
-    rank = int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
-    results = {}
-    for arm, share in (("plain", lambda model: model), ("shared", share_prefixes)):
-        model = share(AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32))
-        loop = Loop(DistributedDataParallel(model), padded_batches("left", seed=rank), own_loss)
-        loop.train()
-        results[arm] = loop.state.log_history
-    results["num_shared"] = sharing_report(model).num_shared
-    (folder / f"results{rank}.json").write_text(json.dumps(results))
-    torch.distributed.barrier()
-    os._exit(0)  # the destructors of gloo and DDP may hang, after all was done
-
-
-@pytest.mark.slow
-def test_ddp_on_two_processes(tiny_qwen3, tmp_path):
+def test_ddp_on_two_processes(tiny_qwen3):
     """grad_norm is that of the gradient which DDP averaged over both."""
-    tiny_qwen3().save_pretrained(tmp_path / "model")
-    ranks = []
-    for rank in (0, 1):
-        environment = {**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with (tmp_path / f"rank{rank}.log").open("w") as log:
-            command = [sys.executable, __file__, f"--folder={tmp_path}"]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [rank.wait(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0, 0], "\n".join((tmp_path / f"rank{rank}.log").read_text()[-2000:] for rank in (0, 1))
-    results = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in (0, 1)]
-    for result in results:
-        assert result["num_shared"] == len(result["plain"]) == 3
-        for plain, shared in zip(result["plain"], result["shared"], strict=True):
-            assert shared == pytest.approx(plain, rel=BAR)
-    norms = [[entry["grad_norm"] for entry in result["shared"]] for result in results]
-    losses = [[entry["loss"] for entry in result["shared"]] for result in results]
+
+    def work(rank: int) -> list[list[dict[str, float]]]:
+        torch.distributed.init_process_group("gloo")
+        histories = []
+        for share in (lambda model: model, share_prefixes):
+            model = share(tiny_qwen3())
+            loop = Loop(DistributedDataParallel(model), padded_batches("left", seed=rank), own_loss)
+            loop.train()
+            histories.append(loop.state.log_history)
+        assert sharing_report(model).num_shared == 3
+        return histories
+
+    results = on_two_ranks(work)
+    for plain, shared in results:
+        for one, other in zip(plain, shared, strict=True):
+            assert other == pytest.approx(one, rel=BAR)
+    norms, losses = ([[entry[name] for entry in shared] for _, shared in results] for name in ("grad_norm", "loss"))
     assert norms[0] == norms[1] and losses[0] != losses[1]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path)
-    run_rank(parser.parse_args().folder)
