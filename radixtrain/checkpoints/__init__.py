@@ -3,6 +3,7 @@
     folder                    write_checkpoint, read_checkpoint, verify_checkpoint
         packing               a state as JSON and tensors, and back
         tensors, sums         a file of tensors, written one tensor at a time; sizes and checksums of files
+        sharded               tensors of which every rank holds a part, gathered while they are written
         manifest              what a checkpoint must consist of; its last file, and the commit
         replacing             a folder takes another one's place in one step
         space                 a full disk, in the user's words

@@ -11,43 +11,65 @@ from safetensors import SafetensorError
 
 from radixtrain.checkpoints.legacy import read_legacy, verify_legacy
 from radixtrain.checkpoints.manifest import MANIFEST, SKELETON, DamagedCheckpoint, Manifest, committed
-from radixtrain.checkpoints.packing import MalformedState, Packed, file_of, pack, unpack
+from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, MalformedState, Packed, file_of, pack, unpack
 from radixtrain.checkpoints.replacing import standing, writing
+from radixtrain.checkpoints.sharded import Gathering
 from radixtrain.checkpoints.space import check_space, explained
 from radixtrain.checkpoints.sums import sum_of, write_bytes
-from radixtrain.checkpoints.tensors import read_tensors, write_tensors
+from radixtrain.checkpoints.tensors import in_order, map_tensors, read_tensors, write_tensors
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["DamagedCheckpoint", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
+__all__ = ["DamagedCheckpoint", "gathering_of", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
+
+SHARDED = (MODEL, OPTIMIZER)  # files whose tensors may be sharded, as they are written
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Write a state as a checkpoint folder. It replaces one of that name, which stays whole until then.
 
     state: what `pack` can hold; its entry `global_step` is the step in the manifest. Nothing of it is copied, but for
-    a part of one tensor at a time if that is on another device, or not contiguous.
+    a part of one tensor at a time if that is on another device, or not contiguous. Of weights and moments that are
+        sharded the whole of one at a time is gathered: the other ranks call `gathering_of(state).finish()` meanwhile.
 
     Raises UserError if the state has an entry that cannot be held, or if it cannot be written: then the message names
     the disk, the bytes and the last whole checkpoint, and nothing is left of the new one.
     """
-    path = Path(path)
+    gathering = gathering_of(state)
+    try:
+        _write(Path(path), state, gathering)
+    finally:
+        gathering.finish()
+
+
+def gathering_of(state: Mapping[str, Any]) -> Gathering:
+    """The sharded tensors of a state, in the order in which `write_checkpoint` needs them."""
+    packed = pack({key: value for key, value in state.items() if file_of(key) in SHARDED})
+    return Gathering(tensor for file in SHARDED for tensor in in_order(packed.tensors[file]).values())
+
+
+def _write(path: Path, state: Mapping[str, Any], gathering: Gathering) -> None:
     packed = pack(state)
     skeleton = json.dumps(packed.skeleton, separators=(",", ":"), allow_nan=False).encode()
     num_bytes = packed.num_bytes + len(skeleton)
     with explained(path, num_bytes):
         check_space(path, num_bytes)
         with writing(path) as staging:
-            sums = {name: write_tensors(staging / name, tensors) for name, tensors in packed.tensors.items()}
+            sums = {
+                name: write_tensors(staging / name, tensors, gathering.whole)
+                for name, tensors in packed.tensors.items()
+            }
             sums[SKELETON] = write_bytes(staging / SKELETON, skeleton)
             sequence = 1 + max((manifest.sequence for manifest, _ in committed(path.parent)), default=0)
             manifest = Manifest(sequence=sequence, step=int(state.get("global_step", 0)), files=sums)
             write_bytes(staging / MANIFEST, manifest.to_bytes())
 
 
-def read_checkpoint(path: Path, leave_out: Collection[str] = ()) -> dict[str, Any]:
+def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool = True) -> dict[str, Any]:
     """The state of a checkpoint folder, or of a `.ckpt` file of an earlier version; its tensors are on the CPU.
 
     leave_out: entries that are not wanted, such as `optimizer_states`, which takes twice the memory of the weights.
+    in_memory: False maps weights and moments from their files, for several processes that each take a part of them:
+        copy what is kept, since a file may be gone one day.
 
     No code in it is run. Raises DamagedCheckpoint, which names the file, unless every byte is the one that was written.
     """
@@ -59,7 +81,9 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = ()) -> dict[str, An
     if not isinstance(skeleton, dict):
         raise DamagedCheckpoint(path, SKELETON, "is damaged: it holds no dictionary")
     wanted = {key: value for key, value in skeleton.items() if key not in leave_out}
-    tensors = {name: _read(path, name, read_tensors) for name in sorted({file_of(key) for key in wanted})}
+    mapped = () if in_memory else SHARDED
+    files = sorted({file_of(key) for key in wanted})
+    tensors = {name: _read(path, name, map_tensors if name in mapped else read_tensors) for name in files}
     return _read(path, SKELETON, lambda _: unpack(Packed(wanted, tensors)))
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.checkpoints.leaves import DECODE, PLAIN_ARRAYS, UnknownKindError, leaf
+from radixtrain.checkpoints.sharded import is_sharded, part_of, place_in_memory
 from radixtrain.checkpoints.tensors import DTYPES
 from radixtrain.errors import UserError
 
@@ -118,9 +119,9 @@ class _Packer:
 
         So an entry of a state needs no file but the one of its key.
         """
-        file = file_of(path[0])
-        view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        place = (file, tensor.device, tensor.data_ptr(), *view) if tensor.numel() else path
+        file, memory, held = file_of(path[0]), place_in_memory(tensor), part_of(tensor)
+        view = (tensor.dtype, tensor.shape, tensor.stride(), held.is_conj(), held.is_neg())
+        place = path if memory is None else (file, memory, *view)
         if place not in self.references:
             name = _unused(_name(path[1:] if file == MODEL else path), self.tensors[file])
             self.tensors[file][name] = tensor.detach()
@@ -134,8 +135,9 @@ def file_of(key: Any) -> str:
 
 
 def _dense(tensor: Tensor, path: Path) -> Tensor:
-    """UserError for a tensor that is not a plain one, or whose dtype the files do not have."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    """UserError for a tensor that is not a plain or a sharded one, or whose dtype the files do not have."""
+    is_known = type(tensor) in (Tensor, nn.Parameter) or is_sharded(tensor)
+    is_plain = is_known and tensor.layout == torch.strided and not tensor.is_meta
     if not is_plain or tensor.dtype not in DTYPES:
         kind = f"{type(tensor).__name__} of {tensor.dtype} ({tensor.layout}, on {tensor.device})"
         raise UserError(f"a checkpoint cannot hold {_name(path)}, a {kind}; it keeps dense tensors of common dtypes")

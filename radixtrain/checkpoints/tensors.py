@@ -7,16 +7,17 @@ states on a GPU that is a second copy of both. Here `CHUNK` numbers are copied a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from radixtrain.checkpoints.sharded import whole
 from radixtrain.checkpoints.sums import FileSum, SummedFile
 
-__all__ = ["DTYPES", "read_tensors", "write_tensors"]
+__all__ = ["DTYPES", "in_order", "map_tensors", "read_tensors", "write_tensors"]
 
 CHUNK = 2 << 20  # numbers that are copied at once
 ALIGNMENT = 8  # bytes
@@ -42,15 +43,23 @@ DTYPES = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
-    """Write a new file of dense tensors, on any device, whose dtypes are in `DTYPES`. OSError if the disk is full."""
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # so all are aligned
+def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file in the order in which they are written, in which all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], to_plain: Callable[[Tensor], Tensor] = whole) -> FileSum:
+    """Write a new file of dense tensors, on any device, whose dtypes are in `DTYPES`. OSError if the disk is full.
+
+    to_plain: called with each tensor when its turn has come, see `in_order`: a sharded one -> the whole of it.
+    """
+    ordered = in_order(tensors)
     with SummedFile(path) as file:
         header = _header(ordered)
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
         for tensor in ordered.values():
-            for chunk in _chunks(tensor):
+            for chunk in _chunks(to_plain(tensor)):
                 file.write(chunk)
     return file.sum
 
@@ -59,6 +68,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, on the CPU, in memory of their own. SafetensorError if it is no such file."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # it is no mapping
+
+
+def map_tensors(path: Path) -> dict[str, Tensor]:
+    """The same, mapped: bytes of the file that several processes share, until one changes its own."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

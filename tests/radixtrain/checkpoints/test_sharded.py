@@ -1,0 +1,88 @@
+"""What every rank holds a part of is written as the whole, by one rank, with the help of the others."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from forked_ranks import on_ranks
+
+sys.path.pop(0)
+
+from radixtrain.checkpoints.folder import gathering_of, read_checkpoint, write_checkpoint
+from radixtrain.checkpoints.sharded import part_like, part_of, whole
+
+# Rows for every rank, unequal parts, fewer rows than ranks, a single row, none.
+SHAPES = {"even": (4, 3), "uneven": (5, 2), "few": (3,), "one": (1, 2), "none": (0, 2)}
+WHOLE = {name: torch.arange(torch.Size(shape).numel()).reshape(shape) + 0.5 for name, shape in SHAPES.items()}
+
+
+def sharded(tensor: torch.Tensor, size: int) -> DTensor:
+    """As `fully_shard` leaves it: a part in memory that would hold the largest one."""
+    placed = distribute_tensor(tensor, init_device_mesh("cpu", (size,)), [Shard(0)], src_data_rank=None)
+    held = placed.to_local()
+    rows = -(-tensor.shape[0] // size)
+    padded = held.new_zeros(rows, *held.shape[1:])
+    padded[: len(held)] = held
+    return DTensor.from_local(
+        padded[: len(held)], placed.device_mesh, [Shard(0)], run_check=False, shape=placed.shape, stride=placed.stride()
+    )
+
+
+def test_a_checkpoint_of_four_ranks_is_that_of_one(tmp_path: Path) -> None:
+    def state(tensors: Any) -> dict[str, Any]:
+        """Weights of which two are one in memory, moments, and a number that rank 0 has in memory of its own."""
+        moments = {0: {"exp_avg": tensors["few"] * 2, "step": torch.tensor(3.0)}, 1: {"exp_avg": tensors["one"] * 2}}
+        return {
+            "global_step": 3,
+            "state_dict": {**tensors, "tied": tensors["uneven"], "zz": tensors["few"]},
+            "optimizer_states": [{"state": moments, "param_groups": [{"params": [0, 1], "betas": (0.9, 0.99)}]}],
+        }
+
+    def work(rank: int) -> None:
+        found = state({name: sharded(tensor, 4) for name, tensor in WHOLE.items()})
+        if rank == 0:
+            write_checkpoint(tmp_path / "of four" / "x", found)
+        else:
+            gathering_of(found).finish()
+
+    on_ranks(4, work)
+    write_checkpoint(tmp_path / "of one" / "x", state(WHOLE))
+    for path in (tmp_path / "of one" / "x").iterdir():
+        assert (tmp_path / "of four" / "x" / path.name).read_bytes() == path.read_bytes(), path.name
+    found = read_checkpoint(tmp_path / "of four" / "x", in_memory=False)
+    assert all(torch.equal(found["state_dict"][name], tensor) for name, tensor in WHOLE.items())
+    found["state_dict"]["even"] += 1  # mapped, and nothing is written back
+    assert torch.equal(read_checkpoint(tmp_path / "of four" / "x")["state_dict"]["even"], WHOLE["even"])
+
+
+def test_a_part_is_like_that_of_another_tensor() -> None:
+    def work(rank: int) -> list[bool]:
+        equal = []
+        for tensor in WHOLE.values():
+            like = sharded(tensor, 3)
+            part = part_like(tensor, like)
+            assert part_of(part).data_ptr() != tensor.data_ptr() or not tensor.numel()
+            equal.append(torch.equal(part_of(part), part_of(like)) and torch.equal(whole(part), tensor))
+        return equal
+
+    assert on_ranks(3, work) == [[True] * len(WHOLE)] * 3
+    assert part_like(WHOLE["even"], WHOLE["even"]) is WHOLE["even"]
+
+
+def test_a_rank_that_has_ended(tmp_path: Path) -> None:
+    """The one that writes says so at once, and leaves nothing."""
+
+    def work(rank: int) -> None:
+        state = {"state_dict": {name: sharded(tensor, 2) for name, tensor in WHOLE.items()}}
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="onnection"):
+                write_checkpoint(tmp_path / "x", state)
+
+    on_ranks(2, work, seconds=20)
+    assert not list(tmp_path.iterdir())
