@@ -19,7 +19,7 @@ from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
 from radixtrain.commands.messages import usage_message
 from radixtrain.commands.switches import with_values
-from radixtrain.errors import Stopped, UserError, did_you_mean
+from radixtrain.errors import EndedElsewhere, Stopped, UserError, did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +56,8 @@ def _answer(arguments: list[str]) -> int:
 def _run(typed: list[str]) -> int:
     from jsonargparse import ArgumentError  # here, since --help needs no imports that take seconds
 
+    from radixtrain.training.devices.started import check_started
+
     arguments = with_values(typed)
     if typed == sys.argv[1:]:
         sys.argv[1:] = arguments  # a command masks secrets there, if it was given the same arguments
@@ -63,12 +65,15 @@ def _run(typed: list[str]) -> int:
     for name in ("bitsandbytes", "transformers.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
+        check_started(arguments[0])
         import_module(f"radixtrain.commands.{COMMANDS[arguments[0]].module}").run(arguments)
         return 0
     except UserError as error:
         return _fail(str(error), 1)
+    except EndedElsewhere:
+        return 1
     except Stopped as stop:
-        sys.stderr.write(f"{stop}\n")  # somebody asked for it: no error
+        sys.stderr.write(f"{stop}\n" if str(stop) else "")  # somebody asked for it: no error
         return stop.code
     except ArgumentError as error:
         return _fail(usage_message(str(error), arguments[0]), 2)

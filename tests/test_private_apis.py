@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
 
@@ -51,6 +52,11 @@ TABLE = (
         "lightning.pytorch.Trainer.fit_loop.epoch_loop._batches_that_stepped",
         ("radixtrain/training/survival/position.py",),
         "is set by the position of a run that goes on, so that its log has the same steps",
+    ),
+    Private(
+        "lightning.pytorch.strategies.DDPStrategy._timeout",
+        ("radixtrain/training/devices/settings.py",),
+        "is set to `ddp_timeout`, whoever has made the strategy",
     ),
     Private(
         "transformers.PretrainedConfig._attn_implementation",
@@ -246,13 +252,24 @@ TABLE = (
     ),
     Private(
         "sys._getframe",
-        ("collators/unprepared.py", "radixtrain/hf/evaluation.py", "radixtrain/hf/padded/calls.py"),
-        "reads which trainer calls the model, and whether generate() does",
+        (
+            "collators/dispatching.py",
+            "collators/unprepared.py",
+            "radixtrain/hf/evaluation.py",
+            "radixtrain/hf/padded/calls.py",
+        ),
+        "reads which loader asks for a batch, which trainer calls the model, and whether generate() does",
     ),
     Private(
         "os._exit",
-        ("radixtrain/data/workers.py", "radixtrain/training/survival/requests.py"),
-        "ends a process at once: after a second signal, and a worker whose run was killed",
+        (
+            "radixtrain/data/workers.py",
+            "radixtrain/training/devices/board.py",
+            "radixtrain/training/devices/telling.py",
+            "radixtrain/training/devices/watching.py",
+            "radixtrain/training/survival/requests.py",
+        ),
+        "ends a process at once: after a second signal, a worker whose run was killed, and a rank whose run has ended",
     ),
 )
 
@@ -270,6 +287,7 @@ INSTANCES: dict[Any, Callable[[], Any]] = {
     nn.Module: lambda: nn.Linear(1, 1)._replicate_for_data_parallel(),
     PretrainedConfig: PretrainedConfig,
     PreTrainedModel: checkpointed_layer,
+    DDPStrategy: DDPStrategy,
     L.Trainer: lambda: L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False),
 }
 

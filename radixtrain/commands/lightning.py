@@ -7,51 +7,46 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, cast
 
-import yaml
 from jsonargparse import ArgumentError, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from radixtrain.commands import commands_of
 from radixtrain.commands.before_reading import (
     WITHOUT_WEIGHTS,
     check_weights_and_room,
     checkpoint_of_fit,
     checkpoint_to_evaluate,
 )
-from radixtrain.commands.limits import check_interval, check_limits
-from radixtrain.commands.loggers import TRACKING, check_loggers, errors_of_wandb, loggers_of
+from radixtrain.commands.exporting import export_run
+from radixtrain.commands.limits import check_interval
+from radixtrain.commands.loggers import errors_of_wandb, loggers_of
 from radixtrain.commands.own_keys import add_own_keys
 from radixtrain.commands.quiet import quiet
 from radixtrain.commands.run_callbacks import RunCallbacks
-from radixtrain.commands.trainer_settings import (
-    REFUSED_BY_LIGHTNING,
-    check_one_device,
-    check_seed,
-    check_trainer_settings,
-    check_weights_only,
-)
+from radixtrain.commands.trainer_settings import REFUSED_BY_LIGHTNING, check_settings, check_trainer_settings
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
-from radixtrain.redaction import check_unmasked, masked_arguments
+from radixtrain.redaction import masked_arguments
+from radixtrain.training.devices.launch import Processes
+from radixtrain.training.devices.settings import check_devices, default_devices, device_settings
+from radixtrain.training.devices.started import started
+from radixtrain.training.devices.telling import one_of_each_machine
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.model_card import documents
-from radixtrain.training.results.model_folder import save_hf_folder
 from radixtrain.training.results.saved_config import SaveMaskedConfig, mask_what_is_logged
 from radixtrain.training.start.first_screen import show_first_screen, steps_between_logs
 from radixtrain.training.survival import slurm
 from radixtrain.training.survival.checkpoint_io import FolderCheckpointIO
 from radixtrain.training.survival.failures import explain
-from radixtrain.training.survival.folder_lock import check_one_process, locked
+from radixtrain.training.survival.folder_lock import locked
 from radixtrain.training.survival.run_folder import EarlierRun, check_output_dir, is_resumed
 from radixtrain.training.trainer import Trainer
 
 __all__ = ["RadixCLI", "run"]
 
-NAMES = commands_of("lightning")
 OUR_OWN = ("verify", "inspect", "report")  # methods that our trainer adds to Lightning's
 WRITING = ("fit", "validate", "test", "predict", "report")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
@@ -66,23 +61,27 @@ class RadixCLI(LightningCLI):
     """LightningCLI with radixtrain's own settings beside `trainer`, `model` and `data`.
 
     Its constructor does everything. In the order of the methods: the keys are added and parsed, data, model and trainer
-    made (`instantiate_trainer`), the folder locked (`_run_subcommand`), and the command runs (`_run_locked`).
+    made (`instantiate_trainer`), the processes of all ranks started and the folder locked (`_run_subcommand`), and the
+    command runs (`_run_prepared`), on every rank.
     """
+
+    def __init__(self, typed: Sequence[str], **options: Any):
+        """typed: the command line, from the command on. options: of `LightningCLI`."""
+        self.typed = tuple(typed)
+        super().__init__(args=list(typed), **options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         add_own_keys(parser)
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        given_by_us = {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}
-        return dict.fromkeys(NAMES, given_by_us)
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one that runs: to make the parser of one takes 0.07 s."""
+        return {self.typed[0]: {"model", "dataloaders", "train_dataloaders", "val_dataloaders", "datamodule"}}
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: Lightning would replace the settings that were typed with those of the checkpoint."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """As Lightning's, and the values are checked. The error for a word that YAML reads as a truth says so."""
-        self.typed = tuple(args[1:])
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
@@ -90,12 +89,7 @@ class RadixCLI(LightningCLI):
                 raise ArgumentError(None, QUOTES) from None
             raise
         self.settings = self.config[self.config.subcommand]
-        check_seed(self.settings.seed_everything)
-        check_limits(self.settings)
-        check_weights_only(self.settings)
-        if self.config.subcommand in TRACKING:
-            check_loggers(self.settings)
-        check_unmasked(self.settings.as_dict())
+        check_settings(self.settings, self.config.subcommand)
 
     def before_instantiate_classes(self) -> None:
         """What loggers write about themselves is masked; they get every other secret as it is."""
@@ -110,6 +104,7 @@ class RadixCLI(LightningCLI):
         if config.max_epochs is None and config.max_steps == -1:
             kwargs["max_epochs"] = DEFAULT_EPOCHS
         check_trainer_settings(config)
+        kwargs.update(device_settings(self.settings, self.typed[0]))
         has_validation = bool(data.validation_file or data.val_size)
         if self.subcommand == "fit" and given.evaluate_generation.logged and not has_validation:
             raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
@@ -121,9 +116,14 @@ class RadixCLI(LightningCLI):
                 trainer = super().instantiate_trainer(**kwargs)
         except REFUSED_BY_LIGHTNING as error:
             raise UserError(f"trainer: {first_line(error)}") from None
-        check_one_device(trainer)
+        check_devices(trainer, self.timeout)
         trainer.strategy.checkpoint_io = FolderCheckpointIO()
         return trainer
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for the others in a step."""
+        return timedelta(seconds=self.settings.ddp_timeout)
 
     @property
     def is_try(self) -> bool:
@@ -141,29 +141,34 @@ class RadixCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """One command at a time writes into a folder. Signals ask it to stop, and `fit` to save."""
-        check_one_process()
         with ExitStack() as stack:
-            if subcommand in WRITING and not self.is_try:
-                stack.enter_context(locked(self.output_dir, subcommand))
             stack.enter_context(self.callbacks.requests)
             stack.enter_context(slurm.hidden())
+            processes = stack.enter_context(Processes(self.trainer.strategy, self.typed, self.timeout))
             try:
-                self._run_locked(subcommand, stack)
+                self.ckpt_path, written = processes.joined(lambda: self._prepare(subcommand, stack))
+                self._run_prepared(subcommand, written, stack)
             except Exception as error:
-                if told := explain(error, self.output_dir if subcommand == "fit" else None):
+                if told := explain(error, self.output_dir if subcommand == "fit" else None, processes.gone):
                     raise UserError(told) from error
                 raise
 
-    def _run_locked(self, subcommand: str, stack: ExitStack) -> None:
+    def _prepare(self, subcommand: str, stack: ExitStack) -> tuple[str | None, int]:
+        """What rank 0 does before the others: the checkpoint to take, and the bytes that `fit` writes, at least.
+
+        stack: the lock of the folder is entered here.
+        """
+        if subcommand in WRITING and not self.is_try:
+            stack.enter_context(locked(self.output_dir, subcommand))
+        ckpt_path = self._checkpoint(subcommand)
+        settings, num_checkpoints = self.model.hparams, self.callbacks.most_checkpoints
+        return ckpt_path, check_weights_and_room(subcommand, settings, self.output_dir, ckpt_path, num_checkpoints)
+
+    def _run_prepared(self, subcommand: str, written: int, stack: ExitStack) -> None:
         """Data and model are loaded before the trainer starts, so that an error in either leaves nothing written.
 
-        stack: what `fit` enters here lasts as long as the lock.
+        written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
-        self.ckpt_path = self._checkpoint(subcommand)
-        num_checkpoints = self.callbacks.most_checkpoints
-        written = check_weights_and_room(
-            subcommand, self.model.hparams, self.output_dir, self.ckpt_path, num_checkpoints
-        )
         evaluation = self.callbacks.evaluation
         if subcommand not in WITHOUT_WEIGHTS:
             self.datamodule.setup(subcommand)
@@ -172,13 +177,14 @@ class RadixCLI(LightningCLI):
             evaluation.prepare(self.model, self.datamodule)
         self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
         trainer = cast(Any, self.trainer)
-        trainer.typed = masked_arguments(self.typed)
+        trainer.typed = masked_arguments(self.typed[1:])
         if subcommand == "fit":
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
-            shown = self.settings.trainer, written, evaluation.line()
-            show_first_screen(trainer, self.model, self.datamodule, *shown)
-            stack.enter_context(self._training())
+            if ranks().is_first:
+                shown = self.settings.trainer, written, evaluation.line()
+                show_first_screen(trainer, self.model, self.datamodule, *shown)
+                stack.enter_context(self._training())
         try:
             with errors_of_wandb():
                 super()._run_subcommand(subcommand)
@@ -212,44 +218,28 @@ class RadixCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """The trained model as a Hugging Face folder, and the closing lines."""
-        if self.is_try:
-            return
-        summary, data = self.callbacks.summary, self.datamodule.hparams
-        summary.choose_weights(self.trainer, self.model)
-        tokenizer = load_tokenizer(data.model_name_or_path, data.chat_template_path)
-        texts = documents(
-            self._written_config(),
-            summary.results(),
-            {"rows": str(self.datamodule.reports["train"])},
-            has_chat_template=tokenizer.chat_template is not None,
-        )
-        folder = save_hf_folder(self.model.model, tokenizer, self.output_dir / "model", texts)
-        summary.close(self.trainer, self.model, folder)
-
-    def _written_config(self) -> dict[str, Any]:
-        """What `config.yaml` of the run holds."""
-        callbacks = cast(Any, self.trainer).callbacks
-        saved = next(callback for callback in callbacks if isinstance(callback, SaveMaskedConfig))
-        return yaml.safe_load(saved.text())
+        if not self.is_try:
+            export_run(self.trainer, self.model, self.datamodule, self.callbacks.summary, self.output_dir)
 
 
 def run(argv: Sequence[str]) -> None:
     """Run one of Lightning's commands. `main` prints the errors: UserError, or jsonargparse's ArgumentError."""
-    quiet()
+    quiet(speaks=started().rank == 0)
     # A `class_path` is imported before its type is checked, so a configuration could run anything.
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
     strict = {"exit_on_error": False, "allow_abbrev": False}
     if list(argv) == sys.argv[1:]:
         sys.argv[1:] = masked_arguments(argv)  # which loggers copy into their files
-    RadixCLI(
-        RadixModule,
-        SFTData,
-        trainer_class=Trainer,
-        seed_everything_default=42,
-        trainer_defaults={"devices": 1, "log_every_n_steps": 10, "enable_model_summary": False},
-        save_config_callback=SaveMaskedConfig,
-        save_config_kwargs={"overwrite": True},
-        auto_configure_optimizers=False,
-        parser_kwargs={"prog": "radixtrain", **strict, **{name: dict(strict) for name in NAMES}},
-        args=list(argv),
-    )
+    with one_of_each_machine():
+        RadixCLI(
+            argv,
+            model_class=RadixModule,
+            datamodule_class=SFTData,
+            trainer_class=Trainer,
+            seed_everything_default=42,
+            trainer_defaults={**default_devices(), "log_every_n_steps": 10, "enable_model_summary": False},
+            save_config_callback=SaveMaskedConfig,
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            parser_kwargs={"prog": "radixtrain", **strict, argv[0]: strict},
+        )

@@ -13,15 +13,19 @@ from radixtrain.errors import UserError, first_line
 
 __all__ = ["check_interval", "check_limits"]
 
-# The least value of integers. All but save_total_limit may be null, which turns off what the key says.
+# The least value of integers. All but those in NEVER_NULL may be null, which turns off what the key says.
 LEAST = {
     "save_every_steps": 1,
     "save_total_limit": 1,
     "early_stopping": 1,
+    "ddp_timeout": 1,
     "trainer.check_val_every_n_epoch": 1,
     "trainer.log_every_n_steps": 0,
     "trainer.reload_dataloaders_every_n_epochs": 0,
 }
+MOST_DEVICES = 1_000
+MOST_SECONDS = 2_000_000  # gloo counts milliseconds in 32 bits
+NEVER_NULL = ("save_total_limit", "ddp_timeout")
 ABOVE_ZERO = ("save_every_minutes", "trainer.val_check_interval")
 
 
@@ -34,8 +38,10 @@ def check_limits(config: Any) -> None:
     for key, least in LEAST.items():
         value = config.get(key)
         if value is not None and value < least:
-            also = "" if key == "save_total_limit" else ", or null"
+            also = "" if key in NEVER_NULL else ", or null"
             raise UserError(f"{key} must be at least {least}{also}; got {value}")
+    if (config.get("ddp_timeout") or 0) > MOST_SECONDS:
+        raise UserError(f"ddp_timeout must be at most {MOST_SECONDS:,} seconds; got {config.ddp_timeout}")
     for key in ABOVE_ZERO:
         value = config.get(key)
         if isinstance(value, int | float) and not (0 < value < math.inf):
@@ -55,8 +61,8 @@ def _check_nulls(config: Any) -> None:
 def _check_devices(devices: Any) -> None:
     """Before Lightning makes a list of them, for which a large number takes all memory."""
     number = int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
-    if isinstance(number, int) and number > 1:
-        raise UserError(f"trainer: {number} devices: radixtrain trains on one so far; set trainer.devices to 1")
+    if isinstance(number, int) and number > MOST_DEVICES:
+        raise UserError(f"trainer.devices {number:,}: at most {MOST_DEVICES:,} on a machine")
 
 
 def _check_max_time(max_time: Any) -> None:

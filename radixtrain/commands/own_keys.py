@@ -50,6 +50,12 @@ def add_own_keys(parser: LightningArgumentParser) -> None:
         default=None,
         help="End after so many validations without a better value of save_best, or of eval_loss.",
     )
+    parser.add_argument(
+        "--ddp_timeout",
+        type=int,
+        default=1800,
+        help="Seconds that a rank waits for the others in a step: then the run ends with an error.",
+    )
     parser.add_class_arguments(EvaluateGeneration, "evaluate_generation")
     parser.link_arguments("output_dir", "trainer.default_root_dir")
     parser.link_arguments("dedup", "model.dedup")

@@ -6,15 +6,17 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from radixtrain.commands.limits import check_limits
+from radixtrain.commands.loggers import TRACKING, check_loggers
 from radixtrain.errors import UserError
+from radixtrain.redaction import check_unmasked
 
 __all__ = [
     "REFUSED_BY_LIGHTNING",
     "as_list",
-    "check_one_device",
     "check_seed",
+    "check_settings",
     "check_trainer_settings",
-    "check_weights_only",
     "data_seed",
 ]
 
@@ -35,12 +37,14 @@ def check_trainer_settings(config: Any) -> None:
         raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
 
 
-def check_one_device(trainer: Any) -> None:
-    if trainer.world_size != 1:
-        raise UserError(
-            f"trainer: {trainer.world_size} devices: radixtrain trains on one so far; set trainer.devices to 1 and "
-            f"trainer.num_nodes to 1"
-        )
+def check_settings(settings: Any, command: str) -> None:
+    """UserError for a value that no run can use. settings: of the command, as they were parsed."""
+    check_seed(settings.seed_everything)
+    check_limits(settings)
+    _check_weights_only(settings)
+    if command in TRACKING:
+        check_loggers(settings)
+    check_unmasked(settings.as_dict())
 
 
 def check_seed(seed: Any) -> None:
@@ -48,7 +52,7 @@ def check_seed(seed: Any) -> None:
         raise UserError(f"seed_everything must be from 0 to {2**32 - 1}, got {seed}")
 
 
-def check_weights_only(config: Any) -> None:
+def _check_weights_only(config: Any) -> None:
     """Lightning's key of this name lets a checkpoint run code. config: of the command."""
     if config.get("weights_only") is False:
         raise UserError("weights_only: false would run code from a checkpoint; radixtrain always reads it as data")

@@ -15,7 +15,9 @@ import lightning as L
 from radixtrain.checkpoints.replacing import sync_folder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
+from radixtrain.training.devices.synchronising import wrap_again
 from radixtrain.training.results.closing_lines import say
 from radixtrain.training.speed import Speed
 from radixtrain.verification.oracle import Features
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 class VerifyFirstBatch(L.Callback):
     """Compares the gradient of the first optimizer step with ordinary Hugging Face's, and stops if they differ.
+
+    With several ranks the first one compares the whole step, before the others take theirs with it.
 
     module: whose runs it compares; the trainer keeps the callback when it fits another one.
     verify: sequences of a step and what cuts them -> the comparison, as `RadixModule.verify`.
@@ -43,10 +47,19 @@ class VerifyFirstBatch(L.Callback):
         data = trainer.datamodule
         if not isinstance(data, SFTData):
             raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
-        report = self.verify(data.features_of_step(0), data.step_collator())
+        collator = data.step_collator()  # of the whole step
+        reason = ranks().from_first(lambda: self._verified(data.features_of_step(0), collator), is_patient=True)
+        if reason:
+            raise UserError(f"model.verify_first_batch: {reason}. Nothing was trained")
+        wrap_again(trainer.strategy)
+
+    def _verified(self, features: Features, collator: StepCollator) -> str:
+        """Why the whole step, on one rank, did not pass; empty if it did."""
+        report = self.verify(features, collator)
         if not report.passed:
-            raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
+            return report.reason
         logger.info("first batch verified:\n%s", report)
+        return ""
 
 
 class PredictionWriter(L.Callback):
@@ -66,13 +79,17 @@ class PredictionWriter(L.Callback):
         self.speed = Speed()
 
     def on_predict_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.speed.start()
+        if not ranks().is_first:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.partial.write_text("", encoding="utf-8")
-        self.speed.start()
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
+        if not ranks().is_first:
+            return
         with self.partial.open("a", encoding="utf-8") as file:
             file.writelines(f"{_as_json(record)}\n" for record in outputs)
         self.num_sequences += len(outputs)
@@ -80,9 +97,12 @@ class PredictionWriter(L.Callback):
             self.speed.add(batch)
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        self.partial.unlink(missing_ok=True)
+        if ranks().is_first:
+            self.partial.unlink(missing_ok=True)
 
     def on_predict_end(self, trainer: L.Trainer, module: Any) -> None:
+        if not ranks().is_first:
+            return
         with self.partial.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(self.partial, self.path)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
+from radixtrain.checkpoints.sharded import whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt
-from radixtrain.data.tokens.next_tokens import next_token_ids
-from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import PredictingRows, predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
@@ -22,11 +22,14 @@ from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predicted_answers import PredictedAnswers
 from radixtrain.training.callbacks import VerifyFirstBatch
+from radixtrain.training.devices.synchronising import backward, settle
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
+from radixtrain.training.predicted_scores import scored_records, scorer_of
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
+from radixtrain.training.step_cost import calibrated
 from radixtrain.training.survival.finite import NonFiniteGuard, check_weights_finite
-from radixtrain.training.survival.generators import generator_states, set_generator_states
+from radixtrain.training.survival.generators import draw_apart, generator_states, set_states_of_ranks
 from radixtrain.training.survival.position import Position, run_pending_validation, settle_loops
 from radixtrain.training.survival.resume import apply_settings, restore_position, restored_rates
 from radixtrain.training.survival.run_state import add_run_state, check_same_model
@@ -185,7 +188,7 @@ class RadixModule(L.LightningModule):
             options, dedup = self.answers.options, self.hparams.dedup
             check_answering(self.model, data.tokenizer(), data.first_prompt(), options, dedup)
         elif stage == "predict":
-            self.scorer = self._scorer()
+            self.scorer = scorer_of(self.hparams)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the position, the random generators and what else a run that goes on needs; see `run_state.py`."""
@@ -211,21 +214,21 @@ class RadixModule(L.LightningModule):
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         """The random generators of a resumed run are set here: nothing draws between this and the step."""
         if self.resumed and "generators" in self.resumed.get("radixtrain", {}):
-            set_generator_states(self.resumed["radixtrain"]["generators"])
+            set_states_of_ranks(self.resumed["radixtrain"]["generators"])
         self.resumed = None
         self.generators_before_step = generator_states()
 
     def training_step(self, step: Step, index: int) -> None:
-        """One optimizer step over its micro-batches."""
+        """One optimizer step over its micro-batches: those of this rank, whose gradients all ranks average."""
         optimizer: Any = self.optimizers()
         scheduler: Any = self.lr_schedulers()
         optimizer.zero_grad()
-        loss = torch.zeros((), device=self.device)
-        for batch in step.micro_batches:
-            share = self.loss_sum(batch) / step.num_labels
-            self.manual_backward(share)
+        loss, size, last = torch.zeros((), device=self.device), ranks().size, len(step.micro_batches) - 1
+        for place, batch in enumerate(step.micro_batches):
+            share = self.loss_sum(batch) / (step.num_labels / size)
+            backward(self, share, is_last=place == last)
             loss += share.detach()
-        grad_norm = self._clip()
+        loss, grad_norm = ranks().sum(loss) / size, self._clip()
         if self.guard.allows(self, loss, grad_norm, step.where, self.global_step):
             self.is_stepping = True
             optimizer.step()
@@ -247,12 +250,8 @@ class RadixModule(L.LightningModule):
         if not isinstance(step, Step):
             trainer: Any = self.trainer
             return self.answers.records(self.model, step, trainer.datamodule.tokenizer(), self.hparams.dedup)
-        self.scorer = self.scorer or self._scorer()
-        records: list[dict[str, Any]] = [{"row": row} for row in step.where or (None,) * sum(map(len, step.members))]
-        for batch, members in zip(step.micro_batches, step.members, strict=True):
-            for member, scores in zip(members, self.scorer(self.model, batch, self._has_plain_head()), strict=True):
-                records[member].update(scores)
-        return records
+        self.scorer = self.scorer or scorer_of(self.hparams)
+        return scored_records(self.scorer, self.model, step, self._has_plain_head())
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -265,6 +264,8 @@ class RadixModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         check_weights_finite(self, "fit cannot start")
+        draw_apart()
+        settle(self)
         if self.resumed:
             apply_settings(self.resumed, self)
             settle_loops(self.trainer)
@@ -293,16 +294,9 @@ class RadixModule(L.LightningModule):
     def step_cost(self) -> StepCost | None:
         """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated.
 
-        None for `attention: reference` and on a device that is neither a CPU nor CUDA: then every branch is taken.
+        With several ranks, each calls it. None if every branch is to be taken, see `calibrated`.
         """
-        if self.model is None or self.hparams.attention == "reference" or self.device.type not in ("cpu", "cuda"):
-            return None
-        dtype = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else None
-        choices = {"attention": self.hparams.attention, "kernel": self.hparams.kernel}
-        measure = not torch.are_deterministic_algorithms_enabled()  # as `trainer.deterministic: true` does
-        cost = calibrate(self.model, **choices, dtype=dtype, rates=self.rates, measure=measure)
-        self.rates = cost.rates
-        return cost
+        return calibrated(self)
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Whether an optimizer step of these sequences has the gradient that ordinary Hugging Face gives it.
@@ -331,18 +325,15 @@ class RadixModule(L.LightningModule):
             self.plain_head = has_plain_head(self.model)
         return self.plain_head
 
-    def _scorer(self) -> Scorer:
-        """What `predict` computes of a batch. Reads the tokenizer if words are scored."""
-        hparams = self.hparams
-        words = hparams.next_tokens
-        ids = next_token_ids(load_tokenizer(hparams.model_name_or_path), words) if words else {}
-        return Scorer(self.scores, ids, hparams.normalize_embeddings)
-
     def _clip(self) -> Tensor:
         limit = self.hparams.max_grad_norm or float("inf")
-        return nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], limit)
+        reached = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        norm = whole(nn.utils.get_total_norm([each.grad for each in reached if each.grad is not None]))
+        nn.utils.clip_grads_with_norm_(reached, limit, norm)
+        return norm
 
     def _log_step(self, step: Step, values: dict[str, Any]) -> None:
+        step = replace(step, num_computed_tokens=ranks().total(step.num_computed_tokens)[0])
         effective, computed = self.speed.add(step)
         sharing = {"r": step.num_tokens / step.num_computed_tokens}
         if step.num_unique_tokens:
@@ -352,7 +343,8 @@ class RadixModule(L.LightningModule):
         self.log_dict(self.last_step, prog_bar=True, batch_size=1)
 
     def _log_mean_loss(self, name: str, step: Step) -> None:
-        """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens."""
-        mean: Any = sum(self.loss_sum(batch) for batch in step.micro_batches) / step.num_labels
+        """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens, alike on all ranks."""
+        loss: Any = sum(self.loss_sum(batch) for batch in step.micro_batches)
+        mean = ranks().sum(loss) / step.num_labels
         if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
             self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)

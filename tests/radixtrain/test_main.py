@@ -124,9 +124,8 @@ class TestBadInput:
     def test_sequences_that_fit_no_micro_batch(self, fails):
         assert fails(1, data__max_tokens=100).startswith("data.max_length 4096 exceeds data.max_tokens 100")
 
-    def test_several_devices(self, fails):
-        message = "trainer: 2 devices: radixtrain trains on one so far"
-        assert fails(1, trainer__devices=2).startswith(message)
+    def test_several_machines_without_a_launcher(self, fails):
+        message = "trainer.num_nodes 2: start the command on each machine with torchrun, or with srun"
         assert fails(1, trainer__num_nodes=2).startswith(message)
 
     @pytest.mark.parametrize(

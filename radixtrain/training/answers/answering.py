@@ -1,4 +1,7 @@
-"""Prompts -> the model's answers: by generation on a radix cache, or in the ordinary arm on padded rows."""
+"""Prompts -> the model's answers: by generation on a radix cache, or in the ordinary arm on padded rows.
+
+With several ranks each answers a share of the prompts, and all get all answers.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from radixtrain.data.prompts import Prompt
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import generate
@@ -22,6 +27,8 @@ from radixtrain.hf.cached_pass import on_stored_rows
 from radixtrain.hf.dropout import evaluating
 from radixtrain.training.answers.answer_options import AnswerOptions
 from radixtrain.training.answers.padded_answers import AnswerRow, answers_of_padded_rows
+from radixtrain.tree.arrays import cumulative
+from radixtrain.tree.sorting import sort_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +58,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of prompts, in their order. num_prompt_tokens: of all prompts. num_computed_tokens: rows computed for them."""
+    """Of prompts, in their order. num_prompt_tokens: of all prompts. num_computed_tokens: rows computed for them.
+
+    seconds: of the rank that took longest.
+    """
 
     answers: list[Answer]
     num_prompt_tokens: int
@@ -88,7 +98,7 @@ def answer_prompts(
     logprobs: bool = False,
     cache: RadixCache | None = None,
 ) -> Answers:
-    """One answer for each prompt.
+    """One answer for each prompt. With several ranks, each calls this with all prompts.
 
     model: is in evaluation mode meanwhile, and every module has its own mode afterwards.
     dedup: False for Hugging Face's `generate`, on rows that are padded on the left.
@@ -99,20 +109,35 @@ def answer_prompts(
     """
     fields = options.fields(tokenizer, model, prompts)
     start = time.perf_counter()
+    here = ranks()
+    shares = _shares(prompts, here.size)
+    mine, seed = [prompts[place] for place in shares[here.rank]], options.seed + here.rank
     with torch.no_grad(), isolate_rng(), evaluating(model):
         if dedup:
-            given: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": options.batch_size, "seed": options.seed}
+            given: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": options.batch_size, "seed": seed}
             given["cache"] = cache
-            found = generate(model, [prompt.token_ids.tolist() for prompt in prompts], **given, **fields)
+            found = generate(model, [prompt.token_ids.tolist() for prompt in mine], **given, **fields)
             rows, num_computed = _rows_of(found), found.stats.num_computed_tokens
         else:
-            torch.manual_seed(options.seed)
+            torch.manual_seed(seed)
             size = options.batch_size or ORDINARY_BATCH
-            rows, num_computed = answers_of_padded_rows(model, prompts, tokenizer, fields, size, logprobs)
+            rows, num_computed = answers_of_padded_rows(model, mine, tokenizer, fields, size, logprobs)
+    parts = here.gather((rows, num_computed, time.perf_counter() - start))
+    pairs = [pair for share, part in zip(shares, parts, strict=True) for pair in zip(share, part[0], strict=True)]
+    rows = [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
     texts = tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
     answers = [Answer(text, *row) for text, row in zip(texts, rows, strict=True)]
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return Answers(answers, num_prompt_tokens, num_computed, time.perf_counter() - start)
+    return Answers(answers, num_prompt_tokens, sum(part[1] for part in parts), max(part[2] for part in parts))
+
+
+def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
+    """Places of prompts for each rank: as many for each, and those that begin alike side by side."""
+    if num_ranks == 1:
+        return [list(range(len(prompts)))]
+    ids = [prompt.token_ids for prompt in prompts]
+    order = sort_sequences(np.concatenate(ids), cumulative(np.array([len(each) for each in ids]))).order
+    return [part.tolist() for part in np.array_split(order, num_ranks)]
 
 
 def _rows_of(found: Generated) -> list[AnswerRow]:

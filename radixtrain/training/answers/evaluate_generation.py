@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.training.answers.answer_options import AnswerOptions
 from radixtrain.training.answers.answer_table import Judged, log_table, write_table
@@ -124,9 +125,12 @@ class EvaluateGeneration(L.Callback):
         mean = sum(row.score for row in judged) / len(judged)
         module.log(self.logged, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=len(judged))
         if not is_try:
-            name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
-            write_table(Path(trainer.default_root_dir) / "answers" / f"{name}.csv", judged)
-            log_table(trainer.loggers, "answers", judged)
+            ranks().from_first(lambda: self._write(trainer, judged))
+
+    def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
+        name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
+        write_table(Path(trainer.default_root_dir) / "answers" / f"{name}.csv", judged)
+        log_table(trainer.loggers, "answers", judged)
 
     def _prompts(self, trainer: Any, module: Any) -> list[Prompt]:
         if self.prompts is None:
@@ -138,13 +142,13 @@ class EvaluateGeneration(L.Callback):
 
     def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
         """The answers, generated in the precision of the run, and what they are worth."""
-        assert self.metric is not None
-        tokenizer = trainer.datamodule.tokenizer()
+        metric, tokenizer = self.metric, trainer.datamodule.tokenizer()
+        assert metric is not None
         with self.interruptible(), trainer.precision_plugin.forward_context():
             answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
-        with isolate_rng():  # a metric of the user may draw
-            scores = self.metric([answer.text for answer in answers], targets, rows)
+        with isolate_rng():  # a metric of the user may draw, and reads what it likes
+            scores = ranks().from_first(lambda: metric([answer.text for answer in answers], targets, rows))
         return [
             Judged(row["row"], row["prompt"], answer.text, target, score, answer.finish_reason)
             for row, answer, target, score in zip(rows, answers, targets, scores, strict=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
 from radixtrain.checkpoints.upkeep import point
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.training.survival.weights import load_weights
 
@@ -147,8 +148,9 @@ class Best(L.Callback):
         self._kept = {path}
         self.saver.keep |= self._kept
         self.path = path
-        self.saver.folder.mkdir(parents=True, exist_ok=True)
-        point(self.saver.folder, "best", path)
+        if ranks().is_first:
+            self.saver.folder.mkdir(parents=True, exist_ok=True)
+            point(self.saver.folder, "best", path)
 
 
 class StopEarly(EarlyStopping):

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from radixtrain.distributed import ranks
 from radixtrain.training.results.reached import Exported, Reached
 from radixtrain.training.speed import Speed
 
@@ -16,8 +17,8 @@ CUT_COST = 0.2  # share of computed tokens that a cut may add before the closing
 
 
 def say(name: str, text: str) -> None:
-    """A line on stdout, unless the text is empty."""
-    if text:
+    """A line on stdout, unless the text is empty. Of several ranks, the first one speaks."""
+    if text and ranks().is_first:
         Console(soft_wrap=True, highlight=False, markup=False).print(f"{name:<12} {text}")
 
 
@@ -38,7 +39,8 @@ def results(reached: Reached, exported: Exported, speed: Speed) -> dict[str, str
     seconds = f"{speed.seconds:.0f} s of training"
     if reached.seconds > speed.seconds:
         seconds += f" since the run went on, {reached.seconds:.0f} s in all"
-    rates = f"{effective:,.0f} effective, {computed:,.0f} computed, {seconds}"
+    on = f" on {ranks().size} ranks" if ranks().size > 1 else ""
+    rates = f"{effective:,.0f} effective, {computed:,.0f} computed{on}, {seconds}"
     return {**entries, "r": _sharing(speed), "tokens/s": rates}
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.checkpoints.replacing import recover, writing
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import restore_model
+from radixtrain.training.devices.gathering import gather_on_first
 from radixtrain.training.results.model_card import CARD, MARK, SETTINGS
 from radixtrain.training.start.adapters import merged
 from radixtrain.training.survival.finite import check_weights_finite
@@ -60,13 +62,21 @@ def save_hf_folder(
 ) -> Path:
     """Write `model` and `tokenizer` so that `from_pretrained(output_dir)` loads them.
 
+    Every rank of a run calls it; rank 0 writes, and an error there ends the others too.
+
     model: a `PreTrainedModel`, or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
-        It loses its radix hooks.
+        It loses its radix hooks. One that is sharded is gathered, and is whole on rank 0 only afterwards.
     output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
     documents: names and texts of files beside them, see `radixtrain/training/results/model_card.py`.
     """
-    target = check_model_folder(output_dir)
+    target = ranks().from_first(lambda: check_model_folder(output_dir))
     check_weights_finite(model, f"{output_dir} is not written")
+    gather_on_first(model)
+    ranks().from_first(lambda: _write(model, tokenizer, target, documents or {}), is_patient=True)
+    return Path(output_dir)
+
+
+def _write(model: Any, tokenizer: Any, target: Path, documents: Mapping[str, str]) -> None:
     with writing(target) as staging:
         restore_model(model)
         if hasattr(model, "merge_and_unload"):
@@ -74,9 +84,8 @@ def save_hf_folder(
             model = merged(model)
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        for name, text in (documents or {}).items():
+        for name, text in documents.items():
             (staging / name).write_text(text, encoding="utf-8")
-    return Path(output_dir)
 
 
 def _is_written_by_us(path: Path) -> bool:

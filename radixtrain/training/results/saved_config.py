@@ -7,11 +7,12 @@ from typing import Any
 
 import yaml
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.checkpoints.replacing import writing_file
 from radixtrain.redaction import masked
 
-__all__ = ["SaveMaskedConfig", "mask_what_is_logged"]
+__all__ = ["SaveMaskedConfig", "log_folder", "mask_what_is_logged"]
 
 # Arguments of loggers that are logged themselves. Others, such as an `api_key`, keep their values.
 LOGGED = frozenset(
@@ -26,7 +27,7 @@ class SaveMaskedConfig(SaveConfigCallback):
         super().__init__(parser, config, config_filename, **{**options, "save_to_log_dir": False})
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        folder = Path(trainer.log_dir)
+        folder = log_folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
         with writing_file(folder / self.config_filename) as partial:
             partial.write_text(self.text(), encoding="utf-8")
@@ -37,6 +38,13 @@ class SaveMaskedConfig(SaveConfigCallback):
         config = yaml.safe_load(text)
         clean = masked(config)
         return text if clean == config else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
+
+
+def log_folder(trainer: Any) -> Path:
+    """Lightning's `trainer.log_dir`, for one rank to ask alone: that asks all of them."""
+    first = trainer.loggers[0] if trainer.loggers else None
+    found = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
+    return Path(found or trainer.default_root_dir)
 
 
 def mask_what_is_logged(loggers: Any) -> None:

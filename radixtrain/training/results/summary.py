@@ -11,12 +11,14 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 
+from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
 from radixtrain.training.results.best import Best, Saver, Validation, is_validation
 from radixtrain.training.results.closing_lines import advice, best_of_callbacks, results, say
 from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
 from radixtrain.training.results.ending import Ending, ending_by_error, ending_of
 from radixtrain.training.results.reached import Exported, Reached
+from radixtrain.training.results.saved_config import log_folder
 from radixtrain.training.results.summary_file import SUMMARY, write_summary
 from radixtrain.training.speed import Speed
 
@@ -60,7 +62,7 @@ class RunSummary(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.first_step, self._drawn_at = trainer.global_step, time.monotonic()
-        for name in (PICTURE, SUMMARY):  # of a run that was killed while it wrote one
+        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
             (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         folders = [str(Path(log.log_dir).absolute()) for log in _csv_loggers(trainer)]
         self.reached.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
@@ -125,6 +127,8 @@ class RunSummary(L.Callback):
         first_step = trainer.global_step if self.first_step is None else self.first_step
         self.ending = ending_of(trainer, module, first_step, has_checkpoint)
         self._write()
+        if not ranks().is_first:
+            return
         for name, text in self._closing_lines(trainer, module, model_folder).items():
             say(name, text)
 
@@ -142,7 +146,7 @@ class RunSummary(L.Callback):
             "best": str(self.best.path or "") if self.best else best_of_callbacks(trainer),
             "last": f"{last}" if last else "",
             "checkpoints": f"{checkpoints}" if checkpoints.is_dir() and not last else "",
-            "logs": f"{trainer.log_dir or self.output_dir}",
+            "logs": f"{log_folder(trainer)}",
             "picture": f"{picture}" if picture.exists() else "",
         }
 
@@ -161,6 +165,8 @@ class RunSummary(L.Callback):
     def _write(self, with_picture: bool = True) -> None:
         """`summary.json` and `loss.png`. That neither can be written is said, and is no reason to end a run."""
         self._take_stock()
+        if not ranks().is_first:
+            return
         last = self.saver.last if self.saver else None
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -199,4 +205,5 @@ class RunSummary(L.Callback):
 
 
 def _csv_loggers(trainer: L.Trainer) -> list[CSVLogger]:
-    return [log for log in trainer.loggers if isinstance(log, CSVLogger)]
+    """Those that write here: Lightning's write on rank 0."""
+    return [log for log in trainer.loggers if isinstance(log, CSVLogger) and ranks().is_first]

@@ -9,6 +9,7 @@ from typing import Any
 
 from radixtrain.checkpoints.manifest import Manifest
 from radixtrain.checkpoints.replacing import writing_file
+from radixtrain.distributed import ranks
 from radixtrain.training.results.best import Best, Validation
 from radixtrain.training.results.ending import Ending
 from radixtrain.training.results.model_card import versions
@@ -43,6 +44,7 @@ def write_summary(
         "last": last and _inside(last, output_dir),
         "exported": exported and _exported(exported),
         "seconds": round(reached.seconds, 3),
+        "ranks": ranks().size,
         **_speed(speed),
         "logs": [{"path": _inside(Path(folder), output_dir), "first_step": step} for folder, step in reached.parts],
         "versions": versions(),

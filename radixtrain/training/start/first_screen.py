@@ -15,9 +15,11 @@ from radixtrain.data.report import EncodeReport
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.data.weights import epoch_size
+from radixtrain.distributed import ranks
 from radixtrain.inspection.sample import marked_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
 from radixtrain.report.wording import bytes_text
+from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import num_steps_of_run
 from radixtrain.training.start.unused import unused_keys
 from radixtrain.tree.groups import PrefixGroups
@@ -104,14 +106,25 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     held = sum(size for size, _ in sizes) + 3 * sum(size for size, trained in sizes if trained)
     num_steps = num_steps_of_run(trainer, steps_per_epoch)
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
+    several = f"{ranks().size} ranks, {type(trainer.strategy).__name__.removesuffix('Strategy')}"
     return [
+        *([("devices", f"{several}: each step is the same as on one")] if ranks().size > 1 else []),
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
         (
             "memory",
-            f"{bytes_text(held)} for weights, gradients and AdamW; the activations of a micro-batch come on top",
+            f"{bytes_text(held)} for weights, gradients and AdamW{_held_by(trainer)}; the activations of a micro-batch "
+            f"come on top",
         ),
         ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
     ]
+
+
+def _held_by(trainer: Any) -> str:
+    """How that is divided among several ranks."""
+    if ranks().size == 1:
+        return ""
+    is_divided = isinstance(trainer.strategy, FSDP2Strategy)
+    return f", 1/{ranks().size} of it on each rank" if is_divided else " on each rank"
 
 
 def _sample_text(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Text:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import walk_tb
 
@@ -20,6 +20,7 @@ from radixtrain.checkpoints.space import existing, mount_point
 from radixtrain.errors import UserError
 from radixtrain.hf.rates_file import cache_folder
 from radixtrain.report.wording import bytes_text
+from radixtrain.training.devices.failures import lost_rank
 
 __all__ = ["explain"]
 
@@ -38,17 +39,18 @@ LESS_MEMORY = "set data.max_tokens to a smaller number, or data.batch_size"
 LESS_DATA_MEMORY = "set data.dataloader_num_workers: 0"
 
 
-def explain(error: BaseException, output_dir: Path | None) -> str | None:
+def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], str] = str) -> str | None:
     """One line: what happened, what to change, and the last checkpoint. None for an error of another kind.
 
     output_dir: of a training run; None for other commands, which have no checkpoint to go on from.
+    gone: see `lost_rank`.
     """
     if isinstance(error, UserError):
         return None
     for each in _chain(error):
         text = f"{type(each).__name__}: {each}"
         reason = _not_shared(text) or _no_room(each, text, output_dir) or _no_memory(each, text)
-        reason = reason or _killed_worker(each, text)
+        reason = reason or _killed_worker(each, text) or lost_rank(each, gone)
         if reason:
             return f"{reason}{_last_checkpoint(output_dir)}"
     return None

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from radixtrain.checkpoints.sharded import part_of
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 
 __all__ = ["NonFinite", "NonFiniteGuard", "check_weights_finite", "nonfinite_weight"]
@@ -100,7 +102,7 @@ class NonFiniteGuard:
 
 
 def check_weights_finite(module: nn.Module, what: str) -> None:
-    """NonFinite that names the first weight of the module with a number that is not finite.
+    """NonFinite that names the first weight of the module with a number that is not finite, on whichever rank.
 
     what: how the message begins, for instance the key that names the weights.
     """
@@ -111,8 +113,16 @@ def check_weights_finite(module: nn.Module, what: str) -> None:
 
 @torch.no_grad()
 def nonfinite_weight(module: nn.Module) -> str | None:
-    """The name of the first parameter with a number that is infinite or not a number. Waits for the device once."""
-    checked = {name: each for name, each in module.named_parameters() if each.is_floating_point() and each.numel()}
+    """The name of the first parameter with a number that is infinite or not a number, on the first rank that has one.
+
+    Waits for the device once.
+    """
+    return next(filter(None, ranks().gather(_nonfinite_here(module))), None)
+
+
+def _nonfinite_here(module: nn.Module) -> str | None:
+    held = {name: part_of(each) for name, each in module.named_parameters()}
+    checked = {name: each for name, each in held.items() if each.is_floating_point() and each.numel()}
     extremes = [extreme.float() for each in checked.values() for extreme in _extremes(each)]
     by_device = {extreme.device for extreme in extremes}
     if len(by_device) > 1:  # parts of the model are on the host

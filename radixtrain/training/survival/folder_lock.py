@@ -17,32 +17,13 @@ from pathlib import Path
 
 from radixtrain.errors import UserError
 
-__all__ = ["check_one_process", "locked", "locked_model"]
+__all__ = ["locked", "locked_model"]
 
 logger = logging.getLogger(__name__)
 
 LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside of a run's folder; beside a model, which is replaced as a whole
 TAKEN = (BlockingIOError, PermissionError)  # POSIX allows both
-# Counts of the copies of a process, by what starts them: torchrun, `srun`, and two kinds of mpirun.
-COPIES = {
-    "torchrun": "WORLD_SIZE",
-    "srun": "SLURM_NTASKS",
-    "Open MPI's mpirun": "OMPI_COMM_WORLD_SIZE",
-    "mpirun": "PMI_SIZE",
-}
 _held: set[Path] = set()  # by this process: POSIX would grant it a second time, and closing one would release both
-
-
-def check_one_process() -> None:
-    """UserError if this is one of several copies, as torchrun starts them: all would train and write the same files."""
-    for name, variable in COPIES.items():
-        count = os.environ.get(variable, "")
-        is_copy = name != "srun" or "SLURM_PROCID" in os.environ
-        if count.isdigit() and int(count) > 1 and is_copy:
-            raise UserError(
-                f"{variable}={count}: {name} started {count} copies of this command, and radixtrain trains on one "
-                f"device so far; start it without {name}, or with one process"
-            )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The random generators of a process: what they would draw next, kept and set."""
+"""The random generators of a process: what they would draw next, kept and set. Those of the ranks draw apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-__all__ = ["generator_states", "set_generator_states"]
+from radixtrain.distributed import ranks
+
+__all__ = ["draw_apart", "generator_states", "set_generator_states", "set_states_of_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,3 +41,27 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
     else:
         logger.warning("the run was on %d CUDA devices and is on %d: dropout will draw other numbers there", was, here)
+
+
+def set_states_of_ranks(states: list[Mapping[str, Any]] | Mapping[str, Any]) -> None:
+    """Set the states of this rank, of those of all ranks; a checkpoint of an earlier version has those of one process.
+
+    On another number of ranks, dropout will draw other numbers than the run would have drawn; the log says so.
+    """
+    by_rank = states if isinstance(states, list) else [states]
+    here = ranks()
+    if len(by_rank) != here.size:
+        logger.info("the run was on %d ranks and is on %d: dropout will draw other numbers", len(by_rank), here.size)
+    if here.rank < len(by_rank):
+        set_generator_states(by_rank[here.rank])
+    else:
+        draw_apart()
+
+
+def draw_apart() -> None:
+    """Have this rank draw other dropout masks than rank 0, which goes on as one process would.
+
+    Called when all that has to be alike, such as a new adapter, has been drawn from the seed of the run.
+    """
+    if not ranks().is_first:
+        torch.manual_seed(torch.initial_seed() + ranks().rank)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped
 from radixtrain.training.survival import slurm
 
@@ -39,16 +40,26 @@ class Stop:
     requeue: bool = False
 
 
+STOPS = (
+    None,
+    *(Stop(number.name, 128 + number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)),
+    Stop(signal.SIGUSR1.name, 128 + signal.SIGUSR1, requeue=True),
+    Stop("the file stop", 128 + signal.SIGINT),
+)
+"""Ranks tell one another a stop by its place here."""
+
+
 class Requests:
     """A context around a run, in which signals become requests that the run looks at between its steps.
 
     SIGTERM, SIGHUP and Ctrl-C ask to stop: exit codes 143, 129 and 130. A second one, at least a second later, leaves
     at once with its own code. SIGUSR1 asks to save; in a SLURM job it asks to stop and to be requeued (138). A signal
     that was ignored before, as SIGHUP under `nohup`, stays ignored. Outside the main thread there are only the files.
+    What one rank is asked, all do at the same step.
 
     output_dir: a new file `save` or `stop` there (`touch`) asks the same, and is removed; `stop` ends with the exit
         code of Ctrl-C. A file of that name that was there before the run is left alone.
-    stop: set by the first request to stop.
+    stop: set by the first request to stop that has come to this rank. What all ranks do is what `poll` returns.
     save: set by a request to save; the saver resets it.
     """
 
@@ -77,9 +88,9 @@ class Requests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Signals do again what they did before. A job that stops for SIGUSR1 is requeued."""
+        """Signals do again what they did before. A job that stops for SIGUSR1 is requeued, by rank 0."""
         try:
-            if isinstance(error, Stopped) and self.stop is not None and self.stop.requeue:
+            if isinstance(error, Stopped) and self.stop is not None and self.stop.requeue and ranks().is_first:
                 slurm.requeue()
         finally:
             for number, handler in self._before.items():
@@ -90,22 +101,20 @@ class Requests:
         for number in self._before:
             signal.signal(number, self._on_signal)
 
-    def poll(self) -> None:
-        """Look for the files, at most once a second. Sets `save` and `stop`."""
-        now = time.monotonic()
-        if now - self._polled_at < POLL_SECONDS:
-            return
-        self._polled_at = now
-        if self._take("save"):
-            self.save = True
-        if self._take("stop") and self.stop is None:
-            self.stop = Stop("the file stop", 128 + signal.SIGINT)
+    def poll(self) -> tuple[Stop | None, bool]:
+        """Why the ranks stop here, and whether they save; the same on all of them.
+
+        Looks for the files, at most once a second. Sets `save` and `stop`.
+        """
+        if ranks().is_first:
+            self._look_for_files()
+        return self._agreed()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Inside, a signal only sets `stop`, for the run to stop between two steps. Outside it raises Stopped at once.
 
-        Raises Stopped on the way out if a signal has come that nobody has looked at.
+        Raises Stopped on the way out, on all ranks, if a signal has come that nobody has looked at.
         """
         self._is_deferred = True
         try:
@@ -113,12 +122,19 @@ class Requests:
             self._has_trained = True
         finally:
             self._is_deferred = False
-        if self.stop is not None:
-            raise self._stopped(self.stop)
+        stop, _ = self._agreed()
+        if stop is not None:
+            raise self._stopped(stop)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside `deferred()`, for what takes long and changes nothing: a signal raises Stopped there too."""
+        """Inside `deferred()`, for what takes long and changes nothing: a signal raises Stopped there too.
+
+        With several ranks it waits for the end: the others would wait for the answers of one that has left.
+        """
+        if ranks().size > 1:
+            yield
+            return
         was_deferred, self._is_deferred, self._is_answering = self._is_deferred, False, True
         try:
             if self.stop is not None:
@@ -144,14 +160,15 @@ class Requests:
             self._signalled_at = time.monotonic()
         if self.stop is not None:
             return
-        self.stop = Stop(signal.Signals(number).name, 128 + number, requeue=number == signal.SIGUSR1)
+        self.stop = next(stop for stop in STOPS if stop and stop.name == signal.Signals(number).name)
         if not self._is_deferred:
             raise self._stopped(self.stop)
 
     def _leave_at_once(self, number: int) -> None:
         assert self._signalled_at is not None
         if time.monotonic() - self._signalled_at >= SAME_SIGNAL_SECONDS:
-            os.write(2, f"error: a second {signal.Signals(number).name}: left at once\n".encode())
+            if ranks().is_first:
+                os.write(2, f"error: a second {signal.Signals(number).name}: left at once\n".encode())
             os._exit(128 + number)
 
     def _stopped(self, stop: Stop) -> Stopped:
@@ -161,6 +178,22 @@ class Requests:
         if self._has_trained:
             return Stopped(f"stopped by {stop.name} after the last step; --ckpt_path last writes the model", stop.code)
         return Stopped(f"stopped by {stop.name}; nothing was saved", stop.code)
+
+    def _agreed(self) -> tuple[Stop | None, bool]:
+        """What any rank was asked before this call. A signal that comes during it is left for the next one."""
+        place, save = ranks().largest(STOPS.index(self.stop), int(self.save))
+        self.stop, self.save = STOPS[place] or self.stop, bool(save) or self.save
+        return STOPS[place], bool(save)
+
+    def _look_for_files(self) -> None:
+        now = time.monotonic()
+        if now - self._polled_at < POLL_SECONDS:
+            return
+        self._polled_at = now
+        if self._take("save"):
+            self.save = True
+        if self._take("stop") and self.stop is None:
+            self.stop = STOPS[-1]
 
     def _take(self, name: str) -> bool:
         """Whether there is a new file of this name; removes it."""

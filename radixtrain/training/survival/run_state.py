@@ -11,6 +11,8 @@ import xxhash
 from torch import Tensor, nn
 
 from radixtrain import __version__
+from radixtrain.checkpoints.sharded import whole
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.redaction import masked
@@ -27,7 +29,8 @@ SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning's
 def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str, Any] | None) -> None:
     """Add `radixtrain` to a checkpoint that Lightning has made of a `RadixModule`.
 
-    in_step: states of the random generators before the step that is being computed; None between two steps.
+    in_step: states of this rank's random generators before the step that is being computed; None between two steps.
+        Those of all ranks are kept.
 
     Of a model whose weights are partly frozen only the trained ones are kept, and a digest of the others.
     """
@@ -38,7 +41,7 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
         module.base_digest = module.base_digest or _digest(frozen)
     checkpoint["radixtrain"] = {
         "position": module.position.as_dict(),
-        "generators": in_step or generator_states(),
+        "generators": ranks().gather(in_step or generator_states()),
         "skipped": module.guard.state_dict(),
         "partial": has_base,
         "base": module.base_digest,
@@ -75,10 +78,10 @@ def _frozen(module: nn.Module) -> list[Tensor]:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """Of their bytes, one tensor after the other."""
+    """Of their bytes, one tensor after the other. Sharded ones are gathered: every rank calls this."""
     found = xxhash.xxh3_128()
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -2,6 +2,8 @@
 
 Checkpoints are written between optimizer steps, after the validation of the step if there is one. What asks a run to
 save or to stop, a signal or a file, is looked at there too, and after every batch of a validation.
+
+With several ranks, all write the same checkpoint at the same step: each calls what is here in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 import lightning as L
 
 from radixtrain.checkpoints.upkeep import point, prune
-from radixtrain.errors import Stopped
+from radixtrain.distributed import ranks
+from radixtrain.errors import EndedElsewhere, Stopped
 from radixtrain.training.survival.finite import NonFinite, check_weights_finite
 from radixtrain.training.survival.position import Position, run_pending_validation
 from radixtrain.training.survival.requests import Requests
@@ -57,6 +60,7 @@ class SaveCheckpoints(L.Callback):
         self.keep: set[Path] = set()
         """Never removed."""
         self.on_saved: list[Callable[[Path], None]] = []
+        """Called on every rank, with the path of a checkpoint that is whole."""
         self._goes_on_from: Path | None = None
         self._saved_at: Position | None = None
         self._saved_when = time.monotonic()
@@ -116,9 +120,12 @@ class SaveCheckpoints(L.Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """The last good step is saved, unless the error came from saving or in the middle of an optimizer step.
 
-        A signal while answers are generated comes this way, too.
+        A signal while answers are generated comes this way, too. Several ranks save only after an error that all of
+        them have found: after any other one, some may be waiting for a rank that has ended.
         """
         if self._is_writing or module.is_stepping or not self._has_started:
+            return
+        if ranks().size > 1 and not isinstance(exception, NonFinite):
             return
         try:
             self._save(trainer, module, validation_pending=bool(trainer.validating))
@@ -129,12 +136,11 @@ class SaveCheckpoints(L.Callback):
 
     def _look(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
         """Do what signals and files ask for. Raises Stopped."""
-        self.requests.poll()
-        stop = self.requests.stop
+        stop, save = self.requests.poll()
         if stop is not None:
             self._save(trainer, module, validation_pending)
             raise Stopped(self._farewell(stop.name, module.position), stop.code)
-        if self.requests.save and not validation_pending:
+        if save and not validation_pending:
             self.requests.save = False
             self._save(trainer, module)
 
@@ -148,8 +154,16 @@ class SaveCheckpoints(L.Callback):
 
     def _is_due(self, position: Position) -> bool:
         since = position.num_batches - (self._saved_at.num_batches if self._saved_at else 0)
-        by_time = self.every_seconds is not None and time.monotonic() - self._saved_when >= self.every_seconds
-        return since > 0 and ((self.every_steps is not None and since >= self.every_steps) or by_time)
+        if since <= 0:
+            return False
+        return (self.every_steps is not None and since >= self.every_steps) or self._is_due_by_time()
+
+    def _is_due_by_time(self) -> bool:
+        """By the clock of rank 0."""
+        if self.every_seconds is None:
+            return False
+        here = ranks()
+        return here.any(here.is_first and time.monotonic() - self._saved_when >= self.every_seconds)
 
     def _save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
         """Unless this position is saved already."""
@@ -162,12 +176,25 @@ class SaveCheckpoints(L.Callback):
         before, module.position = module.position, position
         self._is_writing = True  # still after an error, which ends the run: `on_exception` does not write once more
         try:
-            trainer.save_checkpoint(path)
+            _write(trainer, path)
         finally:
             module.position = before
         self._is_writing = False
         self.last, self._saved_at, self._saved_when = path, position, time.monotonic()
-        point(self.folder, "last", path)
+        ranks().from_first(lambda: point(self.folder, "last", path))
         for told in self.on_saved:
             told(path)
-        prune(self.folder, self.total_limit, self.keep)
+        ranks().from_first(lambda: prune(self.folder, self.total_limit, self.keep))
+
+
+def _write(trainer: Any, path: Path) -> None:
+    """Save on all ranks. An error of one ends the others with EndedElsewhere, which leaves it to that one to tell."""
+    failed: Exception | None = None
+    try:
+        trainer.save_checkpoint(path)
+    except Exception as error:
+        failed = error
+        if ranks().size > 1:
+            trainer.strategy.barrier()  # where the others wait
+    if ranks().any(failed is not None):
+        raise failed or EndedElsewhere

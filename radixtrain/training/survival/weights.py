@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from radixtrain.checkpoints import folder
 from radixtrain.checkpoints.choice import resolve
+from radixtrain.checkpoints.sharded import parts_like
 from radixtrain.errors import UserError
 
 __all__ = ["check_weights", "is_partial", "load_weights", "read_checkpoint", "trained_names"]
@@ -31,10 +32,13 @@ def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
 def load_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Load the weights of a checkpoint into a module, which has those of the base model if it holds only adapters.
 
+    The module may be sharded: then every rank calls this, and takes its parts.
+
     Raises UserError, and changes nothing, unless they are the weights of this module, or exactly its trained ones.
     """
     check_weights(module, checkpoint)
-    module.load_state_dict(checkpoint["state_dict"], strict=not is_partial(checkpoint))
+    state = parts_like(checkpoint["state_dict"], module.state_dict())
+    module.load_state_dict(state, strict=not is_partial(checkpoint))
 
 
 def is_partial(checkpoint: Mapping[str, Any]) -> bool:

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,14 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_real_command(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "radixtrain", *command(csv=tmp_path / "a.csv")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    header, _, columns, row = done.stdout.splitlines()
+def test_in_a_process_of_its_own(start: Any, tmp_path: Path) -> None:
+    run = start(command(csv=tmp_path / "a.csv"))
+    assert run.wait() == 0, run.said()
+    header, _, columns, row = run.printed().splitlines()
     assert re.match(r"\d{4}-\d\d-\d\d, .*threads.*, float32, torch \d.*, transformers \d.*, medians of 1 ", header)
     assert columns.split() == [*TITLES, "speed-up", "highest", "ciency", "token", *["ordinary", "radix"] * 2, *LAST]
     assert row.split()[:7] == ["2x32", "8", "x", "(60", "+", "5)", "flat"]
-    assert done.stderr.splitlines() == ["[1/1] 2x32, 8 x (60 + 5), flat, step"]
+    assert run.said().splitlines() == ["[1/1] 2x32, 8 x (60 + 5), flat, step"]
     assert len(rows_of(tmp_path / "a.csv")) == 1
 
 
@@ -116,25 +114,23 @@ class TestScript:
     """recipes/benchmarks/training_step.py: the same if little is installed."""
 
     @pytest.fixture
-    def script(self) -> Any:
+    def script(self, fresh: Any) -> Any:
         """Run it with nothing but torch, transformers and what those need."""
         left_out = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb", "flash_attn")
 
-        def run(*flags: str) -> subprocess.CompletedProcess[str]:
+        def run(*flags: str) -> Any:
             blocked = f"import sys, runpy; sys.modules.update(dict.fromkeys({left_out!r}))"
-            code = f"{blocked}; sys.argv[1:] = {list(flags)!r}; runpy.run_path('{SCRIPT}', run_name='__main__')"
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            arguments = [sys.executable, "-c", code]
-            return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            path = str(ROOT / SCRIPT)
+            return fresh(f"{blocked}; sys.argv[1:] = {list(flags)!r}; runpy.run_path({path!r}, run_name='__main__')")
 
         return run
 
     def test_one_cell(self, script: Any) -> None:
-        done = script(
+        returned, ran = script(
             "--layers=1", "--hidden=16", "--vocab=50", "--prompt=20", "--suffix=3", "--sequences=4", "--repeats=1"
         )
-        assert done.returncode == 0, done.stderr[-2000:]
-        rows = done.stdout.splitlines()[3:]
+        assert returned == 0, ran.said()[-2000:]
+        rows = ran.printed().splitlines()[3:]
         assert [row.split()[:9] for row in rows] == [
             ["1x16", "4", "x", "(20", "+", "3)", "flat", "step", arm] for arm in ("cascade", "path", "expand")
         ]
@@ -147,16 +143,16 @@ class TestScript:
             "prompt_length: [4, 8]\nsuffix_length: 2\nnum_sequences: 3\nrepeats: 2\ncsv: null\n"
         )
         flags = ["--prompt_length", "[6, 0]", "--attention", "cascade", "--csv", str(tmp_path / "a.csv")]
-        done = script("--config", str(config), *flags)
-        assert done.returncode == 0, done.stderr[-2000:]
+        returned, ran = script("--config", str(config), *flags)
+        assert returned == 0, ran.said()[-2000:]
         cells = [(row["model"], row["prompt_length"]) for row in rows_of(tmp_path / "a.csv")]
         assert cells == [("1x16", "6"), ("1x16", "0"), ("wide", "6"), ("wide", "0")]
 
     def test_bad_input_in_a_process(self, script: Any, tmp_path: Path) -> None:
         (tmp_path / "a.yaml").write_text("prompt_lenght: 3")
-        done = script("--config", str(tmp_path / "a.yaml"))
-        assert done.returncode == 1
-        (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+        returned, ran = script("--config", str(tmp_path / "a.yaml"))
+        assert returned == 1
+        (error,) = (line for line in ran.said().splitlines() if line.startswith("error: "))
         assert "unknown key prompt_lenght" in error
 
     @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import csv
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing import active_children
 from pathlib import Path
@@ -190,19 +188,18 @@ def test_a_resume_beyond_the_last_epoch_is_one_line(arguments, tmp_path, capsys)
     assert message == "error: ckpt_path: 3 epochs were begun, and trainer.max_epochs is 1; raise it to go on"
 
 
-def test_sigterm_saves_and_exits_143_and_the_run_goes_on(arguments, tmp_path):
+def test_sigterm_saves_and_exits_143_and_the_run_goes_on(arguments, start, tmp_path):
     """What is resumed from the checkpoint has the losses of a run that nobody interrupted."""
     flags = {"model__lr_scheduler_type": "constant", "model__learning_rate": 1e-3, "trainer__max_epochs": -1}
     endless = arguments(output_dir=tmp_path / "out", data__dataloader_num_workers=1, trainer__max_steps=10**6, **flags)
-    process = subprocess.Popen([sys.executable, "-m", "radixtrain", *endless], stderr=subprocess.PIPE, text=True)
+    run = start(endless)
     first_epoch = tmp_path / "out" / "checkpoints" / "last"
     deadline = time.monotonic() + 120
-    while not first_epoch.exists() and process.poll() is None and time.monotonic() < deadline:
+    while not first_epoch.exists() and run.is_running and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 143, stderr
-    assert re.match(r"stopped by SIGTERM after step \d+, which is saved; go on with", stderr.splitlines()[-1])
+    run.send(signal.SIGTERM)
+    assert run.wait(60) == 143, run.said()
+    assert re.match(r"stopped by SIGTERM after step \d+, which is saved; go on with", run.error())
     step = read_checkpoint(first_epoch)["global_step"]
     assert step > 0
     short = {**flags, "trainer__max_steps": step + 7}

@@ -1,7 +1,5 @@
 """`radixtrain verify` and `fit` with `verify_first_batch`: the command line, its table and its exit code."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,10 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
 
 
-def test_the_real_command(arguments: Arguments, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "radixtrain", *arguments("verify", num_steps=2)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_in_a_process_of_its_own(arguments: Arguments, start: Callable[..., Any], tmp_path: Path) -> None:
+    run = start(arguments("verify", num_steps=2))
+    assert run.wait() == 0, run.said()
+    lines = run.printed().splitlines()
     assert lines[0].startswith("step 0: 4 sequences, ")
     assert [line.split()[0] for line in lines if line.endswith(" equal")] == ["float64", "float32"] * 2
     assert lines[-1] == "verified: 2 of 5 steps of an epoch"

@@ -48,6 +48,7 @@ def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseExceptio
     monkeypatch.setattr(RadixModule, "training_step", training_step)
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_run_that_ends_between_two_logged_steps(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_run_that_ends_between_two_logged_steps(
     assert "at step 10, the last validation" in (out / "model" / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("draws")
 @pytest.mark.parametrize(
     ("error", "code", "reason"),
     [
@@ -154,6 +156,7 @@ def test_a_run_that_is_over_has_nothing_left_to_do(arguments: Arguments, tmp_pat
     assert all(after[name] == before[name] for name in ("steps", "loss", "seconds", "logs", "exported"))
 
 
+@pytest.mark.usefixtures("draws")
 def test_another_logger_has_no_picture(arguments: Arguments, tmp_path: Path, caplog: Any, capsys: Any) -> None:
     with caplog.at_level(logging.INFO):
         assert main(arguments(trainer__max_steps=1, trainer__logger=False)) == 0
@@ -161,6 +164,7 @@ def test_another_logger_has_no_picture(arguments: Arguments, tmp_path: Path, cap
     assert "picture" not in capsys.readouterr().out and not (tmp_path / "out" / "loss.png").exists()
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_picture_that_fails_is_no_reason_to_lose_a_run(
     arguments: Arguments, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +177,7 @@ def test_a_picture_that_fails_is_no_reason_to_lose_a_run(
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_fast_dev_run_leaves_nothing(arguments: Arguments, tmp_path: Path) -> None:
     assert main(arguments(trainer__fast_dev_run=True)) == 0
     assert not (tmp_path / "out" / "summary.json").exists() and not (tmp_path / "out" / "loss.png").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from radixtrain.errors import UserError
-from radixtrain.training.survival.folder_lock import COPIES, LOCK, check_one_process, locked, locked_model
+from radixtrain.training.survival.folder_lock import LOCK, locked, locked_model
 
 
 @contextmanager
@@ -141,23 +141,3 @@ def test_a_file_system_without_locks_is_named(
     with caplog.at_level(logging.WARNING), locked(tmp_path, "report"):
         pass
     assert caplog.messages[0] == f"{tmp_path} cannot be locked here (No locks available); start no second command in it"
-
-
-class TestCopies:
-    @pytest.fixture(autouse=True)
-    def one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in (*COPIES.values(), "SLURM_PROCID"):
-            monkeypatch.delenv(name, raising=False)
-
-    @pytest.mark.parametrize(("name", "variable"), COPIES.items())
-    def test_several(self, name: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SLURM_PROCID", "0")
-        monkeypatch.setenv(variable, "1")
-        check_one_process()
-        monkeypatch.setenv(variable, "2")
-        with pytest.raises(UserError, match=f"{variable}=2: {name} started 2 copies of this command"):
-            check_one_process()
-
-    def test_tasks_that_a_job_may_start_are_no_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SLURM_NTASKS", "4")
-        check_one_process()

@@ -23,7 +23,9 @@ class Asked:
     stop: Stop | None = None
     save = False
 
-    def poll(self) -> None: ...
+    def poll(self) -> tuple[Stop | None, bool]:
+        return self.stop, self.save
+
     def install(self) -> None: ...
 
 

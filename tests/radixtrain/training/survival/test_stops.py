@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,25 +179,16 @@ def test_a_killed_worker(arguments: Arguments, at_step: Any, tmp_path: Path, cap
     assert message.startswith("error: a DataLoader worker") and "The last checkpoint is" in message
 
 
-def test_sigterm_to_the_group_with_workers(arguments: Arguments, tmp_path: Path) -> None:
-    """As `timeout` and schedulers send it, to a real process."""
-    flags = arguments(data__dataloader_num_workers=2, trainer__max_epochs=100_000)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "radixtrain", *flags],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+def test_sigterm_to_the_group_with_workers(arguments: Arguments, start: Callable[..., Any], tmp_path: Path) -> None:
+    """As `timeout` and schedulers send it, to a process of its own."""
+    run = start(arguments(data__dataloader_num_workers=2, trainer__max_epochs=100_000))
     first = tmp_path / "out" / "checkpoints" / "last"  # of the first epoch
     until = time.monotonic() + 120
-    while not first.exists() and process.poll() is None and time.monotonic() < until:
+    while not first.exists() and run.is_running and time.monotonic() < until:
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGTERM)
-    os.killpg(process.pid, signal.SIGTERM)  # `timeout` sends it twice
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 143, errors
-    assert "which is saved; go on with --ckpt_path" in errors.splitlines()[-1]
+    run.send_group(signal.SIGTERM)
+    run.send_group(signal.SIGTERM)  # `timeout` sends it twice
+    assert run.wait(60) == 143, run.said()
+    assert "which is saved; go on with --ckpt_path" in run.error()
     assert list((tmp_path / "out" / "checkpoints").glob("step=*"))
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)  # no worker is left
+    run.wait_for_workers()

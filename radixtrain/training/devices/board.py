@@ -1,0 +1,141 @@
+"""A connection of every rank to rank 0, beside those of torch.distributed: who has told an error, and who is gone.
+
+It is listened to in a thread, so that also a rank which waits for ever for another one hears of it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from radixtrain.distributed import ranks
+
+__all__ = ["Board"]
+
+GRACE = 15.0  # seconds for a rank to end by itself once another is gone, or has told why the run ends
+CONNECTING = 60.0
+TELL, YES, TOLD, END = b"T", b"Y", b"H", b"E"  # may I tell? you do; somebody else has; the run has ended well
+
+
+class Board:
+    """Make one on each rank once the ranks have found one another, and `close` it on each when the run has ended well.
+
+    is_told: set when another rank tells why the run ends, or rank 0 is gone. gone: the ranks of which it is known that
+    they are gone, on rank 0; on the others at most rank 0.
+
+    `GRACE` seconds after such news a process that still runs is ended with exit code 1.
+    """
+
+    def __init__(self) -> None:
+        self.gone: list[int] = []
+        self.is_told, self._is_mine = threading.Event(), threading.Event()
+        self._ended = False
+        self._lines: dict[socket.socket, int] = {}
+        address, place = os.environ.get("MASTER_ADDR", "127.0.0.1"), None
+        server = None
+        if ranks().is_first:
+            server = socket.create_server(("127.0.0.1" if _is_local(address) else "", 0), backlog=ranks().size)
+            place = server.getsockname()[1], secrets.token_bytes(16)
+        port, key = ranks().from_first(lambda: place)  # type: ignore[misc]
+        if server is not None:
+            self._accept(server, key)
+        else:
+            line = socket.create_connection((address, port), CONNECTING)
+            line.settimeout(None)
+            line.sendall(key + struct.pack("!I", ranks().rank))
+            self._lines[line] = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def close(self) -> None:
+        """What happens to the other ranks from now on does not matter."""
+        self._ended = True
+        self._send(END)
+
+    def claim(self, patience: float) -> bool:
+        """Whether this rank is the one that tells why the run ends: rank 0 always is.
+
+        patience: seconds to wait for another one that may tell the same.
+        """
+        if ranks().is_first:
+            self._send(TOLD)
+            return True
+        if self.is_told.wait(patience):
+            return bool(self.gone) and ranks().rank == 1
+        self._send(TELL)
+        deadline = time.monotonic() + patience
+        while not (self._is_mine.is_set() or self.is_told.is_set()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._is_mine.is_set() or (ranks().rank == 1 and not self.is_told.is_set())  # rank 0 hangs
+
+    def _accept(self, server: socket.socket, key: bytes) -> None:
+        """A line to each of the other ranks. What comes without the key is turned away."""
+        server.settimeout(CONNECTING)
+        with server:
+            while len(self._lines) < ranks().size - 1:
+                line, _ = server.accept()
+                line.settimeout(CONNECTING)
+                said = line.makefile("rb").read(len(key) + 4)
+                if secrets.compare_digest(said[: len(key)], key):
+                    line.settimeout(None)
+                    self._lines[line] = struct.unpack("!I", said[len(key) :])[0]
+                else:
+                    line.close()
+
+    def _listen(self) -> None:
+        """Until the run ends, well or not."""
+        with selectors.DefaultSelector() as selector:
+            for line in self._lines:
+                selector.register(line, selectors.EVENT_READ)
+            while selector.get_map() and not self.is_told.is_set():
+                for event, _ in selector.select():
+                    if not self._hear(event.fileobj):
+                        selector.unregister(event.fileobj)
+        if self.is_told.is_set():
+            time.sleep(GRACE)
+            self._leave()
+
+    def _hear(self, line: Any) -> bool:
+        """Take what a line says. False once it says nothing more."""
+        try:
+            word = line.recv(1)
+        except OSError:
+            word = b""
+        if word == END or (not word and self._ended):
+            return False
+        if word == YES:
+            self._is_mine.set()
+            return True
+        if word == TELL:
+            self._send(TOLD, but=line)
+            line.sendall(YES)
+        elif not word:
+            self.gone.append(self._lines[line])
+            if ranks().is_first:
+                self._send(TOLD, but=line)  # rank 0 tells
+        self.is_told.set()
+        return bool(word)
+
+    def _send(self, word: bytes, but: socket.socket | None = None) -> None:
+        for line in self._lines:
+            if line is not but:
+                try:
+                    line.sendall(word)
+                except OSError:  # it is gone
+                    continue
+
+    def _leave(self) -> None:
+        if self._ended:
+            return
+        if self.gone and ranks().rank <= 1:
+            os.write(2, f"error: rank {self.gone[0]} of the run is gone; go on with --ckpt_path last\n".encode())
+        os._exit(1)
+
+
+def _is_local(address: str) -> bool:
+    return address in ("127.0.0.1", "localhost")

@@ -1,0 +1,146 @@
+"""The processes of a run on several devices, which know one another before rows are read or weights are loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from radixtrain.distributed import join, ranks
+from radixtrain.training.devices.board import Board
+from radixtrain.training.devices.started import PARENT
+from radixtrain.training.devices.telling import as_told
+from radixtrain.training.devices.watching import first_to_end, watch_children, watch_parent
+
+__all__ = ["Processes"]
+
+Value = TypeVar("Value")
+SECONDS_TO_END = 10.0  # for a process that is at its end
+
+
+class Processes:
+    """A context around a run. Where no launcher has started the other processes, this one does, as Lightning would.
+
+    strategy: Lightning's, of a trainer.
+    arguments: the command line, from the command on, with which the other processes are started.
+    timeout: how long a rank waits for the others in a step.
+
+    At the end of the context no process that was started here is left.
+    """
+
+    def __init__(self, strategy: Any, arguments: Sequence[str], timeout: timedelta):
+        self.strategy, self.arguments, self.timeout = strategy, list(arguments), timeout
+        self.children: list[subprocess.Popen[bytes]] = []
+        self._environment: dict[str, str] = {}
+        self._board: Board | None = None
+
+    @property
+    def starts_others(self) -> bool:
+        """Whether this process is the one that starts the others."""
+        if not hasattr(self.strategy, "cluster_environment") or self.strategy.num_processes == 1:
+            return False
+        return not self.strategy.cluster_environment.creates_processes_externally
+
+    def __enter__(self) -> Processes:
+        self._environment = dict(os.environ)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._end_well()
+            elif self._board is not None and (told := as_told(error, self._board)) is not error:
+                raise told from error
+        finally:
+            for child in self.children:
+                child.kill()
+                child.wait()
+            if self.children:
+                os.environ.clear()
+                os.environ.update(self._environment)
+
+    def joined(self, prepare: Callable[[], Value]) -> Value:
+        """What `prepare` returns on rank 0, on every rank. Afterwards `ranks()` are those of the run.
+
+        prepare: called on rank 0 only, and there before other processes are started, so that an error in it takes no
+            time.
+        """
+        made = [prepare()] if self.starts_others else []
+        if self.starts_others:
+            self._start()
+        elif PARENT in os.environ:
+            watch_parent(int(os.environ[PARENT]))
+        if hasattr(self.strategy, "cluster_environment"):
+            self.strategy.setup_environment()  # Lightning calls it again, and finds the group
+        if join(self.timeout).size > 1:
+            self._board = Board()
+        return ranks().from_first(lambda: made[0] if made else prepare(), is_patient=True)
+
+    def _start(self) -> None:
+        """With the variables of `lightning.fabric.plugins.environments.LightningEnvironment`, this process too."""
+        place, count = self.strategy.cluster_environment, self.strategy.num_processes
+        shared = {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
+        shared |= {"NODE_RANK": "0", "WORLD_SIZE": str(count), PARENT: str(os.getpid())}
+        if "OMP_NUM_THREADS" not in os.environ:
+            num_threads = max(1, _num_cores() // count)
+            torch.set_num_threads(num_threads)
+            shared["OMP_NUM_THREADS"] = str(num_threads)
+        command = [sys.executable, "-m", "radixtrain", *self.arguments]
+        with _ignoring_interrupts():
+            for rank in range(1, count):
+                environment = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
+                self.children.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+        os.environ.update({**shared, "LOCAL_RANK": "0"})
+        watch_children(self.children)
+
+    def gone(self) -> str:
+        """`rank 1 was killed by SIGKILL`, or `rank 1 is gone`; nothing if no rank is. Waits a moment for one to end."""
+        deadline = time.monotonic() + SECONDS_TO_END
+        while not (found := self._gone()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def _gone(self) -> str:
+        if self.children:
+            return first_to_end(self.children)
+        known = self._board.gone if self._board else []
+        return f"rank {known[0]} is gone: its own message, or that of what started it, says why" if known else ""
+
+    def _end_well(self) -> None:
+        """Every rank is at its end, and has nothing to ask of the others."""
+        ranks().barrier()
+        if self._board is not None:
+            self._board.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        join(self.timeout)
+        with suppress(subprocess.TimeoutExpired):
+            for child in self.children:
+                child.wait(SECONDS_TO_END)
+
+
+def _num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _ignoring_interrupts() -> Any:
+    """Processes that are started inside ignore Ctrl-C, which asks the one that starts them: that tells the others."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,141 @@
+"""Which devices and strategies of Lightning's trainer a command accepts; every other is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from radixtrain.errors import UserError, did_you_mean
+from radixtrain.training.devices.fsdp2 import FSDP2Strategy
+from radixtrain.training.devices.slurm_tasks import SlurmTasks
+from radixtrain.training.devices.started import ON_SEVERAL, started
+
+__all__ = ["check_devices", "default_devices", "device_settings"]
+
+logger = logging.getLogger(__name__)
+
+DDP = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
+ACCEPTED = ("auto", *DDP, "fsdp2")
+# How names of Lightning that are refused begin, the longest first, and what to do in place of them.
+REFUSED = {
+    "ddp_notebook": "it forks a process that has imported CUDA; ddp starts new ones",
+    "ddp_fork": "it forks a process that has imported CUDA; ddp starts new ones",
+    "ddp_spawn": "it cannot start processes before the data are read; set it to ddp",
+    "deepspeed": "fsdp2 divides weights, gradients and moments too",
+    "fsdp": "this is FSDP1, which torch is to remove; set it to fsdp2",
+    "model_parallel": "set it to fsdp2",
+    "single_": "leave it out, and set trainer.devices to 1",
+    "xla": "radixtrain runs on CUDA and on CPUs",
+}
+# Options of Lightning's DDP that do not leave the gradient of a step as it is.
+CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+# Keys that need whole weights outside of a pass through the model, by the commands that read them.
+WHOLE = {
+    "model.load_in_4bit": ON_SEVERAL,
+    "model.verify_first_batch": ("fit",),
+    "model.generate": ("predict",),
+    "evaluate_generation.metric": ("fit", "validate"),
+}
+
+
+def default_devices() -> dict[str, int]:
+    """Defaults of `trainer`: one device, or as many as torchrun or srun have started processes."""
+    found = started()
+    return {"devices": found.local_size, "num_nodes": found.num_nodes} if _is_launched() else {"devices": 1}
+
+
+def device_settings(settings: Any, command: str) -> dict[str, Any]:
+    """What Lightning's trainer receives in place of what is configured.
+
+    settings: of a command, as they were parsed. UserError for what cannot run.
+    """
+    config, fixed = settings.trainer, {"use_distributed_sampler": False}
+    if command not in ON_SEVERAL:
+        return {**fixed, **_one_device(config, command)}
+    _check_strategy(config.strategy)
+    if config.strategy == "fsdp2" or _class_of(config.strategy) == FSDP2Strategy.__name__:
+        _check_sharded(settings, command)
+    if not _is_launched():
+        if config.num_nodes > 1:
+            raise UserError(
+                f"trainer.num_nodes {config.num_nodes}: start the command on each machine with torchrun, or with srun; "
+                f"then leave trainer.num_nodes and trainer.devices out"
+            )
+        return fixed
+    changed: dict[str, Any] = {"devices": started().local_size} if config.devices in ("auto", -1, "-1") else {}
+    if started().by == "srun":
+        changed["plugins"] = [*_as_list(config.plugins), SlurmTasks(started())]
+    return {**fixed, **changed}
+
+
+def check_devices(trainer: Any, timeout: timedelta) -> None:
+    """UserError if Lightning has made something else of the settings than can run here; gives the strategy its timeout.
+
+    timeout: how long a rank waits for the others.
+    """
+    strategy, found = trainer.strategy, started()
+    if isinstance(strategy, DDPStrategy):
+        strategy._timeout = timeout
+    elif not isinstance(strategy, SingleDeviceStrategy):
+        raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
+    here = (trainer.num_devices, trainer.num_nodes)
+    if _is_launched() and here != (found.local_size, found.num_nodes):
+        raise UserError(
+            f"trainer.devices {here[0]} and trainer.num_nodes {here[1]}: {found.by} has started {found.local_size} "
+            f"processes on each of {found.num_nodes} machines; leave both keys out"
+        )
+
+
+def _is_launched() -> bool:
+    """Whether torchrun or srun has started this process and others."""
+    return started().by in ("torchrun", "srun")
+
+
+def _one_device(config: Any, command: str) -> dict[str, Any]:
+    """For a command that runs on one device, whatever is set for `fit`: the first of those."""
+    devices = config.devices
+    if isinstance(devices, str) and "," in devices:
+        devices = [int(number) for number in devices.split(",") if number.strip().isdecimal()]
+    named = devices if isinstance(devices, list) else []
+    number = len(named) if named else int(devices) if str(devices).isdecimal() else 1
+    if number > 1 or config.num_nodes > 1:
+        logger.info("%s runs on one device: trainer.devices and trainer.strategy are for fit", command)
+    return {"devices": named[:1] or min(number, 1), "num_nodes": 1, "strategy": "auto"}
+
+
+def _check_strategy(strategy: Any) -> None:
+    """strategy: a name, or a class and its options."""
+    if isinstance(strategy, str):
+        if strategy not in ACCEPTED:
+            refused = next((name for name in REFUSED if strategy.startswith(name)), None)
+            meant = f"no such strategy{did_you_mean(strategy, ACCEPTED)}; there are {', '.join(ACCEPTED)}"
+            raise UserError(f"trainer.strategy {strategy}: {REFUSED[refused] if refused else meant}")
+        return
+    written = strategy.get("init_args") if hasattr(strategy, "get") else None
+    options: Mapping[str, Any] = vars(written) if written is not None else {}
+    if found := [name for name in CHANGING if options.get(name) is not None]:
+        raise UserError(f"trainer.strategy: {found[0]} changes the gradient of a step; leave it out")
+    if options.get("start_method", "popen") != "popen":
+        raise UserError(f"trainer.strategy: start_method {options['start_method']}: {REFUSED['ddp_spawn']}")
+
+
+def _class_of(strategy: Any) -> str:
+    """The name of a strategy that is written out as a class, or made; empty for one that is a name."""
+    if isinstance(strategy, str):
+        return ""
+    path = strategy.get("class_path") if hasattr(strategy, "get") else None
+    return str(path).rpartition(".")[2] if path else type(strategy).__name__
+
+
+def _check_sharded(settings: Any, command: str) -> None:
+    for key, commands in WHOLE.items():
+        if command in commands and settings.get(key):
+            raise UserError(f"{key}: not with trainer.strategy fsdp2, which divides the weights; set it to ddp")
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value is not None else []

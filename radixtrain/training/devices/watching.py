@@ -1,0 +1,61 @@
+"""Processes of a run that end the others when they are gone, even while those wait in a library for their answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+__all__ = ["first_to_end", "watch_children", "watch_parent"]
+
+SECONDS_BETWEEN = 0.5
+GRACE = 10.0  # seconds, for a process that waits for one that is gone to find out itself, and to tell what is saved
+
+
+def watch_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """From now on, if one of them fails, this process ends too: after `GRACE`, with a line, and without the others.
+
+    children: by rank, from 1 on.
+    """
+    _start(lambda: _end_with_children(children))
+
+
+def watch_parent(parent: int) -> None:
+    """From now on, if the process that has started this one is gone, this process ends too: after `GRACE`.
+
+    parent: its id.
+    """
+    _start(lambda: _end_with_parent(parent))
+
+
+def first_to_end(children: Sequence[subprocess.Popen[bytes]]) -> str:
+    """`rank 1 was killed by SIGKILL` or `rank 1 ended with exit code 1`; empty while all run or have ended well."""
+    for rank, code in enumerate((child.poll() for child in children), 1):
+        if code:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return f"rank {rank} {how}"
+    return ""
+
+
+def _start(target: Callable[[], None]) -> None:
+    threading.Thread(target=target, daemon=True).start()
+
+
+def _end_with_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    while not first_to_end(children):
+        time.sleep(SECONDS_BETWEEN)
+    time.sleep(GRACE)
+    for child in children:
+        child.kill()
+    os.write(2, f"error: {first_to_end(children)}; go on with --ckpt_path last\n".encode())
+    os._exit(1)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN)
+    time.sleep(GRACE)
+    os._exit(1)

@@ -1,0 +1,183 @@
+"""Which devices and strategies a command takes, in the words of a user."""
+
+from datetime import timedelta
+
+import lightning as L
+import pytest
+from jsonargparse import Namespace
+from lightning.pytorch.strategies import DDPStrategy
+
+from radixtrain.__main__ import main
+from radixtrain.errors import UserError
+from radixtrain.training.devices.fsdp2 import FSDP2Strategy
+from radixtrain.training.devices.settings import check_devices, default_devices, device_settings
+from radixtrain.training.devices.slurm_tasks import SlurmTasks
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in (*TORCHRUN, *SRUN):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def put(variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+def settings(**keys):
+    """With defaults of the keys that are looked at."""
+    trainer = {"devices": 1, "num_nodes": 1, "strategy": "auto", "plugins": None}
+    model = {"load_in_4bit": False, "verify_first_batch": False, "generate": False}
+    found = Namespace(
+        trainer=Namespace(**trainer), model=Namespace(**model), evaluate_generation=Namespace(metric=None)
+    )
+    for key, value in keys.items():
+        found[key.replace("__", ".")] = value
+    return found
+
+
+@pytest.mark.parametrize("name", ["auto", "ddp", "ddp_find_unused_parameters_true", "fsdp2"])
+def test_accepted(name):
+    assert device_settings(settings(trainer__strategy=name), "fit") == {"use_distributed_sampler": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("fsdp", "set it to fsdp2"),
+        ("fsdp_cpu_offload", "set it to fsdp2"),
+        ("ddp_spawn", "set it to ddp"),
+        ("ddp_fork_find_unused_parameters_true", "ddp starts new ones"),
+        ("ddp_notebook", "ddp starts new ones"),
+        ("deepspeed_stage_2", "fsdp2 divides"),
+        ("model_parallel", "set it to fsdp2"),
+        ("xla", "on CUDA and on CPUs"),
+        ("dpp", "no such strategy, did you mean ddp"),
+    ],
+)
+def test_refused_by_name(name, way_out):
+    with pytest.raises(UserError, match=f"trainer.strategy {name}: .*{way_out}"):
+        device_settings(settings(trainer__strategy=name), "fit")
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"ddp_comm_hook": print}, "ddp_comm_hook changes the gradient"),
+        ({"model_averaging_period": 2}, "model_averaging_period changes the gradient"),
+        ({"start_method": "spawn"}, "start_method spawn"),
+    ],
+)
+def test_options_of_a_class(option, error):
+    def asked(options):
+        written = Namespace(class_path="lightning.pytorch.strategies.DDPStrategy", init_args=Namespace(**options))
+        return device_settings(settings(trainer__strategy=written), "fit")
+
+    assert asked({"bucket_cap_mb": 50})
+    with pytest.raises(UserError, match=error):
+        asked(option)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "command", "other"),
+    [
+        ("model__load_in_4bit", True, "fit", None),
+        ("model__verify_first_batch", True, "fit", "validate"),
+        ("model__generate", True, "predict", "fit"),
+        ("evaluate_generation__metric", "exact_match", "validate", "test"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused_with_fsdp2(key, value, command, other):
+    with pytest.raises(UserError, match=f"{key.replace('__', '.')}: not with trainer.strategy fsdp2"):
+        device_settings(settings(trainer__strategy="fsdp2", **{key: value}), command)
+    written = Namespace(class_path="radixtrain.training.devices.fsdp2.FSDP2Strategy")
+    with pytest.raises(UserError, match=r"not with trainer\.strategy fsdp2"):
+        device_settings(settings(trainer__strategy=written, **{key: value}), command)
+    device_settings(settings(trainer__strategy="ddp", **{key: value}), command)
+    if other:
+        device_settings(settings(trainer__strategy="fsdp2", **{key: value}), other)
+
+
+@pytest.mark.parametrize(
+    ("devices", "taken", "is_said"),
+    [
+        (1, 1, False),
+        ("auto", 1, False),
+        (0, 0, False),
+        (4, 1, True),
+        ("4", 1, True),
+        ([2, 3], [2], True),
+        ("2,3", [2], True),
+    ],
+)
+def test_verify_takes_the_first_device(devices, taken, is_said, caplog):
+    with caplog.at_level("INFO"):
+        found = device_settings(settings(trainer__devices=devices, trainer__strategy="deepspeed"), "verify")
+    assert (found["devices"], found["num_nodes"], found["strategy"]) == (taken, 1, "auto")
+    assert bool(caplog.messages) == is_said
+    assert all(message.startswith("verify runs on one device") for message in caplog.messages)
+
+
+def test_machines_need_a_launcher(environment):
+    with pytest.raises(UserError, match="num_nodes 2: start the command on each machine with torchrun, or with srun"):
+        device_settings(settings(trainer__num_nodes=2), "fit")
+    environment(TORCHRUN)
+    device_settings(settings(trainer__num_nodes=2), "fit")
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN])
+def test_a_launcher_says_how_many(environment, variables):
+    assert default_devices() == {"devices": 1}
+    environment(variables)
+    assert default_devices() == {"devices": 2, "num_nodes": 2}
+    for devices in ("auto", -1):
+        assert device_settings(settings(trainer__devices=devices), "fit")["devices"] == 2
+
+
+def test_a_number_that_is_not_the_launchers_is_refused(environment):
+    trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=1, logger=False, enable_checkpointing=False)
+    check_devices(trainer, timedelta(seconds=5))
+    environment(TORCHRUN)
+    with pytest.raises(UserError, match=r"devices 2 and trainer\.num_nodes 1: torchrun has started 2"):
+        check_devices(trainer, timedelta(seconds=5))
+
+
+def test_srun_is_told_to_lightning(environment):
+    environment(SRUN)
+    (tasks,) = device_settings(settings(), "fit")["plugins"]
+    assert isinstance(tasks, SlurmTasks)
+    trainer = L.Trainer(
+        **{"accelerator": "cpu", "devices": 2, "num_nodes": 2, "plugins": [tasks], "logger": False},
+        enable_checkpointing=False,
+    )
+    check_devices(trainer, timedelta(seconds=5))
+    assert (trainer.global_rank, trainer.world_size) == (1, 4)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy(), FSDP2Strategy()])
+def test_the_timeout_is_that_of_the_key(strategy):
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
+    check_devices(trainer, timedelta(seconds=7))
+    assert vars(strategy)["_timeout"] == timedelta(seconds=7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"trainer__strategy": "deepspeed"}, "trainer.strategy deepspeed: fsdp2 divides"),
+        ({"trainer__devices": 100_000}, "trainer.devices 100,000: at most 1,000"),
+        ({"ddp_timeout": 0}, "ddp_timeout must be at least 1; got 0"),
+    ],
+)
+def test_the_command_line_says_so_in_one_line(arguments, flags, said, capsys, tmp_path):
+    assert main(arguments(**flags)) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
