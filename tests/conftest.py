@@ -17,6 +17,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).parent))
+from forked import NOT_OURS, Run, Server
+
+sys.path.remove(str(Path(__file__).parent))  # or `import kernels` would find the folder of its tests
+
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
@@ -150,9 +155,41 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def heavy_model(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 1.7 million parameters, 20 MB in a checkpoint, with the tokenizer of the shop."""
+    from transformers import AutoTokenizer
+
+    sys.path.insert(0, str(RECIPES))
+    try:
+        import tiny
+    finally:
+        sys.path.remove(str(RECIPES))
+    folder = tmp_path_factory.mktemp("heavy") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tiny.tiny_qwen3(tokenizer, layers=2, hidden=256, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def arguments(shop: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The command line of a short run; keyword arguments become flags, `__` a dot."""
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process draw no `loss.png`, which takes as long as all else in a short run."""
+    from radixtrain.training.results.summary import RunSummary
+
+    monkeypatch.setattr(RunSummary, "_draw", lambda self: None)
+
+
+@pytest.fixture
+def draws() -> None:
+    """For a test that looks at `loss.png`: then `arguments` leaves drawing as it is."""
+
+
+@pytest.fixture
+def arguments(shop: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., list[str]]:
+    """The command line of a short run; keyword arguments become flags, `__` a dot. It draws nothing: see `draws`."""
+    if "draws" not in request.fixturenames:
+        request.getfixturevalue("no_picture")
 
     def build(command: str = "fit", **flags: Any) -> list[str]:
         defaults = {
@@ -172,6 +209,55 @@ def arguments(shop: Path, tmp_path: Path) -> Callable[..., list[str]]:
         return [command, *(f"--{name.replace('__', '.')}={value}" for name, value in given)]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """What commands in processes of their own are forked from."""
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def server_without_ours() -> Iterator[Server]:
+    with Server(NOT_OURS) as server:
+        yield server
+
+
+@pytest.fixture
+def fresh(server_without_ours: Server, tmp_path: Path) -> Callable[[str], tuple[int, Run]]:
+    """`fresh(code)`: runs Python code where torch and Hugging Face's models are imported, and nothing of radixtrain is.
+
+    The exit code, and the run with what it has printed.
+    """
+    count = 0
+
+    def run(code: str) -> tuple[int, Run]:
+        nonlocal count
+        count += 1
+        run = server_without_ours.start_code(code, tmp_path / f"fresh_{count}")
+        return run.wait(), run
+
+    return run
+
+
+@pytest.fixture
+def start(server: Server, tmp_path: Path) -> Callable[..., Run]:
+    """`start(arguments)`: the run of a command line in a process of its own, without a picture.
+
+    Its temporary files go to `tmp_path / "temporary"`.
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    count = 0
+
+    def run(arguments: list[str], environment: dict[str, str] | None = None, **options: Any) -> Run:
+        nonlocal count
+        count += 1
+        variables = {"TMPDIR": str(temporary), **(environment or {})}
+        return server.start(arguments, tmp_path / f"stderr_{count}", variables, **{"draws": False, **options})
+
+    return run
 
 
 @pytest.fixture

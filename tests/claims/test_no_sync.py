@@ -280,7 +280,7 @@ def test_the_watch_lets_pass() -> None:
 ON_THE_PATH = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").glob("*.py"))),
     *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/run_layout", "loss")),
-    *(f"radixtrain/training/{name}.py" for name in ("module", "survival/finite")),
+    *(f"radixtrain/training/{name}.py" for name in ("module", "devices/synchronising", "survival/finite")),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
@@ -296,7 +296,7 @@ MAY_READ = {
     ("kernels/loss_chunks.py", "_deal_on_host"): "`chunks_of` chooses it only for tensors on the host",
     ("radixtrain/training/survival/finite.py", "allows"): "only of a step that is not finite",
     ("radixtrain/training/survival/finite.py", "accepts"): "only of a step that is not finite",
-    ("radixtrain/training/survival/finite.py", "nonfinite_weight"): "before a run, and of a step that is not finite",
+    ("radixtrain/training/survival/finite.py", "_nonfinite_here"): "before a run, and of a step that is not finite",
     ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
     ("radixtrain/hf/padded/rows.py", "*"): "`share_prefixes` plans on the host: one copy of the ids for each call",
     ("radixtrain/hf/padded/calls.py", "why_rows_are_not_shared"): "NumPy arrays of `PaddedRows`",

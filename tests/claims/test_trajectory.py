@@ -34,6 +34,7 @@ from radixtrain.checkpoints.folder import read_checkpoint
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.resume import checksum
+from radixtrain.training.results.summary import RunSummary
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "qwen3_tiny_100_steps.txt"
@@ -162,11 +163,13 @@ def run(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Arm],
 
 
 def fit(flags: list[str]) -> None:
-    """`radixtrain fit` in this process, on one thread: how many there are decides how sums are cut."""
+    """`radixtrain fit` in this process, without a picture. On one thread: their number decides how sums are cut."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert main(["fit", *flags]) == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RunSummary, "_draw", lambda self: None)
+            assert main(["fit", *flags]) == 0
     finally:
         torch.set_num_threads(threads)
 

@@ -1,8 +1,6 @@
 """`prepare_model` of a hybrid: copies, pickles, what it leaves, and hooks of others."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -44,14 +42,14 @@ class TestCopies:
                 parameter.zero_()
             assert torch.equal(copied(**inputs).last_hidden_state, stock)
 
-    def test_pickled_for_a_fresh_process(self, tiny_hybrid: Build, tmp_path: Any) -> None:
+    def test_pickled_for_a_fresh_process(self, tiny_hybrid: Build, fresh: Any, tmp_path: Any) -> None:
         model = prepare_model(tiny_hybrid("Qwen3.5"))
         path = tmp_path / "model.pt"
         torch.save((model, batch_of()), path)
         code = f"import torch; m, b = torch.load({str(path)!r}, weights_only=False); print(m(**b).loss.item())"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert float(done.stdout.split()[-1]) == pytest.approx(model(**batch_of()).loss.item(), rel=1e-6)
+        returned, ran = fresh(code)
+        assert returned == 0, ran.said()
+        assert float(ran.printed().split()[-1]) == pytest.approx(model(**batch_of()).loss.item(), rel=1e-6)
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_what_is_saved_is_an_ordinary_model(self, tiny_hybrid: Build, kind: str) -> None:

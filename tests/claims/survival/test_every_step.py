@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from outcomes import EXACT, assert_same_run, tries
 
 from radixtrain.__main__ import main
-from radixtrain.training.results import summary
 
 STEPS = 30
 RESUMED = tries(1, STEPS)
@@ -47,14 +45,6 @@ SET_UPS: dict[str, dict[str, Any]] = {
 
 DEFAULT = ("two workers", "limit_train_batches", "dropout", "hybrid", "skipped steps", "save_best and early_stopping")
 IS_FULL = "RADIXTRAIN_TRIES" in os.environ
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """To draw `loss.png` takes longer than a run. `trainer.deterministic` outlives one in its process."""
-    monkeypatch.setattr(summary.RunSummary, "_draw", lambda self: None)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

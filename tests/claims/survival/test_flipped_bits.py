@@ -8,27 +8,16 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from outcomes import EXACT, assert_nothing_left, assert_same_run, tries
 
 from radixtrain.__main__ import main
-from radixtrain.training.results import summary
 
 TRIES = tries(5, 100)
 FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json")
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """To draw `loss.png` takes longer than a run. `trainer.deterministic` outlives one in its process."""
-    monkeypatch.setattr(summary.RunSummary, "_draw", lambda self: None)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def flip(path: Path, draw: random.Random) -> int:

@@ -15,6 +15,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,10 @@ def send_and_go_on(start: Any, line: Any, tmp_path: Path, case: tuple[int, str, 
     training = time.monotonic() - run.started - before
     assert run.wait() == 0, run.said()
     sender = Sender(number, target, before, training, run.ended - run.started)
-    while len(sender.waited) < TRIES:
-        folder = tmp_path / f"run_{len(sender.waited)}"
+    for number_of_run in count():
+        if len(sender.waited) == TRIES:
+            break
+        folder = tmp_path / f"run_{number_of_run}"
         run = start(line(folder, **flags, overwrite=True))
         code = sender.send(run, folder)
         if code is not None:

@@ -1,7 +1,5 @@
 """What is measured of a cell, and that its numbers can be true."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ def measured(cell: Cell, **settings: Any) -> list[Measured]:
     return measure(model_of(), make_work(cell), Settings(repeats=1, **settings))
 
 
-def test_measuring_needs_only_torch_transformers_and_numpy() -> None:
+def test_measuring_needs_only_torch_transformers_and_numpy(fresh: Any) -> None:
     """On a machine with a GPU nothing else need be installed."""
     code = """
 import sys
@@ -49,9 +47,9 @@ model = build_model(shape, torch.device("cpu"), torch.float32, "sdpa")
 (result,) = measure(model, make_work(Cell(shape, 8, 3, 4)), Settings(("cascade",), repeats=1))
 print(result.num_tokens, result.num_unique_tokens)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["44", "20"]
+    returned, ran = fresh(code)
+    assert returned == 0, ran.said()[-2000:]
+    assert ran.printed().split() == ["44", "20"]
 
 
 class TestMeasure:

@@ -3,8 +3,6 @@
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -173,11 +171,11 @@ class TestGeneration:
         assert len(self.answers(model)) == 2
 
 
-def test_a_pickled_model_trains_in_a_fresh_process(model, tmp_path):
+def test_a_pickled_model_trains_in_a_fresh_process(model, fresh, tmp_path):
     """It was `KeyError: radix`: nothing had registered the attention function."""
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps((model, changed())))
     code = f"import pickle; m, b = pickle.load(open({str(path)!r}, 'rb')); print(m(**b).loss.item())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(model(**changed()).loss.item(), rel=1e-6)
+    returned, ran = fresh(code)
+    assert returned == 0, ran.said()
+    assert float(ran.printed()) == pytest.approx(model(**changed()).loss.item(), rel=1e-6)

@@ -6,33 +6,37 @@
         assert run.wait() == 143
 
 A server, which is this file as a script, has imported everything and computed nothing. Each run is forked from it, is
-the leader of a process group of its own, and ends as a process of Python ends: exit handlers and all.
+the leader of a process group of its own, and ends as a process of Python ends: exit handlers and all. A server that has
+imported only other packages than ours starts Python code, which finds what a new process finds.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import json
 import os
 import resource
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Run", "Server"]
+__all__ = ["NOT_OURS", "Run", "Server"]
 
 IMPORTED = (
     *("radixtrain.commands.lightning", "radixtrain.commands.export"),
     *("peft", "safetensors.torch", "matplotlib.backends.backend_agg"),
 )
+NOT_OURS = ("numpy", "torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SECONDS_TO_IMPORT = 300
 SECONDS = 180  # that a run may take
@@ -70,6 +74,10 @@ class Run:
     def said(self) -> str:
         return self.stderr.read_text(errors="replace")
 
+    def printed(self) -> str:
+        """What it has printed on stdout."""
+        return Path(f"{self.stderr}.stdout").read_text(errors="replace")
+
     def error(self) -> str:
         """The last line on stderr."""
         return (self.said().splitlines() or [""])[-1]
@@ -96,9 +104,13 @@ class Run:
 
 
 class Server:
-    """Starts runs. A context, which kills what still runs when it ends."""
+    """Starts runs. A context, which kills what still runs when it ends.
 
-    def __init__(self) -> None:
+    imported: modules that its runs find imported.
+    """
+
+    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
+        self.imported = imported
         self.ended: dict[int, tuple[int, float]] = {}
         """Of each process that has ended: exit code and time."""
         self._changed = threading.Condition()
@@ -107,7 +119,7 @@ class Server:
 
     def __enter__(self) -> Server:
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *self.imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         threading.Thread(target=self._listen, daemon=True).start()
         self._answer(SECONDS_TO_IMPORT)
@@ -128,21 +140,30 @@ class Server:
         environment: Mapping[str, str] | None = None,
         largest_file: int | None = None,
         draws: bool = True,
+        before: Callable[[], object] | None = None,
     ) -> Run:
         """Start `python -m radixtrain` with these arguments.
 
         largest_file: bytes, as `ulimit -f` sets it. draws: False for no `loss.png`, which takes longer than a run.
+        before: a function at the top level of a file, which is called in the new process first: a mutation.
         """
         asked = {
             "arguments": list(map(str, arguments)),
-            "stderr": str(stderr),
             "environment": {**os.environ, **(environment or {})},
             "largest_file": largest_file,
             "draws": draws,
+            "before": before and [inspect.getfile(before), before.__name__],
         }
+        return self._start(asked, stderr)
+
+    def start_code(self, code: str, stderr: Path) -> Run:
+        """Start `python -c code`."""
+        return self._start({"code": code, "environment": dict(os.environ)}, stderr)
+
+    def _start(self, asked: Mapping[str, Any], stderr: Path) -> Run:
         stderr.touch()
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps(asked)}\n")
+        self._process.stdin.write(f"{json.dumps({**asked, 'stderr': str(stderr)})}\n")
         self._process.stdin.flush()
         run = Run(self, self._answer(30)["started"], stderr)
         self._runs.append(run)
@@ -172,7 +193,8 @@ class Server:
 
 def serve() -> None:
     """Answer each line of stdin with the process that it has started; say of each process when it has ended."""
-    for name in IMPORTED:
+    sys.path[0] = ""  # as `python -m` has it; in this folder, `import kernels` would find the tests of the kernels
+    for name in sys.argv[1:]:
         import_module(name)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so orphaned workers are collected here
     gc.freeze()
@@ -197,13 +219,22 @@ def _start(asked: dict[str, Any]) -> None:
         return _say(started=pid)
     os.setpgid(0, 0)
     _redirect(asked["stderr"])
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` and a shell's `&` have had them ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(asked["environment"])
+    if "code" in asked:
+        sys.argv = ["-c"]
+        exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
+        sys.exit()
     if asked["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["largest_file"],) * 2)
     if not asked["draws"]:
         vars(sys.modules["radixtrain.training.results.summary"])["write_curves"] = lambda *_: False
     sys.argv = ["radixtrain", *asked["arguments"]]
+    if asked["before"]:
+        path, name = asked["before"]
+        runpy.run_path(path)[name]()
     from radixtrain.__main__ import main
 
     sys.exit(main())
