@@ -61,7 +61,7 @@ def sorted_step(sequences: Sequence[IntArray], position_ids: IntArray | None = N
 
 
 def cut_sorted(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
-    """The groups of `cut_step`. The lcp of the first sequence does not count."""
+    """The groups of `cut_step`. The first sequence may have any lcp: it costs all of its tokens."""
     added = (by_order.lengths - by_order.lcp).tolist()
     return _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
 

@@ -1,4 +1,4 @@
-"""One optimizer step -> what each rank computes of it. All ranks find the same answer, without asking each other.
+"""One optimizer step -> what each rank computes of it. Every rank finds the same answer, and none asks another.
 
 The sequences are sorted, so that those which begin alike are neighbours. Then they are handed out in two ways:
 
@@ -7,8 +7,8 @@ The sequences are sorted, so that those which begin alike are neighbours. Then t
     in units    3 3 3 3, 2 | 1 1 1, 4 4         neighbours that share enough stay together, and the unit that costs most
                                                 goes first, to the rank that has least: 5 + 5 unique tokens
 
-The way is taken whose most expensive rank costs least. Costs are whole numbers: their sums do not depend on the machine
-that adds them up. Pure NumPy, because the collator carries it into DataLoader workers.
+The way whose most expensive rank costs least is taken. Costs are integers, whose sums are the same on every machine.
+Pure NumPy, because the collator carries it into DataLoader workers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ from radixtrain.tree.sorting import SortedSequences
 
 __all__ = ["SequenceCost", "Shares", "share_by_padded_tokens", "share_by_unique_tokens"]
 
-DEPTHS = (16, 64, 256, 1024)
-"""Tokens that neighbours in a unit share at least. Single sequences are tried as units too."""
-PRECISION = 1000  # the cost of the most expensive rank is sought to this part of it
-CLOSE = 50  # costs that differ by less than this part of them count as equal: then the least computation wins
-
-
-LARGEST_ROW = 2**20  # in pairs: above that attention costs nothing
+DEPTHS = (16, 64, 256, 1024)  # fewest tokens that neighbours in a unit share; single sequences are tried as units too
+PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in so many
+CLOSE = 50  # costs that differ by less than one part in so many count as equal: then the least computation wins
+LARGEST_ROW = 2**20  # in pairs: if a row costs more, attention counts as free
 
 
 class SequenceCost(NamedTuple):
-    """What a token costs, in whole numbers of an arbitrary unit.
+    """What a token costs, as integers in an arbitrary unit.
 
     row: a row by itself. pair: each token that the row attends to, itself included.
     """
@@ -48,7 +45,7 @@ class SequenceCost(NamedTuple):
 
     @classmethod
     def of(cls, step_cost: StepCost | None) -> SequenceCost:
-        """As a calibrated machine takes; unique tokens without one."""
+        """The proportion that a calibration has measured; without one, each unique token costs 1."""
         if step_cost is None:
             return cls()
         heads = step_cost.num_heads * step_cost.head_dim
@@ -57,7 +54,7 @@ class SequenceCost(NamedTuple):
         return cls(row=max(round(row / pair), 1), pair=1) if pair * LARGEST_ROW > row else cls()
 
     def __call__(self, lengths: IntArray) -> IntArray:
-        """Of sequences of these lengths. One that shares its first n tokens costs as much less as n tokens cost."""
+        """What sequences of these lengths cost. One that shares its first n tokens costs less by what n tokens cost."""
         return self.row * lengths + self.pair * (lengths * (lengths + 1) // 2)
 
 
@@ -93,7 +90,7 @@ def share_by_unique_tokens(
 
     sequences, max_tokens, position_ids: as `cut_step` takes them, with its error.
 
-    The cost of the most expensive rank is kept small, and then the cost of all. Ranks may get nothing.
+    The cost of the most expensive rank is minimised first, then the sum of all. A rank may get nothing.
     """
     by_order = sorted_step(sequences, position_ids)
     if not len(by_order.order):

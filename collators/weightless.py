@@ -20,10 +20,10 @@ NUM_TOKENS = 2  # one that predicts and one that is predicted
 
 
 def weightless(arrays: Sequence[FeatureArrays], has_weights: bool) -> FeatureArrays:
-    """The beginning of the shortest sequence, with a loss that is exactly 0, and gradients that are.
+    """The first tokens of the shortest sequence that bears loss; its own loss and gradients are exactly 0.
 
-    arrays: the features of the step. A beginning of one of them, because a mixture of experts then sends these tokens
-        where the step sends some anyway, and no expert gets a gradient that it would not have.
+    arrays: the features of the step. The tokens are taken from one of them, because a mixture of experts then routes
+        them to experts that the step reaches anyway, and no other expert gets a gradient.
     has_weights: whether the batch has loss weights: then a label of weight 0. Otherwise there is no label.
     """
     shortest = min(arrays, key=_unsuitability)
@@ -38,5 +38,5 @@ def weightless(arrays: Sequence[FeatureArrays], has_weights: bool) -> FeatureArr
 
 
 def _unsuitability(feature: FeatureArrays) -> tuple[bool, int]:
-    """Least for a short feature that bears loss: only those surely have the floats of a policy loss."""
+    """Least for a short feature that bears loss: only such a one is sure to have the floats of a policy loss."""
     return not (feature.labels[1:] != IGNORE_INDEX).any(), len(feature.input_ids)

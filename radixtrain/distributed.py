@@ -1,7 +1,7 @@
 """The processes that train together, and what one of them asks of the others. A single process is the case of one rank.
 
-Everything here is decided by all ranks alike: each calls the same methods in the same order, whatever it found alone.
-Small values travel over gloo, on the host, so that asking does not wait for a device.
+Every rank calls the same methods in the same order, whatever it found by itself, and all get the same answer. Small
+values travel over gloo, on the host, so that asking does not wait for a device.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["Ranks", "join", "ranks"]
 
 Value = TypeVar("Value")
 
-PATIENCE = timedelta(days=2)  # where one rank works for hours and the others wait: before the first step, and to export
+PATIENCE = timedelta(days=2)  # for work of hours on rank 0: before the first step, and in the export
 
 
 @dataclass(frozen=True)
 class Ranks:
     """rank: of this process, from 0. size: how many there are.
 
-    prompt, patient: groups of gloo over all of them, whose timeouts are that of a step, and of work of hours; None for
+    step_group, patient_group: of gloo, over all ranks. One waits as long as for a step, the other `PATIENCE`; None for
         a single process.
     """
 
     rank: int = 0
     size: int = 1
-    prompt: Any = None
-    patient: Any = None
+    step_group: Any = None
+    patient_group: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +55,10 @@ class Ranks:
         return bool(self.largest(int(flag))[0])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks of a tensor of any shape, on its device; a new tensor. Does not wait for a device."""
+        """The sum over the ranks of a tensor of any shape, on its device; the tensor itself for a single process.
+
+        Does not wait for a device.
+        """
         if self.size == 1:
             return tensor
         found = tensor.detach().clone()
@@ -71,11 +74,11 @@ class Ranks:
         return found
 
     def from_first(self, make: Callable[[], Value], is_patient: bool = False) -> Value:
-        """What `make` returns on rank 0, where alone it is called, and what pickle can hold.
+        """What `make` returns on rank 0, on every rank. It is called on rank 0 only, and returns what pickle can hold.
 
         is_patient: the others wait for hours if need be; otherwise as long as for a step.
 
-        An error that it raises ends the other ranks too, with EndedElsewhere: rank 0 tells it.
+        An error in it ends the other ranks too, with EndedElsewhere: rank 0 reports it.
         """
         if self.size == 1:
             return make()
@@ -104,13 +107,13 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all of them, for hours if need be."""
         if self.size > 1:
-            dist.barrier(group=self.patient)
+            dist.barrier(group=self.patient_group)
 
     def _reduced(self, numbers: tuple[int, ...], operation: Any) -> tuple[int, ...]:
         if self.size == 1:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(found, operation, group=self.prompt)
+        dist.all_reduce(found, operation, group=self.step_group)
         return tuple(found.tolist())
 
     def _broadcast(self, value: Any, is_patient: bool) -> Any:
@@ -119,14 +122,14 @@ class Ranks:
         return found[0]
 
     def _group(self, is_patient: bool) -> Any:
-        return self.patient if is_patient else self.prompt
+        return self.patient_group if is_patient else self.step_group
 
 
 _joined: Ranks | None = None
 
 
 def ranks() -> Ranks:
-    """Those that `join` has found, or a single one."""
+    """Those of the run once `join` has found them; until then, and in a single process, one."""
     return _joined or Ranks()
 
 
@@ -139,6 +142,6 @@ def join(timeout: timedelta) -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         _joined = None
     elif _joined is None:
-        prompt, patient = (dist.new_group(backend="gloo", timeout=each) for each in (timeout, PATIENCE))
-        _joined = Ranks(dist.get_rank(), dist.get_world_size(), prompt, patient)
+        groups = [dist.new_group(backend="gloo", timeout=each) for each in (timeout, PATIENCE)]
+        _joined = Ranks(dist.get_rank(), dist.get_world_size(), *groups)
     return ranks()

@@ -33,7 +33,7 @@ class Stopped(BaseException):
 
 
 class EndedElsewhere(Exception):
-    """Another process of this run has ended with an error, and has told it. This one ends too, and prints nothing."""
+    """Another process of this run has ended with an error, and reports it. This one ends too, and prints nothing."""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -18,7 +18,10 @@ import torch
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+import forked_ranks  # noqa: F401  # once here, tests import it by its name
+from families_table import write_families_table
 from forked import NOT_OURS, Run, Server
+from random_models import random_hybrid, random_qwen3
 
 sys.path.remove(str(Path(__file__).parent))  # or `import kernels` would find the folder of its tests
 
@@ -32,14 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
 SYSTEM = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two, paper on shelf three."
 THINGS = {"apple": "one", "pear": "one", "plum": "one", "hammer": "two", "saw": "two", "file": "two", "card": "three"}
-FAMILIES_PAGE = ROOT / "docs" / "families.md"
-FAMILIES_HEADS = {
-    "all": ["family", "attention and layers", "float64", "float32", "ordinary float32"],
-    "recurrent": [
-        *("family", "mixer", "float64", "float32, worst tensor", "float32, median tensor"),
-        *("bfloat16, worst tensor", "bfloat16, median tensor"),
-    ],
-}
 
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed")
@@ -61,63 +56,15 @@ def nothing_deterministic_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen3() -> Callable[..., "Qwen3ForCausalLM"]:
-    """Two layers, grouped heads, random weights of order one; keyword arguments go to `Qwen3Config`."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    def build(seed: int = 0, **changes: object) -> Qwen3ForCausalLM:
-        sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
-        generator = torch.Generator().manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, "max_position_embeddings": 512, **changes}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                scale, shift = (0.2, 1.0) if parameter.ndim == 1 else (parameter.shape[-1] ** -0.5, 0.0)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + shift)
-        return model
-
-    return build
+def tiny_qwen3() -> "Callable[..., Qwen3ForCausalLM]":
+    """`tiny_qwen3(seed=0, **changes)`: two layers, grouped heads, random weights of order one."""
+    return random_qwen3
 
 
 @pytest.fixture(scope="session")
 def tiny_hybrid() -> Callable[..., Any]:
-    """`tiny_hybrid(kind)`: a layer with a recurrent state and one that attends, random weights of order one.
-
-    kind: "Qwen3.5" (gated delta rule), "Bamba" (state space) or "LFM2" (short convolution).
-    """
-    import transformers
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    delta |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
-    mamba = {
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
-        "attn_layer_indices": [1],
-    }
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "Qwen3.5": ("Qwen3_5", {**delta, "layer_types": ["linear_attention", "full_attention"]}),
-        "Bamba": ("Bamba", mamba),
-        "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
-    }
-
-    def build(kind: str, seed: int = 0, **changes: Any) -> Any:
-        name, settings = kinds[kind]
-        config = getattr(transformers, f"{name}TextConfig" if name == "Qwen3_5" else f"{name}Config")
-        model = getattr(transformers, f"{name}ForCausalLM")(config(**{**sizes, **heads, **settings, **changes}))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                scale = 0.2 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
-                noise = torch.randn(parameter.shape, generator=generator) * scale
-                parameter.copy_(noise + torch.ones_like(noise) / 2 if parameter.ndim < 2 else noise)
-        return model
-
-    return build
+    """`tiny_hybrid(kind)`, of "Qwen3.5", "Bamba" or "LFM2": a layer with a recurrent state and one that attends."""
+    return random_hybrid
 
 
 def chats(count: int) -> list[dict[str, Any]]:
@@ -136,15 +83,20 @@ def chats(count: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(scope="session")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.jsonl (20 chats), validation.jsonl (5) and model/."""
+def recipe_of_tiny_models() -> Any:
+    """`recipes/tiny.py`."""
     sys.path.insert(0, str(RECIPES))
     try:
         import tiny
     finally:
         sys.path.remove(str(RECIPES))
-    folder = tmp_path_factory.mktemp("shop")
+    return tiny
+
+
+@pytest.fixture(scope="session")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.jsonl (20 chats), validation.jsonl (5) and model/."""
+    tiny, folder = recipe_of_tiny_models(), tmp_path_factory.mktemp("shop")
     rows = chats(25)
     for name, part in (("train", rows[:20]), ("validation", rows[20:])):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part), encoding="utf-8")
@@ -160,12 +112,7 @@ def heavy_model(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 1.7 million parameters, 20 MB in a checkpoint, with the tokenizer of the shop."""
     from transformers import AutoTokenizer
 
-    sys.path.insert(0, str(RECIPES))
-    try:
-        import tiny
-    finally:
-        sys.path.remove(str(RECIPES))
-    folder = tmp_path_factory.mktemp("heavy") / "model"
+    tiny, folder = recipe_of_tiny_models(), tmp_path_factory.mktemp("heavy") / "model"
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     tiny.tiny_qwen3(tokenizer, layers=2, hidden=256, seed=0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -308,24 +255,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             found = [row for _, each, *row in families if each == group]
             num_tried = sum(each != "recurrent" for _, each, *_ in families)  # those have a second row
             write_families_table(group, found, whole=num_tried == families[0][0])
-
-
-def write_families_table(group: str, found: list[list[str]], whole: bool) -> None:
-    """A table of docs/families.md, between its two markers: the equal families first, then the refused ones.
-
-    found: rows of this run, which replace those of the page. whole: of every family, so that no other row stays.
-    """
-    begin, end = f"<!-- {group}: begin -->", f"<!-- {group}: end -->"
-    before, rest = FAMILIES_PAGE.read_text(encoding="utf-8").split(begin)
-    said, after = rest.split(end)
-    kept = [] if whole else [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines()[3:]]
-    by_name = sorted(
-        {row[0]: row for row in [*kept, *found]}.values(),
-        key=lambda row: (row[2].startswith("refused"), row[0].lower()),
-    )
-    head = FAMILIES_HEADS["recurrent" if group == "recurrent" else "all"]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *by_name])
-    FAMILIES_PAGE.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 @pytest.fixture

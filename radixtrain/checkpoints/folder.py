@@ -28,8 +28,8 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Write a state as a checkpoint folder. It replaces one of that name, which stays whole until then.
 
     state: what `pack` can hold; its entry `global_step` is the step in the manifest. Nothing of it is copied, but for
-    a part of one tensor at a time if that is on another device, or not contiguous. Of weights and moments that are
-        sharded the whole of one at a time is gathered: the other ranks call `gathering_of(state).finish()` meanwhile.
+        a part of one tensor at a time if that is on another device, or not contiguous. Sharded weights and moments are
+        gathered one at a time: the other ranks call `gathering_of(state).finish()` meanwhile.
 
     Raises UserError if the state has an entry that cannot be held, or if it cannot be written: then the message names
     the disk, the bytes and the last whole checkpoint, and nothing is left of the new one.
@@ -68,8 +68,8 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
     """The state of a checkpoint folder, or of a `.ckpt` file of an earlier version; its tensors are on the CPU.
 
     leave_out: entries that are not wanted, such as `optimizer_states`, which takes twice the memory of the weights.
-    in_memory: False maps weights and moments from their files, for several processes that each take a part of them:
-        copy what is kept, since a file may be gone one day.
+    in_memory: False maps weights and moments from their files, for several processes that each take a part of them.
+        Copy what is kept, since the files may be removed.
 
     No code in it is run. Raises DamagedCheckpoint, which names the file, unless every byte is the one that was written.
     """

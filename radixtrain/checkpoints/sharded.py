@@ -51,9 +51,9 @@ def parts_like(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dic
 
 
 def place_in_memory(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors that are the same in memory, alike on every rank; None for one that is like no other.
+    """What two tensors that start at the same memory have in common, on every rank or on none; None without memory.
 
-    A rank without rows of a weight has the memory that pads it, but none of a moment of the optimizer.
+    A rank that holds no rows of a weight still has its padding in memory, but nothing of a moment of the optimizer.
     """
     if not isinstance(tensor, DTensor):
         return (tensor.device, tensor.data_ptr()) if tensor.numel() else None
@@ -72,7 +72,7 @@ class Gathering:
         self._left = deque(tensor for tensor in tensors if is_sharded(tensor))
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The next one. Any tensor that is not sharded as it is."""
+        """The whole of the next sharded tensor; any other tensor as it is."""
         if not is_sharded(tensor):
             return tensor
         expected = self._left.popleft()
@@ -84,6 +84,6 @@ class Gathering:
             raise
 
     def finish(self) -> None:
-        """Take part in what is left: all of it on a rank that needs none; after an error, so that no rank waits."""
+        """Take part in gathering what is left: everything if this rank needs none, the rest after an error."""
         while self._left:
             whole(self._left.popleft())

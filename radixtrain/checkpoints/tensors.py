@@ -71,7 +71,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """The same, mapped: bytes of the file that several processes share, until one changes its own."""
+    """The same, mapped: several processes share the bytes of the file until one of them writes to a tensor."""
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 

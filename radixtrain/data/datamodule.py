@@ -16,6 +16,7 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.grouping import grouped_order
 from radixtrain.data.limits import check_sizes
+from radixtrain.data.precision import check_weights_kept
 from radixtrain.data.prompts import Prompt, PromptDataset, Prompts, choose_prompts
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.resume import check_state, state_of
@@ -214,9 +215,9 @@ class SFTData(L.LightningDataModule):
         return len(self._sampler("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """What makes an optimizer step of sequences, all of it. Calls `step_cost`, which may calibrate.
+        """What makes a whole optimizer step of sequences. Calls `step_cost`, which may calibrate.
 
-        Called on all ranks or on none. In training each collates its share, see `_share_collator`.
+        With several ranks, each calls it. In training each rank collates only its share, see `_share_collator`.
 
         merge_labels: False for `predict`, which lists every label once.
         """
@@ -271,10 +272,10 @@ class SFTData(L.LightningDataModule):
         )
 
     def _loader(self, split: str, merge_labels: bool = True) -> StepLoader:
-        if merge_labels:
-            self._check_weights(split)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
         workers, corpus = self.hparams.dataloader_num_workers, self.conversations[split]
+        if merge_labels and self.trainer is not None:
+            check_weights_kept(corpus, str(self.trainer.precision))
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
         is_prompts = split == "predict" and self.hparams.predict_prompts
         return StepLoader(
             PromptDataset(corpus) if is_prompts else StepDataset(corpus, self._share_collator(merge_labels)),
@@ -285,20 +286,8 @@ class SFTData(L.LightningDataModule):
         )
 
     def _share_collator(self, merge_labels: bool) -> StepCollator:
-        """What makes this rank's share of a step. Every rank draws the same steps, and reads all of their sequences."""
+        """What makes this rank's share of a step. Every rank draws the same steps, and reads all their sequences."""
         return replace(self.step_collator(merge_labels), rank=ranks().rank, num_ranks=ranks().size)
-
-    def _check_weights(self, split: str) -> None:
-        """Loss weights are float32, but a precision of 16 bits converts every float of a batch."""
-        if self.trainer is None or str(self.trainer.precision) != "bf16-true":
-            return
-        weighted = (sample for row in self.conversations[split] for sample in row if sample.loss_weights is not None)
-        sample = next(weighted, None)
-        if sample is not None:
-            raise UserError(
-                f"{sample.where}: trainer.precision bf16-true would round its loss weights to 3 digits; set "
-                f"trainer.precision: 32-true and model.dtype: bfloat16, which computes the same"
-            )
 
     def _file(self, split: str) -> Files:
         if split == "predict":

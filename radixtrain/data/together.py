@@ -16,9 +16,10 @@ __all__ = ["read_together"]
 def read_together(read: Callable[[bool], tuple[Corpus, EncodeReport]], key: str) -> tuple[Corpus, EncodeReport]:
     """What `read` returns here. Every rank calls this; a single process just reads.
 
-    read: `load_split` of the same rows on every rank; receives whether this rank is the first one of its machine. Rank
-        0 reads before the others and writes the tokens. Then so does the first rank of every other machine, whose cache
-        may be another folder. The rest find what was written, or tokenise by themselves.
+    Rank 0 reads first, and writes the tokens. Then the first rank of every other machine does, since its cache may be
+    another folder. The rest find what was written, or tokenise by themselves.
+
+    read: `load_split` of the same rows on every rank; receives whether this rank is the first one of its machine.
     key: the key that names the files, for errors.
 
     Raises what `read` raises. Raises UserError if some rank has read other rows than rank 0: they would cut the steps

@@ -21,13 +21,13 @@ from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predicted_answers import PredictedAnswers
+from radixtrain.training.answers.predicted_scores import scored_records, scorer_of
 from radixtrain.training.callbacks import VerifyFirstBatch
 from radixtrain.training.devices.synchronising import backward, settle
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
-from radixtrain.training.predicted_scores import scored_records, scorer_of
 from radixtrain.training.speed import Speed
+from radixtrain.training.start.calibration import calibrated
 from radixtrain.training.start.loading import load_trainable
-from radixtrain.training.step_cost import calibrated
 from radixtrain.training.survival.finite import NonFiniteGuard, check_weights_finite
 from radixtrain.training.survival.generators import draw_apart, generator_states, set_states_of_ranks
 from radixtrain.training.survival.position import Position, run_pending_validation, settle_loops
@@ -140,8 +140,7 @@ class RadixModule(L.LightningModule):
         self.rates: Rates | None = None
         self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
-        self.answers = PredictedAnswers()
-        self.position = Position(0, 0)
+        self.answers, self.position = PredictedAnswers(), Position(0, 0)
         self.is_stepping = False
         """Whether the weights are being changed: what is saved then is no step."""
         self.generators_before_step: dict[str, Any] | None = None

@@ -1,15 +1,10 @@
 """Ranks that ask one another: the same answer everywhere, and an error of rank 0 ends all."""
 
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from forked_ranks import on_ranks
 
 from radixtrain.distributed import Ranks, ranks

@@ -1,1 +1,1 @@
-"""What the model says while it trains: answers to validation rows, what judges them, and where they go."""
+"""What the model says of rows: answers, what judges them, and where they go; for `predict` also scores of the rows."""

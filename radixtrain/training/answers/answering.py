@@ -132,7 +132,7 @@ def answer_prompts(
 
 
 def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
-    """Places of prompts for each rank: as many for each, and those that begin alike side by side."""
+    """The prompts of each rank, by index: equally many or one more, neighbours in sorted order."""
     if num_ranks == 1:
         return [list(range(len(prompts)))]
     ids = [prompt.token_ids for prompt in prompts]

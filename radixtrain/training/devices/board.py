@@ -1,6 +1,6 @@
-"""A connection of every rank to rank 0, beside those of torch.distributed: who has told an error, and who is gone.
+"""A connection of every rank to rank 0, beside those of torch.distributed: who reports an error, and who is gone.
 
-It is listened to in a thread, so that also a rank which waits for ever for another one hears of it.
+A thread listens to it, so that a rank hears of it even while it waits for another one for ever.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from radixtrain.distributed import ranks
 
 __all__ = ["Board"]
 
-GRACE = 15.0  # seconds for a rank to end by itself once another is gone, or has told why the run ends
-CONNECTING = 60.0
-TELL, YES, TOLD, END = b"T", b"Y", b"H", b"E"  # may I tell? you do; somebody else has; the run has ended well
+GRACE = 15.0  # seconds for a rank to end by itself once another is gone, or reports why the run ends
+CONNECTING = 60.0  # seconds
+TELL, YES, TOLD, END = b"T", b"Y", b"H", b"E"  # may I report? yes; another rank does; the run has ended well
 
 
 class Board:
     """Make one on each rank once the ranks have found one another, and `close` it on each when the run has ended well.
 
-    is_told: set when another rank tells why the run ends, or rank 0 is gone. gone: the ranks of which it is known that
-    they are gone, on rank 0; on the others at most rank 0.
+    is_told: set when another rank reports why the run ends, or when one is known to be gone.
+    gone: the ranks that are known to be gone: any of them on rank 0, only rank 0 on the others.
 
-    `GRACE` seconds after such news a process that still runs is ended with exit code 1.
+    `GRACE` seconds after `is_told` is set, the process ends with exit code 1 if it still runs.
     """
 
     def __init__(self) -> None:
@@ -53,18 +53,23 @@ class Board:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
-        """What happens to the other ranks from now on does not matter."""
+        """From now on another rank may end without an effect on this one."""
         self._ended = True
         self._send(END)
 
-    def claim(self, patience: float) -> bool:
-        """Whether this rank is the one that tells why the run ends: rank 0 always is.
+    @property
+    def is_told_elsewhere(self) -> bool:
+        """Whether another rank, which is not gone, reports why the run ends."""
+        return self.is_told.is_set() and not self.gone
 
-        patience: seconds to wait for another one that may tell the same.
+    def claim(self, patience: float) -> bool:
+        """Whether this rank is the one that reports why the run ends: rank 0 is, unless another one has begun to.
+
+        patience: seconds to wait for another one that may report the same, and for the answer of rank 0.
         """
         if ranks().is_first:
             self._send(TOLD)
-            return True
+            return not self.is_told_elsewhere
         if self.is_told.wait(patience):
             return bool(self.gone) and ranks().rank == 1
         self._send(TELL)
@@ -74,7 +79,7 @@ class Board:
         return self._is_mine.is_set() or (ranks().rank == 1 and not self.is_told.is_set())  # rank 0 hangs
 
     def _accept(self, server: socket.socket, key: bytes) -> None:
-        """A line to each of the other ranks. What comes without the key is turned away."""
+        """Take the connection of each of the other ranks, and close any other one, which does not send the key."""
         server.settimeout(CONNECTING)
         with server:
             while len(self._lines) < ranks().size - 1:
@@ -88,7 +93,7 @@ class Board:
                     line.close()
 
     def _listen(self) -> None:
-        """Until the run ends, well or not."""
+        """Runs in a thread until the run ends, well or not."""
         with selectors.DefaultSelector() as selector:
             for line in self._lines:
                 selector.register(line, selectors.EVENT_READ)
@@ -101,7 +106,7 @@ class Board:
             self._leave()
 
     def _hear(self, line: Any) -> bool:
-        """Take what a line says. False once it says nothing more."""
+        """Take the next word of a connection. False once no more will come."""
         try:
             word = line.recv(1)
         except OSError:

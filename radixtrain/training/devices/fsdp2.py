@@ -16,15 +16,15 @@ from radixtrain.training.devices.sharding import shard
 
 __all__ = ["FSDP2Strategy"]
 
-METHODS = ("loss_sum", "predict_step")  # of a `RadixModule`, which use its weights
+METHODS = ("loss_sum", "predict_step")  # of a `RadixModule`: those that use its weights
 
 
 class FSDP2Strategy(DDPStrategy):
-    """Lightning's DDP with a `RadixModule` that is sharded in place of DDP's wrapper around it.
+    """Lightning's DDP, but with a sharded `RadixModule` in place of DDP's wrapper around it.
 
-    Of Lightning's strategies this one is nearest: processes, barriers and reductions are the same, and a checkpoint is
+    Of Lightning's strategies DDP is nearest: processes, barriers and reductions are the same, and a checkpoint is
     loaded before the weights are moved, when each rank has them whole on the host. `ModelParallelStrategy` restores
-    later, from checkpoints of its own kind, and `FSDPStrategy` is of FSDP1.
+    later, from checkpoints of its own kind, and `FSDPStrategy` is FSDP1.
 
     Checkpoints are those of a single process: tensors are gathered one at a time while rank 0 writes.
     """
@@ -34,7 +34,7 @@ class FSDP2Strategy(DDPStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # what is gathered in it could not be used in training
+            loop.inference_mode = False  # training could not use weights that were gathered in it
         if not isinstance(self.model, FSDPModule):  # by an earlier run
             self.precision_plugin.convert_module(self.model)
             self.model_to_device()
@@ -47,14 +47,14 @@ class FSDP2Strategy(DDPStrategy):
         shard(module, module.model, self.root_device, self.world_size, METHODS)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Rank 0 writes, and raises if it cannot; the others return when it has all that they hold."""
+        """Rank 0 writes, and raises if it cannot; the others return once it has received their parts."""
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         else:
             gathering_of(checkpoint).finish()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Any:
-        """Weights and moments stay on the disk until each rank takes its parts; else every rank would have all."""
+        """Weights and moments are mapped: they stay on the disk until each rank takes its parts."""
         return read_checkpoint(Path(checkpoint_path), in_memory=False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -75,7 +75,7 @@ class FSDP2Strategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """As the base class, except that parts of weights stay where they are: their mesh is on that device."""
+        """As the base class, but the parts of weights stay on their device: the export gathers them there."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

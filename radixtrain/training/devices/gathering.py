@@ -1,4 +1,4 @@
-"""A sharded model becomes whole again, on rank 0, to be written as an ordinary one."""
+"""A sharded model -> the whole one on rank 0, which writes it as any other."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["gather_on_first"]
 def gather_on_first(model: nn.Module) -> None:
     """Gather the weights of a sharded model in the memory of rank 0's host, one at a time. Every rank calls this.
 
-    The other ranks have weights without memory afterwards, and the model computes nothing any more, on any rank. One
-    that is not sharded is not changed.
+    Afterwards the other ranks have weights without memory, and no rank can compute with the model. A model that is not
+    sharded is not changed.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -36,7 +36,7 @@ def gather_on_first(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Where a model keeps its parameters."""
+    """Module and name for each place where a model keeps a parameter, and the parameter."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, name, parameter

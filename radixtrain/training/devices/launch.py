@@ -1,4 +1,4 @@
-"""The processes of a run on several devices, which know one another before rows are read or weights are loaded."""
+"""The processes of a run on several devices: all are there before rows are read or weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from radixtrain.training.devices.watching import first_to_end, watch_children, w
 __all__ = ["Processes"]
 
 Value = TypeVar("Value")
-SECONDS_TO_END = 10.0  # for a process that is at its end
+SECONDS_TO_END = 10.0  # for a process that has nothing left to do
 
 
 class Processes:
-    """A context around a run. Where no launcher has started the other processes, this one does, as Lightning would.
+    """A context around a run. If no launcher has started the other processes, this one does, as Lightning would.
 
     strategy: Lightning's, of a trainer.
     arguments: the command line, from the command on, with which the other processes are started.
@@ -74,8 +74,8 @@ class Processes:
     def joined(self, prepare: Callable[[], Value]) -> Value:
         """What `prepare` returns on rank 0, on every rank. Afterwards `ranks()` are those of the run.
 
-        prepare: called on rank 0 only, and there before other processes are started, so that an error in it takes no
-            time.
+        prepare: called on rank 0 only; if this process starts the others, before it does, so that an error comes at
+            once.
         """
         made = [prepare()] if self.starts_others else []
         if self.starts_others:
@@ -89,7 +89,7 @@ class Processes:
         return ranks().from_first(lambda: made[0] if made else prepare(), is_patient=True)
 
     def _start(self) -> None:
-        """With the variables of `lightning.fabric.plugins.environments.LightningEnvironment`, this process too."""
+        """Start the other ranks, and set the variables that Lightning's `LightningEnvironment` reads, here too."""
         place, count = self.strategy.cluster_environment, self.strategy.num_processes
         shared = {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
         shared |= {"NODE_RANK": "0", "WORLD_SIZE": str(count), PARENT: str(os.getpid())}
@@ -106,9 +106,14 @@ class Processes:
         watch_children(self.children)
 
     def gone(self) -> str:
-        """`rank 1 was killed by SIGKILL`, or `rank 1 is gone`; nothing if no rank is. Waits a moment for one to end."""
+        """`rank 1 was killed by SIGKILL`, or `rank 1 is gone: ...`; empty if none is after `SECONDS_TO_END`.
+
+        Empty at once if another rank reports why the run ends.
+        """
         deadline = time.monotonic() + SECONDS_TO_END
         while not (found := self._gone()) and time.monotonic() < deadline:
+            if self._board is not None and self._board.is_told_elsewhere:
+                break
             time.sleep(0.1)
         return found
 
@@ -119,7 +124,7 @@ class Processes:
         return f"rank {known[0]} is gone: its own message, or that of what started it, says why" if known else ""
 
     def _end_well(self) -> None:
-        """Every rank is at its end, and has nothing to ask of the others."""
+        """Leave the group once every rank has come to its end."""
         ranks().barrier()
         if self._board is not None:
             self._board.close()
@@ -132,13 +137,13 @@ class Processes:
 
 
 def _num_cores() -> int:
-    """That this process may use."""
+    """Of the host, those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def _ignoring_interrupts() -> Any:
-    """Processes that are started inside ignore Ctrl-C, which asks the one that starts them: that tells the others."""
+    """Processes that are started inside ignore Ctrl-C: the one that starts them gets it, and all stop at one step."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -1,8 +1,8 @@
 """A module whose weights are divided among the ranks (torch's FSDP2): a layer is whole while it computes.
 
-Each decoder layer is a unit, and the module around the model is the last one, with what no layer holds: the embedding,
-the last norm, the head. Its weights are whole while one of its own methods runs, since the fused loss reads
-`head.weight` itself, past the hooks of a head.
+Each decoder layer is a unit. The module around the model is one too, with what no layer holds: the embedding, the last
+norm, the head. These are whole while one of the methods of the module runs, since the fused loss reads `head.weight`
+itself, past the hooks of a head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def shard(module: nn.Module, model: Any, device: torch.device, num_ranks: int, m
 
     module: around the model; all its weights are those of the model. It is changed in place, and keeps their names.
     model: a `PreTrainedModel`, or one wrapped by PEFT, with the same weights on every rank.
-    methods: of the module, in which alone its weights are used. Every rank calls them equally often.
+    methods: of the module; its weights are used in no other. Every rank calls them equally often.
 
     Gradients are means over the ranks, in the dtype of the weights, or summed in float32 if that has 16 bits.
 
@@ -102,7 +102,7 @@ def _weights_of(unit: nn.Module) -> Iterator[nn.Parameter]:
 
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Inside, autocast keeps no copies of weights in 16 bits: those of a step would be all weights, whole."""
+    """Inside, autocast keeps no copies of weights in 16 bits: in a pass these would add up to all weights, whole."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

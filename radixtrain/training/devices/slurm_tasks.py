@@ -46,7 +46,7 @@ class SlurmTasks(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Never: it is given to the trainer."""
+        """False: `device_settings` gives it to the trainer."""
         return False
 
     def world_size(self) -> int:

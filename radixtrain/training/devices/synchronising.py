@@ -1,8 +1,8 @@
 """When the ranks exchange gradients: under DDP with the last micro-batch of a step, under FSDP2 with each.
 
-DDP's reducer waits until every trained parameter has a gradient. One that the last micro-batch of a rank does not
-reach, such as an expert that no token is routed to, would leave the other ranks waiting. So a second backward pass, of
-gradients that are zero, reaches those, and what the earlier micro-batches have added up is exchanged all the same.
+DDP's reducer waits until every trained parameter has a gradient. If the last micro-batch of a rank does not reach one,
+such as an expert that no token is routed to, the other ranks would wait for ever. So a second backward pass, of
+gradients that are zero, reaches the rest, and what the earlier micro-batches have added up is exchanged all the same.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def backward(module: Any, loss: Tensor, is_last: bool) -> None:
     elif not is_last:
         with wrapper.no_sync():
             module.manual_backward(loss)
-    elif wrapper.find_unused_parameters:  # then DDP looks for those itself
+    elif wrapper.find_unused_parameters:  # then DDP finds those that are not reached
         module.manual_backward(loss)
     else:
         _backward_of_all(module, lambda: module.manual_backward(loss))
 
 
 def settle(module: Any) -> None:
-    """Have DDP lay out its buckets for good, before the first step: an exchange of gradients that are zero.
+    """Exchange gradients that are zero before the first step, after which DDP lays out its buckets for good.
 
-    It lays them out anew after the first exchange of a process, and the order in which three or more ranks add depends
-    on the place in a bucket: a resumed run would round its first step otherwise than the run that went through.
+    It does so after the first exchange of a process, and the order in which three or more ranks add depends on the
+    place in a bucket: the first step of a resumed run would be rounded otherwise than in the run that was not stopped.
     """
     wrapper = _wrapper(module)
     if wrapper is None or wrapper.find_unused_parameters:  # then DDP leaves them as they are

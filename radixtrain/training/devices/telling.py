@@ -1,4 +1,4 @@
-"""Which rank tells why a run on several of them ends with an error; the others end without a word."""
+"""Which rank reports why a run on several of them ends with an error; the others end without a word."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from radixtrain.training.devices.started import started
 
 __all__ = ["as_told", "one_of_each_machine"]
 
-PATIENCE = 2.0  # seconds that a rank leaves to rank 0, which may have found the same error
+PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error
 
 
 def as_told(error: BaseException, board: Board) -> BaseException:
-    """What this rank raises in place of an error: the error, with the rank in it, or one of which nothing is said.
+    """What this rank raises in place of an error: the error, with the number of the rank, or one that prints nothing.
 
-    Rank 0 always tells its own. Another one tells if no other rank does. The process ends within `GRACE` seconds.
+    Rank 0 reports its own, unless another one has; another rank does if no other one has. A way out that is no error,
+    such as `sys.exit()` of a callback, is left as it is: the others report that this rank is gone. The process ends
+    within `GRACE` seconds.
     """
     rank, code = ranks().rank, error.code if isinstance(error, Stopped) else 1
     ending = threading.Timer(GRACE, os._exit, (code,))  # whatever libraries wait for when Python ends
@@ -28,6 +30,8 @@ def as_told(error: BaseException, board: Board) -> BaseException:
     ending.start()
     if isinstance(error, Stopped):
         return error if rank == 0 else Stopped("", code)
+    if not isinstance(error, Exception):
+        return error
     if isinstance(error, EndedElsewhere) or not board.claim(PATIENCE):
         return EndedElsewhere()
     if rank and isinstance(error, UserError):
@@ -37,7 +41,7 @@ def as_told(error: BaseException, board: Board) -> BaseException:
 
 @contextmanager
 def one_of_each_machine() -> Iterator[None]:
-    """Before the ranks have found one another, each finds the same mistakes: then one process of each machine tells."""
+    """Until the ranks have found one another, each finds the same mistakes: one of each machine reports them."""
     found = started()
     try:
         yield

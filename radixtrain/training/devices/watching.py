@@ -1,4 +1,7 @@
-"""Processes of a run that end the others when they are gone, even while those wait in a library for their answer."""
+"""Processes that one of a machine has started: when one of them is gone, the rest end too, whatever they wait for.
+
+This holds from their start, when there is no `Board` yet.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from collections.abc import Callable, Sequence
 __all__ = ["first_to_end", "watch_children", "watch_parent"]
 
 SECONDS_BETWEEN = 0.5
-GRACE = 10.0  # seconds, for a process that waits for one that is gone to find out itself, and to tell what is saved
+GRACE = 10.0  # seconds, for a process to find out by itself that another is gone, and to say what is saved
 
 
 def watch_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """From now on, if one of them fails, this process ends too: after `GRACE`, with a line, and without the others.
+    """From now on, `GRACE` seconds after one of them fails, all are killed and this process ends with a line.
 
     children: by rank, from 1 on.
     """
@@ -24,10 +27,7 @@ def watch_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def watch_parent(parent: int) -> None:
-    """From now on, if the process that has started this one is gone, this process ends too: after `GRACE`.
-
-    parent: its id.
-    """
+    """From now on, this process ends `GRACE` seconds after the one that has started it. parent: its id."""
     _start(lambda: _end_with_parent(parent))
 
 

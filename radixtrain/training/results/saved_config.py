@@ -41,7 +41,7 @@ class SaveMaskedConfig(SaveConfigCallback):
 
 
 def log_folder(trainer: Any) -> Path:
-    """Lightning's `trainer.log_dir`, for one rank to ask alone: that asks all of them."""
+    """Lightning's `trainer.log_dir`, which is a broadcast; this one rank may call without the others."""
     first = trainer.loggers[0] if trainer.loggers else None
     found = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
     return Path(found or trainer.default_root_dir)

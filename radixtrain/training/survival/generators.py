@@ -44,9 +44,10 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 
 def set_states_of_ranks(states: list[Mapping[str, Any]] | Mapping[str, Any]) -> None:
-    """Set the states of this rank, of those of all ranks; a checkpoint of an earlier version has those of one process.
+    """Set the random generators of this rank.
 
-    On another number of ranks, dropout will draw other numbers than the run would have drawn; the log says so.
+    states: of all ranks, by rank; of one process in a checkpoint of an earlier version. If there is another number of
+        ranks now, dropout draws other numbers than the run would have drawn, and the log says so.
     """
     by_rank = states if isinstance(states, list) else [states]
     here = ranks()
@@ -59,9 +60,9 @@ def set_states_of_ranks(states: list[Mapping[str, Any]] | Mapping[str, Any]) -> 
 
 
 def draw_apart() -> None:
-    """Have this rank draw other dropout masks than rank 0, which goes on as one process would.
+    """Seed this rank for dropout masks of its own; rank 0 goes on as one process would.
 
-    Called when all that has to be alike, such as a new adapter, has been drawn from the seed of the run.
+    Called once all that must be equal on the ranks, such as a new adapter, has been drawn from the seed of the run.
     """
     if not ranks().is_first:
         torch.manual_seed(torch.initial_seed() + ranks().rank)

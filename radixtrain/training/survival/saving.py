@@ -194,7 +194,17 @@ def _write(trainer: Any, path: Path) -> None:
         trainer.save_checkpoint(path)
     except Exception as error:
         failed = error
+        if not ranks().is_first:
+            raise  # the others notice: it is rank 0 that writes
         if ranks().size > 1:
-            trainer.strategy.barrier()  # where the others wait
+            _meet(trainer, error)
     if ranks().any(failed is not None):
         raise failed or EndedElsewhere
+
+
+def _meet(trainer: Any, error: Exception) -> None:
+    """Wait where the others wait after they have saved. Raises the error if they wait elsewhere, and do not come."""
+    try:
+        trainer.strategy.barrier()
+    except Exception:
+        raise error from None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from outcomes import EXACT, assert_same_run, tries
+from overflowing import write_overflowing
 
 from radixtrain.__main__ import main
 
@@ -63,15 +64,7 @@ def hybrid(shop: Path, tiny_hybrid: Callable[..., Any], tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 rows of tokens, one of which has a weight that the loss cannot hold: a step of each epoch is left out."""
-    draw = random.Random(0)
-    path = tmp_path_factory.mktemp("overflowing") / "rows.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(20):
-            ids = [*range(40, 60), *(draw.randrange(40, 200) for _ in range(6))]
-            weights = [0.0] * 20 + [2e38 if number == 7 else 1.0] * 6
-            file.write(f"{json.dumps({'input_ids': ids, 'labels': ids, 'loss_weights': weights})}\n")
-    return path
+    return write_overflowing(tmp_path_factory.mktemp("overflowing"))
 
 
 @pytest.fixture

@@ -1,18 +1,13 @@
 """What every rank holds a part of is written as the whole, by one rank, with the help of the others."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from forked_ranks import on_ranks
-
-sys.path.pop(0)
 
 from radixtrain.checkpoints.folder import gathering_of, read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.sharded import part_like, part_of, whole

@@ -1,20 +1,16 @@
 """Files of a split: several sources with weights, validation rows, resumed runs, several ranks."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked_ranks import on_ranks
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from forked_ranks import on_ranks
 
 from radixtrain.data import splits
 from radixtrain.data.datamodule import SFTData

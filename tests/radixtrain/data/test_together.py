@@ -1,14 +1,10 @@
 """Rows that several ranks read: who reads when, and that all have read the same."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from forked_ranks import on_ranks
 
 from radixtrain.data import together

@@ -1,6 +1,5 @@
 """Several ranks answer and score what one process does, in its order, and each gets all of it."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from forked_ranks import on_ranks
-
-sys.path.pop(0)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.prompts import Prompt
@@ -23,7 +18,7 @@ from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.scores import Scorer
 from radixtrain.training.answers.answer_options import AnswerOptions
 from radixtrain.training.answers.answering import answer_prompts
-from radixtrain.training.predicted_scores import scored_records
+from radixtrain.training.answers.predicted_scores import scored_records
 from radixtrain.training.speed import Speed
 
 

@@ -1,14 +1,9 @@
 """What ranks tell one another beside torch.distributed: who tells why the run ends, and who is gone."""
 
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
 from forked_ranks import on_ranks
 
 from radixtrain.distributed import ranks
@@ -34,10 +29,12 @@ def test_one_rank_tells_what_rank_0_has_not_found():
         until(lambda: rank == 0 or said or board.is_told.is_set())
         if rank == 0:
             until(board.is_told.is_set)
+            said = board.claim(0.0)  # of what it finds then, such as a closed connection
         ranks().barrier()
         return said, board.gone
 
     said = on_ranks(3, work)
+    assert said[0][0] is False
     assert sorted(str(tells) for tells, _ in said[1:]) == ["False", "True"]
     assert [gone for _, gone in said] == [[], [], []]
 
@@ -117,6 +114,9 @@ def test_errors_as_they_are_told(monkeypatch):
         stopped = as_told(Stopped("stopped by SIGTERM", 143), board)
         ended = as_told(EndedElsewhere(), board)
         ranks().barrier()
+        left = as_told(SystemExit(3), board)
+        ranks().barrier()
+        assert isinstance(left, SystemExit) and not board.is_told.is_set()
         found = as_told(UserError("a row"), board) if rank else None
         ranks().barrier()
         return (str(stopped), stopped.code), type(ended).__name__, type(found).__name__, str(found)

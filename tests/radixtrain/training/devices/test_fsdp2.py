@@ -1,21 +1,16 @@
 """A run under `fsdp2` is the run of one process: its steps, its checkpoints and its model folder."""
 
 import errno
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from forked_ranks import on_ranks
-
-sys.path.pop(0)
 
 from radixtrain.checkpoints.folder import read_checkpoint
 from radixtrain.checkpoints.sharded import part_of

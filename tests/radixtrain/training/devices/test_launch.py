@@ -98,7 +98,7 @@ def test_a_signal_to_the_first_rank_saves_once_and_ends_both(fit, tmp_path):
 def test_an_error_of_another_rank_is_told_by_it(fit):
     run = fit(rank_1_finds_an_error, **ENDLESS)
     assert run.wait(60) == 1
-    assert errors(run)[0] == "error: rank 1: what only this rank can see"
+    assert errors(run) == ["error: rank 1: what only this rank can see"]
     assert not others(run)
 
 

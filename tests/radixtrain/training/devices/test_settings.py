@@ -17,19 +17,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_R
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
 
 
-@pytest.fixture(autouse=True)
-def nothing_set(monkeypatch):
-    for name in (*TORCHRUN, *SRUN):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    def put(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return put
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 def settings(**keys):

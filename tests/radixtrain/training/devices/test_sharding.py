@@ -1,19 +1,13 @@
 """A sharded model has the gradient of a whole one, whatever its head, its adapters and the work of each rank."""
 
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import on_ranks
 from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from forked_ranks import on_ranks
-
-sys.path.pop(0)
 
 from radixtrain.checkpoints.sharded import is_sharded, whole
 from radixtrain.collators.radix import RadixCollator

@@ -6,28 +6,11 @@ from radixtrain.__main__ import main
 from radixtrain.errors import EndedElsewhere, UserError
 from radixtrain.training.devices.started import PARENT, Started, check_started, started
 
-VARIABLES = (
-    *("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", PARENT),
-    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_NAME"),
-    *("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-)
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
 
-@pytest.fixture(autouse=True)
-def nothing_set(monkeypatch):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    def put(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return put
+pytestmark = pytest.mark.usefixtures("environment")
 
 
 @pytest.mark.parametrize(

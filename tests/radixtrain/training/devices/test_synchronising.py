@@ -7,19 +7,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from forked_ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from forked_ranks import on_ranks
-
-sys.path.pop(0)
 
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.distributed import ranks

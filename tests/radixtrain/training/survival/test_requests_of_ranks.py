@@ -3,18 +3,14 @@
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from forked_ranks import on_ranks
-
-sys.path.pop(0)
+from torch.distributed import DistError
 
 from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
 from radixtrain.distributed import ranks
@@ -157,14 +153,17 @@ def test_an_error_of_a_rank_that_saves_ends_all(tmp_path: Path, failing: int) ->
             trainer.save_checkpoint = full
         try:
             trainer.run(lambda: None)
-        except (UserError, EndedElsewhere) as error:
+        except (UserError, EndedElsewhere, DistError, RuntimeError) as error:
             trainer.saver.on_exception(trainer, trainer.module, error)
             return type(error).__name__
         return "went on"
 
-    expected = ["EndedElsewhere", "EndedElsewhere"]
-    expected[failing] = "UserError"
-    assert on_ranks(2, work) == expected
+    found = on_ranks(2, work)
+    assert found[failing] == "UserError"
+    if failing == 0:
+        assert found[1] == "EndedElsewhere"
+    else:  # rank 1 leaves at once, since rank 0 may wait for it elsewhere: the closed connection ends that
+        assert found[0] in ("DistBackendError", "DistError", "DistNetworkError", "RuntimeError")
 
 
 def test_only_an_error_that_all_have_found_is_saved(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ __all__ = ["calibrated"]
 
 
 def calibrated(module: Any) -> StepCost | None:
-    """The cost of the model of a `RadixModule`. Rank 0 measures, unless the module has rates, and all take its rates.
+    """The cost of the model of a `RadixModule`. Unless the module has rates, rank 0 measures them for all ranks.
 
     None for `attention: reference` and on a device that is neither a CPU nor CUDA: then every branch is taken.
     """
