@@ -106,9 +106,8 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     held = sum(size for size, _ in sizes) + 3 * sum(size for size, trained in sizes if trained)
     num_steps = num_steps_of_run(trainer, steps_per_epoch)
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
-    several = f"{ranks().size} ranks, {type(trainer.strategy).__name__.removesuffix('Strategy')}"
     return [
-        *([("devices", f"{several}: each step is the same as on one")] if ranks().size > 1 else []),
+        *_devices(trainer),
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
         (
             "memory",
@@ -117,6 +116,14 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
         ),
         ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
     ]
+
+
+def _devices(trainer: Any) -> list[tuple[str, str]]:
+    """Nothing for a single process."""
+    if ranks().size == 1:
+        return []
+    strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
+    return [("devices", f"{ranks().size} ranks, {strategy}: each step is the same as on one")]
 
 
 def _held_by(trainer: Any) -> str:

@@ -36,6 +36,9 @@ def fit(shop: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     """`fit(num_steps)`: trains on as many ranks as there are, in steps of several micro-batches. Other settings: of
     the model.
     """
+    monkeypatch.delenv(
+        "PL_GLOBAL_SEED", raising=False
+    )  # of an earlier test: Lightning would seed again on several ranks
 
     def run(num_steps: int, ckpt_path: Path | None = None, precision: Any = None, **settings: Any) -> Trainer:
         size = ranks().size

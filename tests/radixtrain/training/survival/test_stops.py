@@ -152,7 +152,7 @@ def test_copies_are_refused(arguments: Arguments, tmp_path: Path, monkeypatch: A
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert main(arguments()) == 1
-    assert "error: WORLD_SIZE=2: torchrun started 2 copies" in capsys.readouterr().err
+    assert "error: WORLD_SIZE=2: a launcher started 2 copies" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
