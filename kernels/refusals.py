@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from radixtrain.kernels.cudnn import cudnn_max_head_dim, cudnn_missing
 from radixtrain.kernels.flash import FLASH_2_MAX_HEAD_DIM, FLASH_3_MAX_HEAD_DIM, flash_3_missing, takes_window
 from radixtrain.kernels.tree_tiles import DTYPES, MAX_HEAD_DIM
 from radixtrain.kernels.triton_runtime import triton_missing
@@ -33,7 +34,7 @@ def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
     """Why this varlen kernel cannot run the call, or None."""
     if kernel == "eager":
         return None
-    if kernel == "torch" and call.softcap:
+    if kernel in ("torch", "cudnn") and call.softcap:
         return "computes no soft-cap"
     if kernel == "torch" and call.device.type == "cpu":
         return None
@@ -43,14 +44,22 @@ def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
         return "the package flash-attn is not installed (pip install 'radixtrain[flash]', needs a CUDA toolchain)"
     if kernel == "flash_attn_3" and (missing := flash_3_missing(call.device)):
         return missing
+    if kernel == "cudnn" and (missing := cudnn_missing(call.device)):
+        return missing
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {call.dtype}"
-    widest = FLASH_3_MAX_HEAD_DIM if kernel == "flash_attn_3" else FLASH_2_MAX_HEAD_DIM
+    widest = _max_head_dim(kernel, call.device)
     if call.head_dim > widest or call.head_dim % 8:
         return f"takes head dims that are multiples of 8 up to {widest}, got {call.head_dim}"
-    if kernel == "torch" and call.window and not takes_window():
+    if kernel in ("torch", "cudnn") and call.window and not takes_window():
         return f"takes no sliding window in torch {torch.__version__}"
     return None
+
+
+def _max_head_dim(kernel: str, device: torch.device) -> int:
+    if kernel == "cudnn":
+        return cudnn_max_head_dim(device)
+    return FLASH_3_MAX_HEAD_DIM if kernel == "flash_attn_3" else FLASH_2_MAX_HEAD_DIM
 
 
 def tiled_refusal(call: KernelCall) -> str | None:

@@ -172,16 +172,19 @@ def dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, subtree_ends, query_runs, num_rows, heads_in_group, scale,
     q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, dout_row, dout_head, dout_dim, dk_row, dk_head,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys of one key/value head: of each head of the group the full tiles, then those on either side."""
+    """A block of keys of one key/value head: of each head of the group the full tiles, then those on either side.
+
+    PARTS: a block of `query_runs` is walked as so many blocks of BLOCK_Q queries.
+    """
     block, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key_J = block * BLOCK_K + tl.arange(0, BLOCK_K)
     k_JH = _load_rows(k + group * k_head, key_J, k_row, k_dim, num_rows, HEAD_DIM, BLOCK_H, False)
     v_JH = _load_rows(v + group * v_head, key_J, v_row, v_dim, num_rows, HEAD_DIM, BLOCK_H, False)
     end_J = tl.load(subtree_ends + key_J, mask=key_J < num_rows, other=0)
-    first, last = tl.load(query_runs + 4 * block), tl.load(query_runs + 4 * block + 1)
-    first_full, last_full = tl.load(query_runs + 4 * block + 2), tl.load(query_runs + 4 * block + 3)
+    first, last = tl.load(query_runs + 4 * block) * PARTS, tl.load(query_runs + 4 * block + 1) * PARTS
+    first_full, last_full = tl.load(query_runs + 4 * block + 2) * PARTS, tl.load(query_runs + 4 * block + 3) * PARTS
     dk_JH = tl.full((BLOCK_K, BLOCK_H), 0, tl.float32)
     dv_JH = tl.full((BLOCK_K, BLOCK_H), 0, tl.float32)
     for head in range(group * heads_in_group, (group + 1) * heads_in_group):

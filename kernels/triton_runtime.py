@@ -1,8 +1,8 @@
 """Triton: when its kernels run, and how they import it.
 
 `RADIXTRAIN_TRITON=1` makes Triton kernels merge pieces and add up rows on a CUDA device. They are tested under Triton's
-interpreter and compiled for sm_80 and sm_90, but have not been timed on a device yet, so torch's own kernels are the
-default. `attention="tree"` asks for the tiled tree attention.
+interpreter and compiled for sm_80, sm_90 and sm_120, but have not been timed on a device yet, so torch's own kernels
+are the default. `attention="tree"` asks for the tiled tree attention.
 
 Triton stays optional: it is loaded when `triton` or `tl` is first imported from here. Only files that hold Triton
 kernels do that, and they are imported when one of their kernels is to run.

@@ -6,6 +6,7 @@ transformers.
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
@@ -58,8 +59,20 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(_home(name), name)
     raise AttributeError(f"module 'radixtrain' has no attribute {name!r}")
+
+
+def _home(name: str) -> ModuleType:
+    """The module of a public name. If it cannot be imported, an old package is named as the cause, if there is one."""
+    try:
+        return import_module(_HOMES[name])
+    except (AttributeError, ImportError) as error:
+        from radixtrain.versions import check_versions
+
+        check_versions()
+        # Python takes an AttributeError for a name that does not exist: "cannot import name 'prepare_model'".
+        raise ImportError(f"radixtrain.{name} cannot be imported: {error}") from error
 
 
 def __dir__() -> list[str]:

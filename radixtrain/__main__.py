@@ -20,6 +20,7 @@ from radixtrain.commands.help import help_text, topic_of
 from radixtrain.commands.messages import usage_message
 from radixtrain.commands.switches import with_values
 from radixtrain.errors import EndedElsewhere, Stopped, UserError, did_you_mean
+from radixtrain.versions import check_versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _leave() -> None:
     """At the end of the process: at once, and without a traceback if Ctrl-C comes too late."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # or Python looks for cycles in all libraries: 7 s, not 1, on two busy CPUs
+    if not _counts_leaks(sys.modules.get("triton._C.libtriton")):
+        gc.freeze()  # or Python looks for cycles in all libraries: 7 s, not 1, on two busy CPUs
+
+
+def _counts_leaks(library: object) -> bool:
+    """Whether a library is built with nanobind, as Triton's is since 3.9: it prints 30 lines of what is not freed."""
+    return any(type(part).__module__ == "nanobind" for part in vars(library).values()) if library else False
 
 
 def _answer(arguments: list[str]) -> int:
@@ -54,6 +61,11 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _run(typed: list[str]) -> int:
+    try:
+        if typed[0] != "doctor":  # it says what else is wrong
+            check_versions()
+    except UserError as error:
+        return _fail(str(error), 1)
     from jsonargparse import ArgumentError  # here, since --help needs no imports that take seconds
 
     from radixtrain.training.devices.started import check_started
@@ -62,7 +74,7 @@ def _run(typed: list[str]) -> int:
     if typed == sys.argv[1:]:
         sys.argv[1:] = arguments  # a command masks secrets there, if it was given the same arguments
     # Of a kernel for 4-bit layers on a CPU, at the import, and of layers that no plan for several devices names.
-    for name in ("bitsandbytes", "transformers.distributed"):
+    for name in ("bitsandbytes", "transformers.distributed", "transformers.integrations.tensor_parallel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         check_started(arguments[0])

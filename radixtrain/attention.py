@@ -85,8 +85,8 @@ def tree_attention(
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
         binds.
-    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`. `reference` does not read it; `tree` has its own
-        kernel and takes only `auto`.
+    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `cudnn` or `eager`. `reference` does not read it; `tree` has
+        its own kernel and takes only `auto`. `auto` never chooses `cudnn`.
     scale: factor on the scores; default `H ** -0.5`.
     softcap: None, or c: scaled scores s become `c * tanh(s / c)`.
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
@@ -262,7 +262,7 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
         refusal = varlen_refusal(kernel, call)
         if refusal:
             raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
-        return kernel, "as chosen"
+        return kernel, "as chosen, and torch runs what cuDNN does not take" if kernel == "cudnn" else "as chosen"
     preferred = ("flash_attn_3", "flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
     refusals = {name: varlen_refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)

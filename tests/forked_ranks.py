@@ -6,10 +6,12 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -20,30 +22,38 @@ from radixtrain import distributed
 __all__ = ["free_port", "on_ranks"]
 
 SECONDS = 180.0
+SECONDS_AFTER_A_FAILURE = 5.0  # for the other ranks, which may wait for the one that failed
 
 
 def on_ranks(
-    count: int, work: Callable[[int], Any], seconds: float = SECONDS, timeout: timedelta = timedelta(seconds=60)
+    count: int,
+    work: Callable[[int], Any],
+    seconds: float = SECONDS,
+    timeout: timedelta = timedelta(seconds=60),
+    has_group: bool = True,
 ) -> list[Any]:
     """What `work(rank)` returns on each of `count` ranks, in processes that are forked from this one and use gloo.
 
     work: any function; what it returns is pickled. It finds torchrun's environment variables, an initialised process
         group, and `distributed.join` called. Its tensors are its own copies.
-    timeout: of the process group.
+    timeout: of the process group. has_group: False leaves it to `work` to make one.
 
-    AssertionError with the traceback of the first rank that failed, or if one takes longer than `seconds`.
+    AssertionError with the tracebacks of the ranks that failed, or if one takes longer than `seconds`.
     """
+    assert not dist.is_initialized(), "a group that is there already would be that of the forked processes, too"
+    timeout_of_group = timeout if has_group else None
     context, port = get_context("fork"), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [
-        context.Process(target=_run, args=(rank, count, port, work, timeout, pipes[rank][1])) for rank in range(count)
+        context.Process(target=_run, args=(rank, count, port, work, timeout_of_group, end))
+        for rank, (_, end) in enumerate(pipes)
     ]
     for process in processes:
         process.start()
     for _, end in pipes:
         end.close()
     try:
-        answers = [_answer(pipe, seconds) for pipe, _ in pipes]
+        answers = _answers([pipe for pipe, _ in pipes], seconds)
     finally:
         for process in processes:
             process.join(1.0)
@@ -60,27 +70,37 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def _answer(pipe: Any, seconds: float) -> tuple[bool, Any]:
-    if not pipe.poll(seconds):
-        return False, f"no answer after {seconds} s"
+def _answers(pipes: Sequence[Any], seconds: float) -> list[tuple[bool, Any]]:
+    """By rank, whether it has come to its end, and what it returned; otherwise why not."""
+    found: dict[Any, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + seconds
+    while ready := wait([pipe for pipe in pipes if pipe not in found], max(0.0, deadline - time.monotonic())):
+        found |= {pipe: _answer(pipe) for pipe in ready}
+        if not all(is_done for is_done, _ in found.values()):
+            deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+    return [found.get(pipe, (False, f"no answer after {seconds} s, or after another one failed")) for pipe in pipes]
+
+
+def _answer(pipe: Any) -> tuple[bool, Any]:
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return False, "ended without an answer"
 
 
-def _run(rank: int, count: int, port: int, work: Callable[[int], Any], timeout: timedelta, pipe: Any) -> None:
+def _run(rank: int, count: int, port: int, work: Callable[[int], Any], timeout: timedelta | None, pipe: Any) -> None:
     torch.set_num_threads(1)
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
     os.environ.update({name: str(value) for name, value in (here | there).items()})
     try:
-        dist.init_process_group("gloo", timeout=timeout)
-        distributed.join(timeout)
+        if timeout is not None:
+            dist.init_process_group("gloo", timeout=timeout)
+            distributed.join(timeout)
         answer = True, work(rank)
     except BaseException:
         answer = False, traceback.format_exc()
     pipe.send_bytes(pickle.dumps(answer))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # pytest's own exit handlers are the parent's
+    os._exit(0)  # pytest's exit handlers are the parent's, and the destructors of gloo and DDP hung in 2 runs of 24

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up. A module imports from its own floor and those below.
 FLOORS = [
-    ["kernels", "loss", "errors", "redaction"],
+    ["kernels", "loss", "errors", "redaction", "versions"],
     ["tree", "checkpoints", "distributed"],
     ["attention", "collators"],
     ["hf", "data"],
@@ -31,7 +31,8 @@ FLOORS = [
     ["__main__"],
 ]
 DOOR = "radixtrain"  # its lazy table names modules of every floor; no other module imports names from it
-FILES = {"__main__", "attention", "distributed", "errors", "loss", "redaction", "testing"}  # the others are folders
+# The others are folders.
+FILES = {"__main__", "attention", "distributed", "errors", "loss", "redaction", "testing", "versions"}
 # Attributes of our classes that Hugging Face's models and configurations have too, so that we may look for them there.
 HUGGING_FACE = {
     "head_dim",

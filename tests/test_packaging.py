@@ -8,12 +8,14 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import radixtrain
+from radixtrain.versions import OLDEST, OLDEST_OPTIONAL
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "collators"]
@@ -47,13 +49,23 @@ def test_version_is_written_once() -> None:
     assert declared and declared[1] == radixtrain.__version__
 
 
+def requirements(*extras: str) -> list[str]:
+    """What radixtrain needs, or an extra of it: `numpy>=2`, `jsonargparse[signatures]>=4.53`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
+
+
 def test_constraints_pin_what_the_project_names() -> None:
     pins = re.findall(r"^([\w.-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    listed = (ROOT / "pyproject.toml").read_text()
-    tables = re.findall(r"^(?:dependencies|dev|peft) = \[(.*?)\n?\](?: *#.*)?$", listed, re.MULTILINE | re.DOTALL)
-    names = {name for table in tables for name in re.findall(r'"([\w-]+)', table)}
+    names = {re.match(r"[\w-]+", each)[0] for each in requirements("dev", "peft")}
     assert "torch" in names and "pytest" in names
     assert names <= set(pins)
+
+
+def test_the_oldest_versions_are_those_of_the_project() -> None:
+    """What `check_versions` and `doctor` ask for is what pip does."""
+    bounds = {re.sub(r"\[\w+\]", "", each.lower()) for each in requirements("flash", "peft", "qlora")}
+    assert bounds == {f"{name}>={oldest}" for name, oldest in (OLDEST | OLDEST_OPTIONAL).items()}
 
 
 @pytest.mark.slow

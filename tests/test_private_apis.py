@@ -34,6 +34,11 @@ class Private(NamedTuple):
 DISTRIBUTIONS = {"flash_attn": "flash-attn", "flash_attn_3": "flash-attn-3"}  # names to install what may be missing
 TABLE = (
     Private(
+        "triton._C.libtriton",
+        ("radixtrain/__main__.py",),
+        "is looked at, if it is loaded: built with nanobind, it lists as leaks what a process leaves at its end",
+    ),
+    Private(
         "lightning.pytorch.cli.LightningCLI._parse_ckpt_path",
         ("radixtrain/commands/lightning.py",),
         "is overridden, so that a checkpoint's settings do not replace those that were typed",
@@ -54,9 +59,29 @@ TABLE = (
         "is set by the position of a run that goes on, so that its log has the same steps",
     ),
     Private(
+        "lightning.pytorch.Trainer.fit_loop._data_fetcher",
+        ("radixtrain/training/survival/max_time.py",),
+        "is what `_should_check_val_fx` asks for",
+    ),
+    Private(
+        "lightning.pytorch.Trainer.fit_loop.epoch_loop._should_check_val_fx",
+        ("radixtrain/training/survival/max_time.py",),
+        "says whether a validation is due after this step, if the time of the run is up",
+    ),
+    Private(
+        "lightning.pytorch.Trainer.fit_loop.epoch_loop._skip_next_val",
+        ("radixtrain/training/survival/max_time.py",),
+        "leaves out the validation that Lightning adds when the time of a run is up",
+    ),
+    Private(
         "lightning.pytorch.strategies.DDPStrategy._timeout",
         ("radixtrain/training/devices/settings.py",),
         "is set to `ddp_timeout`, whoever has made the strategy",
+    ),
+    Private(
+        "lightning.pytorch.strategies.DDPStrategy._ddp_kwargs",
+        ("radixtrain/training/devices/settings.py",),
+        "gets `gradient_as_bucket_view`, if the user has not set it",
     ),
     Private(
         "transformers.PretrainedConfig._attn_implementation",
@@ -223,6 +248,16 @@ TABLE = (
     Private(
         "torch.ops.aten._flash_attention_backward",
         ("kernels/flash.py",),
+        "is its backward pass, with a merged log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        ("kernels/cudnn.py",),
+        "is the attention of cuDNN, and returns the log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
+        ("kernels/cudnn.py",),
         "is its backward pass, with a merged log-sum-exp",
     ),
     Private(

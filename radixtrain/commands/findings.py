@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from radixtrain.versions import OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
+
 __all__ = ["Finding", "findings"]
 
-# Package -> oldest version, and what is wrong with the ones before.
-FLOORS = {
-    "lightning": ("2.6.6", "older ones run code of a checkpoint, 2.6.2 and 2.6.3 steal credentials"),
-    "torch": ("2.10", "older ones can be attacked by a checkpoint file"),
-    "transformers": ("5", "older ones lack what radixtrain calls"),
-}
 NEEDED = (
     *("torch", "transformers", "lightning", "tokenizers", "safetensors", "datasets", "numpy", "jsonargparse", "xxhash"),
     *("jinja2", "rich", "plotly", "wandb"),
@@ -34,7 +28,7 @@ OPTIONAL = {
     "triton": ("the tiled tree attention, and RADIXTRAIN_TRITON=1", "pip install triton"),
     "flash-linear-attention": ("recurrent layers on CUDA", "pip install flash-linear-attention"),
     "causal-conv1d": ("recurrent layers on CUDA", "pip install causal-conv1d"),
-    "matplotlib": ("loss.png and the plot of bench", "pip install 'radixtrain[bench]'"),
+    "matplotlib": ("loss.png and the plot of bench", "pip install matplotlib"),
     "tensorboard": ("trainer.logger: tensorboard", "pip install tensorboard"),
     "trl": ("TRL's trainers, in scripts of your own", "pip install trl"),
 }
@@ -87,30 +81,24 @@ def _packages() -> Iterator[Finding]:
     for name in NEEDED:
         yield _needed(name)
     for name, (purpose, fix) in OPTIONAL.items():
-        version = _version(name)
-        problem = f"not installed; it is for {purpose}" if version is None else ""
-        yield Finding("packages", name, version or "", problem, "" if version else fix)
+        missing = Finding("packages", name, "", f"not installed; it is for {purpose}", fix)
+        version = installed(name)
+        yield missing if version is None else _found(name, version, OLDEST_OPTIONAL, blocks=False)
 
 
 def _needed(name: str) -> Finding:
-    version, (floor, reason) = _version(name), FLOORS.get(name, ("0", ""))
+    version = installed(name)
     if version is None:
         return Finding("packages", name, "", "not installed", f"pip install {name}", blocks=True)
-    if _numbers(version) < _numbers(floor):
-        return Finding("packages", name, version, reason, f"pip install -U '{name}>={floor}'", blocks=True)
-    return Finding("packages", name, version)
+    return _found(name, version, OLDEST, blocks=True)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0). A release candidate counts as its release."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+def _found(name: str, version: str, oldest: dict[str, str], blocks: bool) -> Finding:
+    """blocks: whether an old version does."""
+    if not is_older(name, version):
+        return Finding("packages", name, version)
+    problem = WHY.get(name, "older ones lack what radixtrain calls")
+    return Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest[name]}'", blocks)
 
 
 def _devices() -> Iterator[Finding]:

@@ -36,13 +36,14 @@ from radixtrain.training.devices.settings import check_devices, default_devices,
 from radixtrain.training.devices.started import started
 from radixtrain.training.devices.telling import one_of_each_machine
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.saved_config import SaveMaskedConfig, mask_what_is_logged
+from radixtrain.training.results.saved_config import SaveMaskedConfig, mask_what_is_logged, own_log_folders
 from radixtrain.training.start.first_screen import show_first_screen, steps_between_logs
 from radixtrain.training.survival import slurm
+from radixtrain.training.survival.changed_settings import settings_of_run
 from radixtrain.training.survival.checkpoint_io import FolderCheckpointIO
 from radixtrain.training.survival.failures import explain
 from radixtrain.training.survival.folder_lock import locked
-from radixtrain.training.survival.run_folder import EarlierRun, check_output_dir, is_resumed
+from radixtrain.training.survival.run_folder import EarlierRun, check_output_dir, is_resumed, logs_of_run
 from radixtrain.training.trainer import Trainer
 
 __all__ = ["RadixCLI", "run"]
@@ -179,6 +180,7 @@ class RadixCLI(LightningCLI):
         trainer = cast(Any, self.trainer)
         trainer.typed = masked_arguments(self.typed[1:])
         if subcommand == "fit":
+            self.model.run_settings = settings_of_run(self.settings)
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
             if ranks().is_first:
@@ -209,6 +211,8 @@ class RadixCLI(LightningCLI):
             if not is_resumed(self.output_dir, self.ckpt_path):
                 earlier = stack.enter_context(EarlierRun(self.output_dir))
                 self.callbacks.saver.on_saved.append(earlier.forget)
+            summary = self.callbacks.summary
+            stack.enter_context(logs_of_run(own_log_folders(self.trainer), lambda: summary.first_step is not None))
             yield
 
     def fit(self, model: Any, **kwargs: Any) -> None:

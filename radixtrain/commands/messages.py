@@ -30,6 +30,9 @@ CLASSES = {
 # Types of Python in words.
 KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
+MOST_SHOWN = 80  # characters of a value
+HELP = " (`radixtrain {} --help {}` says more)"
+
 # A key inside of the value of another one, with one of a few words.
 NESTED = r'Parser key "([^"]+)": .*? Parser key "([^"]+)": (Expected a \S+Literal\[.*?\]\. Got value: \S+)'
 
@@ -45,18 +48,38 @@ def usage_message(text: str, command: str) -> str:
     line = " ".join(text.split())
     if unknown := re.match(r"unrecognized arguments: (.*)", line):
         return _unknown_keys(unknown[1], command)
-    if in_a_file := re.search(r"does not accept option '([^']+)'", line):
-        return _unknown_keys(f"--{in_a_file[1]}", command)
-    if lacking := re.match(r"argument --(\S+): expected one argument", line):
+    if section := re.match(rf"Group '({'|'.join(COMMANDS)})' does not accept option '([^']+)'", line):
+        return f"a configuration file has no section {section[1]}: write what is in it, {section[2]}, at the top level"
+    if in_a_file := re.search(r"does not accept option '([^']+)'|^Option '([^']+)' is not accepted", line):
+        return _unknown_keys(f"--{in_a_file[1] or in_a_file[2]}", command)
+    if lacking := re.match(r"argument (?:-\w/)?--(\S+): expected one argument", line):
         return f"{lacking[1]} needs a value: --{lacking[1]} VALUE"
-    if missing := re.match(r"Parser key \"config\": File does not exist: '(.*)'", line):
-        return f"--config: no such file: {missing[1]}"
+    if wrong_file := _wrong_file(line):
+        return wrong_file
     if inside := re.match(NESTED, line):
         return _wrong_value(f"{inside[1]}.{inside[2]}", inside[3], command)
+    if no_section := re.match(r'Key "(\w+)\.\w+" not found in namespace', line):
+        return f"{no_section[1]} is a section: expected keys with their values"
     wrong = re.match(r'Parser key "([^"]+)": (.*)', line)
     if wrong and (option := re.search(r"Option '([^']+)' is not accepted", wrong[2])):
         return f"no key {option[1]} in {wrong[1]} (`radixtrain {command} --help {wrong[1]}` lists the keys)"
-    return _wrong_value(wrong[1], wrong[2], command) or line if wrong else line
+    if wrong is None:
+        return line
+    return _wrong_value(wrong[1], wrong[2], command) or _wrong_kind(wrong[1], wrong[2], command) or line
+
+
+def _wrong_file(line: str) -> str:
+    """What is wrong with a file of `--config`; nothing if the message is about something else."""
+    if found := re.match(r"Parser key \"config\": (File does not exist|Path is not a file): '(.*)'", line):
+        return f"--config: {'no such file' if 'exist' in found[1] else 'not a file'}: {found[2]}"
+    if found := re.match(r"Unexpected config:(.*)", line):
+        got = found[1].strip() or "an empty file"
+        return f"--config: expected keys with their values, such as `output_dir: runs/a`; got {_shortened(got)}"
+    if found := re.match(r"Problems parsing config: (.*)", line):
+        return "--config: the file is not YAML: " + found[1].replace(' in "<unicode string>",', ", in")
+    if found := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", line):
+        return f"{found[1]} is a section: expected keys with their values; got {found[2]}"
+    return ""
 
 
 def _unknown_keys(arguments: str, command: str) -> str:
@@ -100,6 +123,26 @@ def _wrong_value(key: str, text: str, command: str) -> str:
     if not choices:
         return f"{key} must be {kinds}; got {got[1]}" if (kinds := _kinds(text)) else ""
     return f"{key} must be one of {', '.join(choices)}; got {got[1]}{did_you_mean(got[1], choices)}"
+
+
+def _wrong_kind(key: str, text: str, command: str) -> str:
+    """For a value that fits none of several types, of which jsonargparse says at length why; else nothing."""
+    if "Does not validate against any of the Union" not in text:
+        return ""
+    if nested := re.search(r"NestedArg\(key='([^']+)'", text):
+        return f"no key {nested[1]} in {key}, which is no section{HELP.format(command, key)}"
+    if lacking := re.search(r"class_path '[\w.]*?(\w+)': the following arguments are required: ([\w, ]+?) - ", text):
+        return f"{key}: {lacking[1]} needs {lacking[2]}, under its init_args"
+    classes = re.findall(r"Expected a dot import path string: (\w+)", text)
+    if key in CLASSES and classes:
+        return f"{key}: no {classes[-1]!r}{_class_meant(classes[-1], CLASSES[key])}"
+    kind = next((each.kind for each in keys_of(command) if each.name == key), "")
+    expected = f" must be {kind}" if kind else ": no such value"
+    return f"{key}{expected}; got {_shortened(text.rpartition('Given value: ')[2])}{HELP.format(command, key)}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
 
 
 def _kinds(text: str) -> str:

@@ -33,6 +33,8 @@ def check_trainer_settings(config: Any) -> None:
         )
     if config.gradient_clip_val is not None:
         raise UserError("trainer.gradient_clip_val: set model.max_grad_norm instead")
+    if config.barebones:
+        raise UserError("trainer.barebones: a run logs its steps and saves them; leave it out")
     if str(config.precision) in ("16", "16-mixed", "16-true"):
         raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
 

@@ -107,7 +107,7 @@ class Active:
         self.lengths[first:end] = self.prompt_lengths[first:end] = [len(request.prompt) for request in requests]
         self.max_new[first:end] = [request.max_new for request in requests]
         places = torch.arange(self.lanes.step, device=self.mask.device)
-        is_filled = places < torch.from_numpy(tails).to(self.mask.device)[:, None]
+        is_filled = places < torch.from_numpy(tails).to(self.mask.device, non_blocking=True)[:, None]
         self.mask[first:end] = torch.where(is_filled, 0.0, float("-inf"))
         self._write_prompts(requests, first)
         self.newest = torch.cat([self.newest, self._choose(logits, first)])
@@ -121,7 +121,7 @@ class Active:
             self.shared = SharedRows.of(self.requests, device)
         if int(self.used[:n].max()) == self.lanes.step:
             self._lengthen()
-        self.mask[:n].scatter_(1, torch.from_numpy(self.used[:n]).to(device)[:, None], 0.0)
+        self.mask[:n].scatter_(1, torch.from_numpy(self.used[:n]).to(device, non_blocking=True)[:, None], 0.0)
         self.used[:n] += 1
         mask = self.mask[:n, : int(self.used[:n].max())]
         step = decoding_pass(self.requests, self.newest, self.lengths[:n], self.used[:n], self.lanes, mask, self.shared)
@@ -149,7 +149,7 @@ class Active:
         chooser, rows = self.chooser, self.token_ids[places]
         draws = np.array([request.next_draw(chooser) for request in requests]) if chooser.samples else None
         tokens, logprobs = chooser.choose(logits, rows, lengths, prompt_lengths, draws)
-        rows.scatter_(1, torch.from_numpy(lengths).to(rows.device)[:, None], tokens[:, None])
+        rows.scatter_(1, torch.from_numpy(lengths).to(rows.device, non_blocking=True)[:, None], tokens[:, None])
         self.lengths[places] += 1
         chosen, found = torch.stack([tokens.double(), logprobs.double()]).tolist()  # one wait for the device
         for request, token, logprob in zip(requests, chosen, found, strict=True):
@@ -208,7 +208,7 @@ class Active:
         ends = np.maximum(self.used[movers], self.used[gaps])  # beyond the filled slots is zero, and so it becomes
         self._move(movers, gaps, ends)
         self.requests = [self.requests[lane] for lane in lane_of.tolist()]
-        self.newest = self.newest[torch.from_numpy(lane_of).to(self.newest.device)]
+        self.newest = self.newest[torch.from_numpy(lane_of).to(self.newest.device, non_blocking=True)]
         self.prefill.store.zero(self.lanes.slots_of(np.arange(after, before), self.used[after:before]))
 
     def _move(self, movers: IntArray, gaps: IntArray, ends: IntArray) -> None:
@@ -218,7 +218,7 @@ class Active:
         self.prefill.store.copy(self.lanes.slots_of(movers, ends), self.lanes.slots_of(gaps, ends))
         for values in (self.used, self.lengths, self.prompt_lengths, self.max_new):
             values[gaps] = values[movers]
-        source, target = (torch.from_numpy(lanes).to(self.mask.device) for lanes in (movers, gaps))
+        source, target = (torch.from_numpy(lanes).to(self.mask.device, non_blocking=True) for lanes in (movers, gaps))
         for rows in (self.token_ids, self.mask):
             rows.index_copy_(0, target, rows.index_select(0, source))
 
@@ -228,7 +228,9 @@ class Active:
         rows = np.zeros((len(requests), self.token_ids.shape[1]), dtype=np.int64)
         for row, request in zip(rows, requests, strict=True):
             row[: len(request.prompt)] = request.prompt
-        self.token_ids[first : first + len(requests)] = torch.from_numpy(rows).to(self.token_ids.device)
+        self.token_ids[first : first + len(requests)] = torch.from_numpy(rows).to(
+            self.token_ids.device, non_blocking=True
+        )
 
     def _widen(self, width: int) -> None:
         """Rows of `token_ids` for sequences of so many tokens, and room for as many again."""

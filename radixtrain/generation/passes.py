@@ -154,7 +154,7 @@ class PromptPlan:
             slots=_on(slots, device),
             shared=self._shared(device),
             paths=Paths(plan.path_cu_seqlens_q, lambda run: self._path(int(plan.path_sequences[run]), slot_of_row)),
-            prompts=TreeLayout.from_plan(plan).to(device),
+            prompts=TreeLayout.from_plan(plan).to(device, non_blocking=True),
         )
         wanted = plan.inverse_indices[self._tokens_at(predicting)]
         return Pass(_on(self.ids, device), _on(plan.position_ids, device), _on(wanted, device), layout)
@@ -275,4 +275,5 @@ def shared_runs(nodes: Sequence[Node]) -> list[tuple[list[int], IntArray]]:
 
 
 def _on(values: IntArray, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device)
+    """Does not wait for the device: CUDA has copied pageable memory aside when `to` returns."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

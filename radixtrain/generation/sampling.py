@@ -120,7 +120,9 @@ class TokenChooser:
             scores = self._processed(scores, token_ids, lengths, prompt_lengths)
         if self.samples:
             assert draws is not None, "sampling needs a draw for each row"
-            tokens = _drawn(scores.to(dtype), torch.as_tensor(draws, dtype=torch.float64).to(logits.device))
+            tokens = _drawn(
+                scores.to(dtype), torch.as_tensor(draws, dtype=torch.float64).to(logits.device, non_blocking=True)
+            )
             places = tokens.clamp(min=0)
         else:
             tokens = places = scores.argmax(-1)
@@ -144,7 +146,7 @@ class TokenChooser:
                 if len(groups) == 1:
                     scores = part(token_ids[:, :length], scores)
                 else:
-                    rows_on_device = torch.from_numpy(rows).to(scores.device)
+                    rows_on_device = torch.from_numpy(rows).to(scores.device, non_blocking=True)
                     found = part(token_ids[rows_on_device, :length], scores[rows_on_device])
                     scores.index_copy_(0, rows_on_device, found.to(scores.dtype))
         return scores

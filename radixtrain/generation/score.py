@@ -159,7 +159,7 @@ class _Scoring:
 def _logprobs(logits: Tensor, token_ids: IntArray) -> list[float]:
     """The log-probability of each token at its row, in float32, or float64 for float64 logits."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    ids = torch.from_numpy(token_ids).to(logits.device)[:, None]
+    ids = torch.from_numpy(token_ids).to(logits.device, non_blocking=True)[:, None]
     chosen = logits.gather(1, ids)[:, 0].to(wide) - logits.to(wide).logsumexp(1)
     found: list[float] = chosen.tolist()
     return found

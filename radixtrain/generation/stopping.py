@@ -101,7 +101,9 @@ def _verdicts(criterion: Any, token_ids: Tensor, lengths: np.ndarray, window: in
     for span in np.unique(spans):
         rows = np.flatnonzero(spans == span)
         columns_nW = (lengths[rows, None] - span) + np.arange(span)
-        places = (torch.from_numpy(each).to(token_ids.device) for each in (rows[:, None], columns_nW))
+        places = (
+            torch.from_numpy(each).to(token_ids.device, non_blocking=True) for each in (rows[:, None], columns_nW)
+        )
         verdict = criterion(token_ids[tuple(places)], None)
         verdicts[rows] = torch.as_tensor(verdict).to("cpu", torch.bool).numpy()
     return verdicts

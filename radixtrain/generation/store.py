@@ -49,7 +49,9 @@ class KeyValueStore:
     def copy(self, from_slots: np.ndarray, to_slots: np.ndarray) -> None:
         """Copy rows to other slots, in every layer. No slot is in both."""
         if len(from_slots) and self.calls:
-            source, target = (torch.from_numpy(slots).to(self.device) for slots in (from_slots, to_slots))
+            source, target = (
+                torch.from_numpy(slots).to(self.device, non_blocking=True) for slots in (from_slots, to_slots)
+            )
             for call in range(len(self.calls)):
                 for rows in self._of_capacity(call):  # the target may be new in the pool
                     rows.index_copy_(0, target, rows.index_select(0, source))
@@ -57,7 +59,7 @@ class KeyValueStore:
     def zero(self, slots: np.ndarray) -> None:
         """Make rows zero: what a mask hides has to be finite."""
         if len(slots) and self.calls:
-            indices = torch.from_numpy(slots).to(self.device)
+            indices = torch.from_numpy(slots).to(self.device, non_blocking=True)
             for rows in self._tensors():
                 if len(rows) == self.pool.capacity:
                     rows.index_fill_(0, indices, 0)

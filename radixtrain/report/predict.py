@@ -124,9 +124,13 @@ def predict_seconds(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that a process can still get on a device. On the host this is a reading of /proc, infinite without it."""
+    """Memory that a process can still get on a device. On the host this is a reading of /proc, infinite without it.
+
+    On CUDA that includes what torch's allocator keeps of tensors that are gone, which the driver counts as used.
+    """
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return math.inf

@@ -30,6 +30,7 @@ from radixtrain.training.start.calibration import calibrated
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.training.survival.finite import NonFiniteGuard, check_weights_finite
 from radixtrain.training.survival.generators import draw_apart, generator_states, set_states_of_ranks
+from radixtrain.training.survival.max_time import leave_out_added_validation
 from radixtrain.training.survival.position import Position, run_pending_validation, settle_loops
 from radixtrain.training.survival.resume import apply_settings, restore_position, restored_rates
 from radixtrain.training.survival.run_state import add_run_state, check_same_model
@@ -54,7 +55,7 @@ class RadixModule(L.LightningModule):
         dtype: of the weights and the computation; `auto` takes the checkpoint's. For mixed precision leave float32 and
             set `trainer.precision`.
         attention: how attention uses the tree: auto, cascade, path, expand or reference.
-        kernel: which attention kernel: auto, torch, flash_attn, flash_attn_3 or eager.
+        kernel: which attention kernel: auto, torch, flash_attn, flash_attn_3, cudnn or eager.
         attn_implementation: Hugging Face attention of the ordinary arm, with `dedup: false`.
         allow_dropout: dropout modules to accept by name although a shared token then draws one mask, not one per copy.
         learning_rate: peak, of AdamW.
@@ -99,7 +100,7 @@ class RadixModule(L.LightningModule):
         model_name_or_path: str,
         dtype: Literal["auto", "float32", "bfloat16", "float64"] = "float32",
         attention: Literal["auto", "cascade", "path", "expand", "reference"] = "auto",
-        kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "eager"] = "auto",
+        kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "cudnn", "eager"] = "auto",
         attn_implementation: str = "sdpa",
         allow_dropout: list[str] | None = None,
         learning_rate: float = 2e-5,
@@ -146,6 +147,8 @@ class RadixModule(L.LightningModule):
         self.generators_before_step: dict[str, Any] | None = None
         self.resumed: dict[str, Any] | None = None
         """The checkpoint that this run goes on from, without its tensors, until the first step."""
+        self.run_settings: dict[str, Any] = {}
+        """Of the command line, neither the model's nor the data's; see `settings_of_run`. A checkpoint keeps them."""
         self.base_digest: str | None = None
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
@@ -236,6 +239,9 @@ class RadixModule(L.LightningModule):
             self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
         self.position = Position(self.position.num_batches + 1, self.global_step)
         self.is_stepping, self.generators_before_step = False, None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        leave_out_added_validation(self.trainer)
 
     def validation_step(self, step: Step, index: int) -> None:
         self._log_mean_loss("eval_loss", step)

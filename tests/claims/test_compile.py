@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+import radixtrain.hf.attention
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.testing import FREE_FORKS
 
@@ -51,31 +52,40 @@ def loss_and_gradients(model: Any, call: Any, batch: dict[str, Any]) -> list[tor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["cascade", "path"])
-def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any], attention: str) -> None:
-    model = prepare_model(tiny_qwen3(), attention=attention)
+def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any]) -> None:
+    """And for two strategies: they differ only outside the graphs."""
+    model = tiny_qwen3()
     compiled = torch.compile(model, dynamic=True, backend="aot_eager")
     graphs = []
-    for length in PROMPTS:
-        batch = batch_of(length)
-        results = [loss_and_gradients(model, call, batch) for call in (compiled, model)]
-        assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
-        graphs.append(counters["stats"]["unique_graphs"])
+    for attention in ("cascade", "path"):
+        prepare_model(model, attention=attention)
+        for length in PROMPTS:
+            batch = batch_of(length)
+            results = [loss_and_gradients(model, call, batch) for call in (compiled, model)]
+            assert all((x - y).norm() <= 1e-5 * y.norm() for x, y in zip(*results, strict=True))
+            graphs.append(counters["stats"]["unique_graphs"])
     assert len({batch_of(length)["input_ids"].shape[1] for length in PROMPTS}) == len(PROMPTS)
     assert graphs[-1] - graphs[0] <= 2, f"graphs compiled after each batch: {graphs}"  # sizes that coincide at first
 
 
 @pytest.mark.slow
-def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
-    """Nothing is compiled for a layer by itself: a limit of 8 recompilations would be met by a real model."""
+def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled for a layer by itself: a limit of 8 recompilations would be met by a real model.
+
+    Attention runs outside the graphs, so each call of it is a place to count them. The second layer's call comes after
+    the graphs between two layers.
+    """
     counted = []
-    for num_layers in (2, 6):
-        torch._dynamo.reset()
-        counters.clear()
-        model = prepare_model(tiny_qwen3(num_hidden_layers=num_layers))
-        torch.compile(model, dynamic=True, backend="eager")(**batch_of(9))  # graphs are counted before any backend
+
+    def counting(*args: Any, **options: Any) -> Any:
         counted.append(counters["stats"]["unique_graphs"])
-    assert counted[0] == counted[1], counted
+        return attend(*args, **options)
+
+    attend = radixtrain.hf.attention.tree_attention
+    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", counting)
+    model = prepare_model(tiny_qwen3(num_hidden_layers=6))
+    torch.compile(model, dynamic=True, backend="eager")(**batch_of(9))  # graphs are counted before any backend
+    assert len(counted) == 6 and 0 < counted[0] < counted[1] == counted[-1], counted
 
 
 @pytest.mark.slow

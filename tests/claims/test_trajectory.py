@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -145,7 +144,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
 
 
 @pytest.fixture(scope="module")
-def run(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Arm], Path]:
+def run(shop: Shop, server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Arm], Path]:
     """Runs an arm once, whichever test or pytest-xdist worker asks first; the folder that it left."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "trajectories"
@@ -156,7 +155,10 @@ def run(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Arm],
         out = shared / "-".join(map(str, words))
         with FileLock(f"{out}.lock"):
             if not (out / "model").exists():  # written last
-                (fit_in_a_process if arm == UNIQUE else fit)(shop.flags(arm, out))
+                if arm == UNIQUE:
+                    fit_in_a_process(server, shop.flags(arm, out), Path(f"{out}.stderr"))
+                else:
+                    fit(shop.flags(arm, out))
         return out
 
     return folder_of
@@ -174,14 +176,14 @@ def fit(flags: list[str]) -> None:
         torch.set_num_threads(threads)
 
 
-def fit_in_a_process(flags: list[str]) -> None:
-    """`python -m radixtrain fit` as it is typed, also on one thread. The other runs are compared with this one."""
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "radixtrain", "fit", *flags]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def fit_in_a_process(server: Any, flags: list[str], stderr: Path) -> None:
+    """`python -m radixtrain fit` in a process of its own, also on one thread. The others are compared with this one."""
+    run = server.start(["fit", *flags], stderr, {"HF_HUB_OFFLINE": "1"}, draws=False, before=on_one_thread)
+    assert run.wait() == 0, run.said()[-2000:]
+
+
+def on_one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def curve(folder: Path, column: str = "loss") -> Curve:

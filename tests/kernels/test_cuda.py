@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from radixtrain import build_prefix_plan, tree_attention
-from radixtrain.attention import choose_attention
+from radixtrain.attention import _kernel, choose_attention
 from radixtrain.errors import UserError
-from radixtrain.kernels.flash import flash_3_missing
+from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
+from radixtrain.kernels.flash import TorchCUDAKernel, flash_3_missing
 from radixtrain.kernels.looping import EagerKernel
 from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.reference import tree_mask
@@ -28,7 +29,15 @@ CUDA = torch.device("cuda")
 PACKAGES = [name for name in ("flash_attn", "flash_attn_3") if importlib.util.find_spec(name)]
 if "flash_attn_3" in PACKAGES and flash_3_missing(CUDA):  # it is there, and this is no Hopper
     PACKAGES.remove("flash_attn_3")
-INSTALLED = ["torch", "eager", *PACKAGES]
+# Two keys are enough here, so that cuDNN runs the calls of these tests that it can.
+CUDNN = [] if cudnn_missing(CUDA) else ["cudnn"]
+INSTALLED = ["torch", "eager", *PACKAGES, *CUDNN]
+
+
+@pytest.fixture(autouse=True)
+def cudnn_for_short_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _kernel.cache_clear()
+    monkeypatch.setattr(CudnnKernel.__init__, "__defaults__", (2,))
 
 
 def nested_plan():
@@ -150,6 +159,41 @@ def test_kernels_against_the_specification(name, heads, head_dim):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
         assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm()
     assert not actual[3][:64].any() and not actual[4][:64].any(), "keys that no query sees"
+
+
+# Entries, queries and keys of each, causal. Lengths on both sides of a tile, of a padded length and of 128 x n + 64.
+OF_ONE_SHAPE = [
+    *((1, 1000, 600, False), (1, 64, 2, False), (1, 1, 300, False), (3, 130, 70, False), (1, 1024, 704, False)),
+    *((1, 700, 700, True), (4, 65, 65, True), (1, 64, 64, True)),
+]
+
+
+@pytest.mark.skipif(not CUDNN, reason="with cuDNN 9.10 and compute capability 8.0 this runs")
+@pytest.mark.parametrize(("number", "queries", "keys", "causal"), OF_ONE_SHAPE)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shift", [0.0, -120.0])
+def test_cudnn_on_calls_of_one_shape(monkeypatch, number, queries, keys, causal, heads, head_dim, shift):
+    """cuDNN itself runs them.
+
+    With a shift every score is about -120. With a mask, keys that pad a tile have given exp(0 - lse), and NaN in dq
+    (pytorch/pytorch#196678); no mask is passed here.
+    """
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(TorchCUDAKernel, direction, lambda *_: pytest.fail("flash attention ran"))
+    bounds = [torch.arange(number + 1, dtype=torch.int32, device=CUDA) * length for length in (queries, keys)]
+    ragged, scoring = Ragged(*bounds, queries, keys, causal), Scoring(head_dim**-0.5)
+    q, dout, other = (rows(number * queries, heads[0], head_dim, seed=n) for n in range(3))
+    k, v = (rows(number * keys, heads[1], head_dim, seed=n) for n in (3, 4))
+    if shift:  # one axis of its own, so that every product gets the same amount
+        q[..., 0], k[..., 0] = 16.0, shift * head_dim**0.5 / 16.0
+    actual, expected = [], []
+    for each, results in ((varlen_kernel("cudnn", CUDA), actual), (EagerKernel(), expected)):
+        out, lse = each.forward(q, k, v, ragged, scoring)
+        results += [out, lse, *each.backward(dout, q, k, v, (out + other) / 2, lse + 0.7, ragged, scoring)]
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+        assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm()
 
 
 @pytest.mark.skipif(not PACKAGES, reason="with flash-attn or flash-attn-3 installed this runs")

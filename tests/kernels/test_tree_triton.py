@@ -172,6 +172,15 @@ def test_deep_tries(triton_device: torch.device, dtype: torch.dtype, held: int, 
     assert_exact(plan.row_subtree_ends, inputs(plan.num_rows, dtype, triton_device), held, walked)
 
 
+def test_a_block_in_parts(triton_device: torch.device) -> None:
+    """The kernel of dk and dv walks a block of 64 queries in two parts."""
+    plan = deep_plan(levels=2, run=71)
+    lists = tree_tiles(plan.row_subtree_ends, 64, 64)
+    first, last, first_full, last_full = lists.query_runs.T
+    assert (last_full > first_full).any() and (last - first > last_full - first_full).any() and plan.num_rows % 64
+    assert_exact(plan.row_subtree_ends, inputs(plan.num_rows, torch.float32, triton_device), 64, 64)
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (3, 1), (6, 2)])
 @pytest.mark.parametrize("head_dim", [1, 16, 33])
 def test_heads(triton_device: torch.device, heads: tuple[int, int], head_dim: int) -> None:

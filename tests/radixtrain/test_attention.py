@@ -608,7 +608,7 @@ class TestChoice:
         with pytest.raises(UserError, match=f"attention must be {names}; got 'flex'"):
             choose_attention("flex", "auto", CPU, torch.float32, 64)
         with pytest.raises(
-            UserError, match="kernel must be auto, torch, flash_attn, flash_attn_3, eager; got 'triton'"
+            UserError, match="kernel must be auto, torch, flash_attn, flash_attn_3, cudnn, eager; got 'triton'"
         ):
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 
@@ -641,6 +641,56 @@ class TestChoice:
         assert choice.kernel == "flash_attn" and "flash_attn_3 needs a Hopper GPU" in choice.reason
         with pytest.raises(UserError, match="kernel='flash_attn_3' cannot be used: needs a Hopper GPU; kernel='auto'"):
             choose_attention("auto", "flash_attn_3", CUDA, torch.bfloat16, 128)
+
+    @pytest.fixture
+    def on_a_card(self, without_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A GPU of compute capability 10.0 that has all that cuDNN's attention needs."""
+        monkeypatch.setattr("radixtrain.kernels.refusals.cudnn_missing", lambda device: None)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
+
+    @pytest.mark.parametrize("attention", ["auto", "cascade", "path", "expand"])
+    def test_cudnn_by_request(self, on_a_card: None, attention: str) -> None:
+        choice = choose_attention(attention, "cudnn", CUDA, torch.bfloat16, 128)
+        assert choice.kernel == "cudnn"
+        assert choice.reason.endswith("cudnn: as chosen, and torch runs what cuDNN does not take")
+        windowed = choose_attention(
+            attention if attention != "cascade" else "path", "cudnn", CUDA, torch.bfloat16, 128, window=True
+        )
+        assert windowed.kernel == "cudnn", "torch runs those calls"
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("modifier", [{}, {"window": True}, {"softcap": True}])
+    def test_cudnn_is_never_chosen_by_auto(
+        self, on_a_card: None, dtype: torch.dtype, modifier: dict[str, bool]
+    ) -> None:
+        choice = choose_attention("auto", "auto", CUDA, dtype, 128, **modifier)
+        assert choice.kernel in ("torch", "eager") and "cudnn" not in choice.reason
+
+    @pytest.mark.parametrize(
+        ("device", "dtype", "head_dim", "softcap", "reason"),
+        [
+            (CPU, torch.bfloat16, 64, False, "needs CUDA, the tensors are on cpu"),
+            (CUDA, torch.float32, 64, False, "takes float16 and bfloat16, got torch.float32"),
+            (CUDA, torch.bfloat16, 136, False, "takes head dims that are multiples of 8 up to 128, got 136"),
+            (CUDA, torch.bfloat16, 60, False, "takes head dims that are multiples of 8 up to 128, got 60"),
+            (CUDA, torch.bfloat16, 64, True, "computes no soft-cap"),
+        ],
+    )
+    def test_what_cudnn_does_not_take(
+        self, on_a_card, device, dtype, head_dim: int, softcap: bool, reason: str
+    ) -> None:
+        with pytest.raises(UserError, match=f"kernel='cudnn' cannot be used: {reason}; kernel='auto' takes what can"):
+            choose_attention("auto", "cudnn", device, dtype, head_dim, softcap=softcap)
+
+    def test_a_machine_without_cudnn(self, on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("radixtrain.kernels.refusals.cudnn_missing", lambda device: "needs cuDNN 9.10")
+        with pytest.raises(UserError, match=r"kernel='cudnn' cannot be used: needs cuDNN 9\.10; kernel='auto'"):
+            choose_attention("auto", "cudnn", CUDA, torch.bfloat16, 64)
+
+    def test_cudnn_with_a_window_on_a_torch_that_takes_none(self, on_a_card, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("radixtrain.kernels.refusals.takes_window", lambda: False)
+        with pytest.raises(UserError, match="kernel='cudnn' cannot be used: takes no sliding window in torch 2"):
+            choose_attention("auto", "cudnn", CUDA, torch.bfloat16, 64, window=True)
 
     def test_on_cuda_without_flash_attn(self, without_flash_attn: None) -> None:
         choice = choose_attention("auto", "auto", CUDA, torch.float16, 256)
@@ -809,7 +859,7 @@ class TestTree:
 
     @pytest.mark.parametrize(
         ("dtype", "head_dim", "sizes"),
-        [(torch.bfloat16, 128, (128, 64)), (torch.float16, 192, (64, 32)), (torch.float32, 8, (32, 32))],
+        [(torch.bfloat16, 128, (128, 64)), (torch.float16, 192, (64, 16)), (torch.float32, 8, (32, 16))],
     )
     def test_a_device_without_tiles_says_how_to_ask_for_them(
         self, dtype: torch.dtype, head_dim: int, sizes: tuple[int, int]

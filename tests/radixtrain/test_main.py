@@ -132,6 +132,7 @@ class TestBadInput:
         ("flags", "message"),
         [
             ({"trainer__accumulate_grad_batches": 4}, "trainer.accumulate_grad_batches: a step is cut by"),
+            ({"trainer__barebones": "true"}, "trainer.barebones: a run logs its steps and saves them; leave it out"),
             ({"trainer__gradient_clip_val": 1.0}, "trainer.gradient_clip_val: set model.max_grad_norm instead"),
             ({"trainer__precision": "16-mixed"}, "trainer.precision 16-mixed: float16 needs a loss scale"),
             ({"trainer__accelerator": "cuda"}, "trainer: "),

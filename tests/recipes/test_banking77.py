@@ -2,8 +2,7 @@
 
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,22 +26,28 @@ def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(few_rows: Path, *flags: str) -> str:
-    command = [sys.executable, "recipes/banking77.py", f"--data_dir={few_rows}", f"--output_dir={few_rows / 'runs'}"]
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@pytest.fixture
+def run(start_script, few_rows: Path) -> Callable[..., str]:
+    """What the recipe prints, with the runs that it starts."""
+
+    def run_it(*flags: str) -> str:
+        folders = (f"--data_dir={few_rows}", f"--output_dir={few_rows / 'runs'}")
+        done = start_script("recipes/banking77.py", *folders, *flags)
+        assert done.wait() == 0, done.said()[-2000:]
+        return done.printed()
+
+    return run_it
 
 
-def test_training_leaves_a_model_and_an_accuracy(few_rows):
-    printed = run(few_rows, "--max_epochs=2")
+def test_training_leaves_a_model_and_an_accuracy(run, few_rows):
+    printed = run("--max_epochs=2")
     assert re.search(r"exact match before: 0\.0%", printed)
     assert re.search(r"exact match after: \d+\.\d%", printed)
     assert float(re.search(r"^r +([\d.]+) tokens", printed, re.MULTILINE)[1]) > 8
     assert (few_rows / "runs" / "sft" / "model" / "model.safetensors").is_file()
 
 
-def test_both_arms_have_the_same_losses(few_rows):
-    printed = run(few_rows, "--compare=3")
+def test_both_arms_have_the_same_losses(run):
+    printed = run("--compare=3")
     assert float(re.search(r"largest difference of the loss in 3 steps: (\S+)", printed)[1]) < 5e-6
     assert float(re.search(r"is ([\d.]+)x as fast", printed)[1]) > 1

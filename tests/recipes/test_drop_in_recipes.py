@@ -1,9 +1,7 @@
 """The drop-in recipes run on the demo in miniature, the loss falls, and they leave what their trainers leave."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,15 +32,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(recipe: str, *flags: str) -> str:
-    """What the recipe prints, in a process of its own."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, recipe, *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The same in this process, which has the trainers imported already: half the time."""
@@ -69,9 +58,11 @@ def test_trains_and_saves(demo, tmp_path, recipe, run_here):
     assert (tmp_path / "out" / left).is_file()
 
 
-def test_plain_loop_in_a_process_of_its_own(demo):
+def test_plain_loop_in_a_process_of_its_own(demo, start_script):
     files = (f"--model={demo / 'model'}", f"--train_file={demo / 'train.jsonl'}")
-    assert_falls(run("recipes/plain_loop.py", *files, "--max_steps=11"))
+    run = start_script("recipes/plain_loop.py", *files, "--max_steps=11")
+    assert run.wait() == 0, run.said()[-2000:]
+    assert_falls(run.printed())
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "plain_loop"])

@@ -1,7 +1,10 @@
-"""The GPU's benchmark on a CPU: the same code on tiny shapes, and what it does without time, memory or packages."""
+"""The GPU's benchmark on a CPU: the command, its clock, its files, and what it does without a device or packages."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,198 +15,167 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 import gpu  # noqa: E402
+import gpu_run  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 
 TINY = ["--device", "cpu", "--tiny"]
 CPU = torch.device("cpu")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # minutes, in a part
 
 
-def run_of(seconds: float = 100.0, **options: Any) -> gpu.Run:
-    return gpu.Run(CPU, seconds, ("cascade",), {"date": "today"}, **options)
-
-
-def cases(run: gpu.Run, part: str) -> dict[str, dict[str, Any]]:
-    return {case: measures for row_part, case, measures in run.results if row_part == part}
+def run_of(seconds: float = 100.0, **options: Any) -> gpu_run.Run:
+    return gpu_run.Run(CPU, seconds, {"date": "today"}, **options)
 
 
 class TestCommandLine:
     @pytest.fixture(scope="class")
-    def done(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
-        """With only torch, transformers and what they need: the output, and the lines of the file."""
+    def done(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], str]:
+        """With only torch, transformers and what they need: the output, the lines of the file, and the page."""
         path = tmp_path_factory.mktemp("gpu") / "gpu.csv"
-        missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb", "flash_attn", "peft", "trl")
+        missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "plotly", "wandb")
+        missing += ("flash_attn", "peft", "trl", "hypothesis", "triton")
         code = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({missing!r}))
+sys.path.insert(0, {str(FOLDER)!r})
 sys.argv = ["gpu.py", *{TINY!r}, "--csv", {str(path)!r}, "--attention", "cascade", "path"]
 runpy.run_path({str(FOLDER / "gpu.py")!r}, run_name="__main__")
 """
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
         assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout, path.read_text(encoding="utf-8").splitlines()
+        page = path.with_suffix(".md").read_text(encoding="utf-8")
+        return done.stdout, path.read_text(encoding="utf-8").splitlines(), page
 
-    def test_the_tables_come_last(self, done: tuple[str, list[str]]) -> None:
-        tables = done[0].split("\n\n", 1)[1]
+    def test_every_part_has_its_table(self, done: tuple[str, list[str], str]) -> None:
         for part in gpu.PARTS:
-            assert f"| {part} |" in tables
-        assert "| tiny, step, cascade |" in tables and "| tiny, forward, path |" in tables
-        assert tables.splitlines()[-1].startswith("17 results in")
+            assert f"\n## {part}\n" in done[2], part
+        assert "| tiny, step, cascade |" in done[2] and "| tiny, forward, path |" in done[2]
+        assert done[0].endswith(f"{done[2]}\n"), "the page is printed last"
 
-    def test_the_file_names_machine_and_date(self, done: tuple[str, list[str]]) -> None:
+    def test_no_part_failed(self, done: tuple[str, list[str], str]) -> None:
+        left_out = [line for line in done[1] if line.startswith("# left out: ")]
+        assert not [line for line in left_out if any(line.startswith(f"# left out: {part}: ") for part in gpu.PARTS)]
+        assert not [line for line in left_out if "Error" in line], "an exception by name"
+
+    def test_the_file_names_machine_and_date(self, done: tuple[str, list[str], str]) -> None:
         header = dict(line[2:].split(": ", 1) for line in done[1] if line.startswith("# "))
-        assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn"} <= header.keys()
+        assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn", "packed arm"} <= {*header}
         assert header["torch"] == torch.__version__
-        assert str(ROOT) not in "".join(done[1]), "no paths of this machine"
+        assert header["packed arm"] == "torch_varlen"
+        assert str(ROOT) not in "".join(done[1]) + done[2], "no paths of this machine"
 
-    def test_the_file_has_a_line_for_every_measure(self, done: tuple[str, list[str]]) -> None:
+    def test_the_file_has_a_line_for_every_measure(self, done: tuple[str, list[str], str]) -> None:
         rows = [line for line in done[1] if not line.startswith("# ")]
         assert rows[0] == "part,case,measure,value"
         measured = {(line.split(",")[0], line.rsplit(",", 2)[1]) for line in rows[1:]}
-        steps = ("ideal", "measured", "efficiency", "radix_peak_gigabytes")
-        expected = {("kernels", "share_of_copy"), *(("step", measure) for measure in steps)}
+        steps = ("ideal", "measured", "efficiency", "radix_peak_gigabytes", "over_padded", "over_packed")
+        expected = {("rows", "share_of_copy"), ("unshared", "slowdown"), ("sync", "finite")}
+        expected |= {(part, measure) for part in ("step", "unequal") for measure in steps}
         expected |= {("equivalence", measure) for measure in ("passed", "median_ratio")}
+        expected |= {("attention", measure) for measure in ("forward_milliseconds", "error_ratio", "mask_milliseconds")}
         assert expected <= measured
 
-    def test_without_a_device(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        assert gpu.main([]) == 1
-        assert capsys.readouterr().err.startswith("error: torch sees no CUDA device; --device cpu --tiny")
-
-    def test_a_difference_fails_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu, "equivalence", lambda run, *_: run.found("equivalence", "cascade", passed=False))
-        monkeypatch.setattr(gpu, "print_tables", lambda run: None)
-        assert gpu.main([*TINY, "--parts", "equivalence"]) == 1
-
-
-def test_shapes_are_those_of_qwen3() -> None:
-    """Parameters in billions, as the model cards have them."""
-    from transformers import Qwen3ForCausalLM
-
-    counted = {}
-    for shape in gpu.MODELS:
-        with torch.device("meta"):
-            model = Qwen3ForCausalLM(shape.config())
-        counted[shape.name] = round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 2)
-    assert counted == {"Qwen3-0.6B": 0.6, "Qwen3-4B": 4.02, "Qwen3-8B": 8.19}
+    def test_the_bars_of_exactness_are_judged_and_those_of_speed_are_not(
+        self, done: tuple[str, list[str], str]
+    ) -> None:
+        bars = [line.split("|")[1:5] for line in done[2].splitlines() if line.count("|") == 6 and "**" in line]
+        verdicts = {asked.strip(): verdict.strip(" *") for asked, _, _, verdict in bars}
+        assert verdicts["gradients in bfloat16: every tensor within its bar"] == "pass"
+        assert verdicts["attention: error over that of an ordinary kernel"] == "pass"
+        assert verdicts["nothing shared: time over that of the fastest rival"] == "left out"
 
 
-def test_every_strategy_with_every_installed_kernel() -> None:
-    run = run_of()
-    ways = list(gpu.ways(run, 64))
-    strategies = ("cascade", "path", "expand")
-    assert ways == [*((s, kernel) for kernel in ("torch", "eager") for s in strategies), ("reference", "auto")]
-    left_out = [line.split(":")[0] for line in run.left_out]
-    assert left_out == ["equivalence with flash_attn", "equivalence with flash_attn_3"]
+def test_without_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu.main([]) == 1
+    assert capsys.readouterr().err.startswith("error: torch sees no CUDA device; --device cpu --tiny")
 
 
-def test_a_kernel_that_raises_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(model: Any, features: Any, attention: str, **_: Any) -> Any:
-        raise RuntimeError("CUDA error: misaligned address")
-
-    monkeypatch.setattr(gpu, "verify_equivalence", broken)
-    run = run_of()
-    gpu.equivalence(run, gpu.TINY_MODELS[0], 32)
-    assert len(run.results) == 7 and not any(measures["passed"] for _, _, measures in run.results)
-    assert "misaligned address" in run.left_out[-1]
+def test_a_wrong_gradient_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "equivalence", lambda run, *_: run.found("equivalence", "cascade", passed=False))
+    assert gpu.main([*TINY, "--parts", "equivalence"]) == 1
 
 
-def test_kernels_agree_and_move_bytes() -> None:
-    run = run_of()
-    gpu.kernels(run, gpu.TINY_GATHERS)
-    found = cases(run, "kernels")
-    assert len(found) == 6
-    assert all(measures["gigabytes_per_second"] > 0 and measures["share_of_copy"] > 0 for measures in found.values())
-    assert all(measures["difference_to_torch"] < 0.01 for measures in found.values())
-    assert run.left_out == ["kernels in Triton: they need CUDA"]
+def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no kernel image is available\nand a long trace")
+
+    monkeypatch.setattr(gpu, "equivalence", broken)
+    file = tmp_path / "gpu.csv"
+    assert gpu.main([*TINY, "--parts", "equivalence", "rows", "--csv", str(file)]) == 0
+    results, left_out = gpu_run.read_csv(file)
+    assert {result.part for result in results} == {"rows"}
+    assert left_out[0] == "equivalence: RuntimeError: no kernel image is available"
 
 
-def test_an_arm_that_does_not_compile_leaves_the_others() -> None:
-    def broken() -> torch.Tensor:
-        raise ValueError("no such instruction")
+def test_a_device_that_is_gone_leaves_the_others_to_a_fresh_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Replaced(BaseException):
+        pass
 
-    run = run_of()
-    gpu._beside_a_copy(run, "sum", {"torch": lambda: torch.ones(4), "Triton": broken}, 64)
-    assert list(cases(run, "kernels")) == ["sum, torch"]
-    assert run.left_out == ["kernels sum, Triton: no such instruction"]
+    def execv(path: str, command: list[str]) -> None:
+        raise Replaced(command)
 
-
-def test_without_time_everything_is_left_out() -> None:
-    run = run_of(seconds=0.0)
-    gpu.equivalence(run, gpu.TINY_MODELS[0], 32)
-    gpu.kernels(run, gpu.TINY_GATHERS)
-    gpu.steps(run, gpu.TINY_MODELS, 32, 8, 4)
-    assert not run.results
-    late = [line for line in run.left_out if "of 0 seconds were left" in line]
-    assert len(late) == 1 + 1 + 2
-
-
-class TestMicroBatches:
-    def sizes(self, run: gpu.Run, free: int, monkeypatch: pytest.MonkeyPatch, num_sequences: int = 8) -> Any:
-        """The work if a token costs 1,000 bytes, and `free` bytes are left for sequences."""
-        monkeypatch.setattr(gpu, "_peak", lambda model, work, arm: 1000 * work.num_tokens)
-        monkeypatch.setattr(gpu, "_free_bytes", lambda run: free)
-        cell = gpu.Cell(gpu.TINY_MODELS[0], 32, 8, num_sequences)
-        ordinary = gpu.OrdinaryArm(plain_head=True)
-        return gpu.fitting_work(run, None, cell, 1.0, ordinary, gpu.RadixArm(attention="cascade", plain_head=True))
-
-    def test_all_in_one_if_there_is_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        work = self.sizes(run_of(), 10**9, monkeypatch)
-        assert (len(work.ordinary), len(work.radix)) == (1, 1)
-
-    def test_as_few_as_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        work = self.sizes(run_of(), 40 * 3 * 1000, monkeypatch)  # three sequences of 40 tokens
-        assert [len(batch.members) for batch in work.ordinary] == [3, 3, 2]
-        assert len(work.radix) == 1 and work.num_unique_tokens("cascade") == 32 + 8 * 8  # 96 of 120
-
-    def test_one_sequence_at_least(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        work = self.sizes(run_of(), 0, monkeypatch)
-        assert [len(batch.members) for batch in work.ordinary] == [1] * 8
-        assert [len(batch.members) for batch in work.radix] == [1] * 8
+    monkeypatch.setattr(gpu, "device_works", lambda device: False)
+    monkeypatch.setattr(os, "execv", execv)
+    file = tmp_path / "gpu.csv"
+    with pytest.raises(Replaced) as replaced:
+        gpu.main([*TINY, "--parts", "rows", "equivalence", "attention", "--csv", str(file), "--seconds", "300"])
+    command = replaced.value.args[0]
+    options = gpu.parse(command[2:])
+    assert command[1].endswith("gpu.py") and options.parts == ["rows", "attention"] and options.go_on
+    assert options.tiny and options.csv == file and 0 < options.seconds < 300
+    found = gpu_run.read_csv(file)[0]
+    monkeypatch.undo()
+    assert gpu.main([*TINY, "--parts", "rows", "--csv", str(file), "--go_on"]) == 0
+    results = gpu_run.read_csv(file)[0]
+    assert results[: len(found)] == found and {result.part for result in results} == {"equivalence", "rows"}
 
 
-def test_a_step_of_several_micro_batches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "CPU_BYTES", 10**6)  # two sequences of 40 tokens in a step
-    run = run_of()
-    gpu.steps(run, gpu.TINY_MODELS, 32, 8, 12)
-    step, forward = cases(run, "step").values()
-    assert step["ordinary_micro_batches"] > step["radix_micro_batches"] > 1
-    assert forward["ordinary_micro_batches"] < step["ordinary_micro_batches"], "no activations are kept"
-    assert all(measures["loss_difference"] < 1e-2 and measures["measured"] > 0 for measures in (step, forward))
+def test_a_killed_run_leaves_its_files(tmp_path: Path) -> None:
+    """Killed by a signal that nothing can catch, after its first results."""
+    file = tmp_path / "gpu.csv"
+    command = [sys.executable, str(FOLDER / "gpu.py"), *TINY, "--parts", "rows", "step", "--csv", str(file)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
+    try:
+        deadline = time.monotonic() + 300
+        while not file.exists() or len(gpu_run.read_csv(file)[0]) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    results, _ = gpu_run.read_csv(file)
+    assert len(results) >= 2 and all(result.measures for result in results)
+    assert f"| {results[0].case} |" in file.with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_out_of_memory_is_tried_again_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = []
-
-    def measure(run: gpu.Run, model: Any, cell: Any, seconds: float, share: float) -> None:
-        shares.append(share)
-        if share > 0.3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(gpu, "_measure", measure)
-    run = run_of()
-    gpu.steps(run, gpu.TINY_MODELS, 32, 8, 4)
-    assert shares == [0.8, 0.4, 0.2] * 2 and not run.left_out
-    monkeypatch.setattr(gpu, "MEMORY_SHARES", (0.8, 0.4))
-    gpu.steps(run, gpu.TINY_MODELS, 32, 8, 4)
-    assert [line.partition(": ")[2] for line in run.left_out] == ["CUDA out of memory"] * 2
-
-
-def test_a_model_is_built_once_for_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, build = [], gpu.build_model
-    monkeypatch.setattr(gpu, "build_model", lambda shape, *rest: built.append(shape) or build(shape, *rest))
-    monkeypatch.setattr(gpu, "_measure", lambda *args: None)
-    gpu.steps(run_of(), gpu.TINY_MODELS, 32, 8, 4)
-    assert built == list(gpu.TINY_MODELS)
+def test_a_part_has_its_share_of_the_time() -> None:
+    run = run_of(seconds=100.0)
+    with run.part("rows", 0.25):
+        assert 24 < run.seconds_left <= 25
+    assert 99 < run.seconds_left <= 100, "what a part does not need is left to the others"
+    assert sum(gpu.PARTS.values()) < gpu.parse([]).seconds <= 540, "the estimates fit, and one call of ten minutes"
 
 
 def test_results_are_written_at_once(tmp_path: Path) -> None:
     run = run_of(csv=tmp_path / "gpu.csv")
-    run.found("step", "a case", measured=2.5)
+    run.found("step", "a case, an arm", measured=2.5, turns=3, finite=True, where="x.py:3")
     run.leave_out("another case", "CUDA out of memory\nand a long trace")
-    assert (tmp_path / "gpu.csv").read_text(encoding="utf-8").splitlines() == [
+    assert (tmp_path / "gpu.csv").read_text(encoding="utf-8").splitlines()[:4] == [
         "# date: today",
         "# left out: another case: CUDA out of memory",
         "part,case,measure,value",
-        "step,a case,measured,2.5",
+        'step,"a case, an arm",measured,2.5',
     ]
+    assert gpu_run.read_csv(tmp_path / "gpu.csv") == (run.results, run.left_out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.csv", "gpu.md"]
+
+
+def test_short_rounds_do_not_count() -> None:
+    calls = []
+    seconds = gpu_run.seconds_of(lambda: (calls.append(1), time.sleep(0.001)), CPU, at_least=0.004)
+    assert 0.0009 < seconds < 0.1 and len(calls) > 5

@@ -101,7 +101,7 @@ class SharedHead:
         self.report.num_head_places += len(places)
         self.report.num_head_rows += len(distinct.first)
         x: Tensor = args[0]
-        first, back, padding = (torch.from_numpy(each).to(x.device) for each in distinct)
+        first, back, padding = (torch.from_numpy(each).to(x.device, non_blocking=True) for each in distinct)
         once = gather_rows(x.reshape(-1, x.shape[-1]), first)[None]
         setattr(once, GATHERED, _Gathered(tuple(x.shape[:-1]), back, padding))
         return once, *args[1:]

@@ -162,8 +162,10 @@ class PaddedSharing:
         call = RadixCall(layout, None, self.options.attention, self.options.kernel, may_bind, strategy, places)
         return {
             **{name: value for name, value in given.items() if name != "cache_position"},
-            "input_ids": torch.from_numpy(rows.input_ids[rows.kept][plan.gather_indices])[None].to(device),
-            "position_ids": torch.tensor(plan.position_ids)[None].to(device),
+            "input_ids": torch.from_numpy(rows.input_ids[rows.kept][plan.gather_indices])[None].to(
+                device, non_blocking=True
+            ),
+            "position_ids": torch.tensor(plan.position_ids)[None].to(device, non_blocking=True),
             "attention_mask": no_mask(may_bind, device, call),
             "use_cache": False,
             "radix_call": call,

@@ -8,6 +8,6 @@
 | `synchronising.py` | when gradients are exchanged |
 | `fsdp2.py`, `sharding.py`, `gathering.py` | divided weights: the strategy, how a model is divided, and whole again |
 | `board.py` | a connection of every rank to rank 0: who is gone, who reports the error |
-| `watching.py` | processes that one of this machine has started end with it, and it with them |
-| `telling.py`, `failures.py` | one rank reports why the run ends; lost connections in words |
+| `watching.py` | until there is a board: processes that this one has started end with it, and it with them |
+| `telling.py`, `lost_ranks.py` | one rank reports why the run ends; lost connections in words |
 """

@@ -10,11 +10,15 @@ import secrets
 import selectors
 import socket
 import struct
+import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 from radixtrain.distributed import ranks
+from radixtrain.training.devices.watching import first_to_end
 
 __all__ = ["Board"]
 
@@ -29,18 +33,20 @@ class Board:
     is_told: set when another rank reports why the run ends, or when one is known to be gone.
     gone: the ranks that are known to be gone: any of them on rank 0, only rank 0 on the others.
 
-    `GRACE` seconds after `is_told` is set, the process ends with exit code 1 if it still runs.
+    children: the other ranks, from 1 on, if this process has started them.
+
+    `GRACE` seconds after `is_told` is set, the process and its children end with exit code 1 if they still run.
     """
 
-    def __init__(self) -> None:
-        self.gone: list[int] = []
+    def __init__(self, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+        self.children, self.gone = children, list[int]()
         self.is_told, self._is_mine = threading.Event(), threading.Event()
         self._ended = False
         self._lines: dict[socket.socket, int] = {}
         address, place = os.environ.get("MASTER_ADDR", "127.0.0.1"), None
         server = None
         if ranks().is_first:
-            server = socket.create_server(("127.0.0.1" if _is_local(address) else "", 0), backlog=ranks().size)
+            server = _server(address, ranks().size)
             place = server.getsockname()[1], secrets.token_bytes(16)
         port, key = ranks().from_first(lambda: place)  # type: ignore[misc]
         if server is not None:
@@ -50,6 +56,7 @@ class Board:
             line.settimeout(None)
             line.sendall(key + struct.pack("!I", ranks().rank))
             self._lines[line] = 0
+        _boards.add(self)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
@@ -138,9 +145,31 @@ class Board:
         if self._ended:
             return
         if self.gone and ranks().rank <= 1:
-            os.write(2, f"error: rank {self.gone[0]} of the run is gone; go on with --ckpt_path last\n".encode())
+            found = first_to_end(self.children) or f"rank {self.gone[0]} of the run is gone"
+            os.write(2, f"error: {found}; go on with --ckpt_path last\n".encode())
+        for child in self.children:
+            child.kill()
         os._exit(1)
 
 
-def _is_local(address: str) -> bool:
-    return address in ("127.0.0.1", "localhost")
+def _server(address: str, backlog: int) -> socket.socket:
+    """Listens at any free port: of this machine only if the ranks meet there, else of IPv4 and, if there is, IPv6."""
+    if address in ("127.0.0.1", "localhost"):
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+_boards: WeakSet[Board] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a process that is forked, such as a worker of a DataLoader: it must not hold open what tells that a rank is
+    gone."""
+    for board in _boards:
+        for line in board._lines:
+            line.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

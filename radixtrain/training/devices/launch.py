@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
@@ -16,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from radixtrain.distributed import join, ranks
+from radixtrain.distributed import Ranks, join, ranks
+from radixtrain.errors import UserError, first_line
 from radixtrain.training.devices.board import Board
-from radixtrain.training.devices.started import PARENT
+from radixtrain.training.devices.started import PARENT, started
 from radixtrain.training.devices.telling import as_told
 from radixtrain.training.devices.watching import first_to_end, watch_children, watch_parent
 
@@ -43,6 +45,7 @@ class Processes:
         self.children: list[subprocess.Popen[bytes]] = []
         self._environment: dict[str, str] = {}
         self._board: Board | None = None
+        self._has_board = threading.Event()
 
     @property
     def starts_others(self) -> bool:
@@ -81,12 +84,25 @@ class Processes:
         if self.starts_others:
             self._start()
         elif PARENT in os.environ:
-            watch_parent(int(os.environ[PARENT]))
+            watch_parent(int(os.environ[PARENT]), self._has_board)
         if hasattr(self.strategy, "cluster_environment"):
             self.strategy.setup_environment()  # Lightning calls it again, and finds the group
-        if join(self.timeout).size > 1:
-            self._board = Board()
+        if self._join().size > 1:
+            self._board = Board(self.children)
+            self._has_board.set()
         return ranks().from_first(lambda: made[0] if made else prepare(), is_patient=True)
+
+    def _join(self) -> Ranks:
+        """UserError if the ranks of several machines have met, over NCCL or gloo, and gloo then does not connect."""
+        try:
+            return join(self.timeout)
+        except RuntimeError as error:
+            if started().num_nodes == 1:
+                raise
+            raise UserError(
+                f"the machines cannot connect over gloo ({first_line(error)}): its address of a machine is that of the "
+                f"host's name, often 127.0.1.1; set GLOO_SOCKET_IFNAME on each to the network interface that they share"
+            ) from error
 
     def _start(self) -> None:
         """Start the other ranks, and set the variables that Lightning's `LightningEnvironment` reads, here too."""
@@ -103,7 +119,7 @@ class Processes:
                 environment = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
                 self.children.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
         os.environ.update({**shared, "LOCAL_RANK": "0"})
-        watch_children(self.children)
+        watch_children(self.children, self._has_board)
 
     def gone(self) -> str:
         """`rank 1 was killed by SIGKILL`, or `rank 1 is gone: ...`; empty if none is after `SECONDS_TO_END`.

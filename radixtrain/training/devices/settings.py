@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from radixtrain.errors import UserError, did_you_mean
@@ -31,6 +32,9 @@ REFUSED = {
     "single_": "leave it out, and set trainer.devices to 1",
     "xla": "radixtrain runs on CUDA and on CPUs",
 }
+# NCCL's watchdog kills the process with a report of its own. What waits for a hanging rank over gloo says more, so it
+# comes first: it has the time to report, and to end.
+NCCL_LATER = timedelta(seconds=60)
 # Options of Lightning's DDP that do not leave the gradient of a step as it is.
 CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 # Keys that need whole weights outside of a pass through the model, by the commands that read them.
@@ -68,18 +72,21 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
         return fixed
     changed: dict[str, Any] = {"devices": started().local_size} if config.devices in ("auto", -1, "-1") else {}
     if started().by == "srun":
+        _check_visible(config.accelerator)
         changed["plugins"] = [*_as_list(config.plugins), SlurmTasks(started())]
     return {**fixed, **changed}
 
 
 def check_devices(trainer: Any, timeout: timedelta) -> None:
-    """UserError if Lightning has made something else of the settings than can run here; gives the strategy its timeout.
+    """UserError if Lightning has made something else of the settings than can run here; completes the strategy.
 
     timeout: how long a rank waits for the others.
     """
     strategy, found = trainer.strategy, started()
     if isinstance(strategy, DDPStrategy):
-        strategy._timeout = timeout
+        is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
+        strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
+        strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # otherwise gradients are held twice
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
     here = (trainer.num_devices, trainer.num_nodes)
@@ -121,6 +128,16 @@ def _check_strategy(strategy: Any) -> None:
         raise UserError(f"trainer.strategy: {found[0]} changes the gradient of a step; leave it out")
     if options.get("start_method", "popen") != "popen":
         raise UserError(f"trainer.strategy: start_method {options['start_method']}: {REFUSED['ddp_spawn']}")
+
+
+def _check_visible(accelerator: str) -> None:
+    """UserError if SLURM shows each task only GPUs of its own: rank N of a machine takes its GPU N."""
+    num_visible, num_tasks = torch.cuda.device_count(), started().local_size
+    if accelerator in ("auto", "gpu", "cuda") and 0 < num_visible < num_tasks:
+        raise UserError(
+            f"srun has started {num_tasks} tasks on this machine, and this one sees {num_visible} of its GPUs; every "
+            f"task must see all: replace --gpus-per-task and --gpu-bind by --gpus-per-node={num_tasks}"
+        )
 
 
 def _class_of(strategy: Any) -> str:

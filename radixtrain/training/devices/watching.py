@@ -1,7 +1,4 @@
-"""Processes that one of a machine has started: when one of them is gone, the rest end too, whatever they wait for.
-
-This holds from their start, when there is no `Board` yet.
-"""
+"""Processes that one of a machine has started: until there is a `Board`, if one of them is gone, the rest end too."""
 
 from __future__ import annotations
 
@@ -18,17 +15,20 @@ SECONDS_BETWEEN = 0.5
 GRACE = 10.0  # seconds, for a process to find out by itself that another is gone, and to say what is saved
 
 
-def watch_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def watch_children(children: Sequence[subprocess.Popen[bytes]], until: threading.Event) -> None:
     """From now on, `GRACE` seconds after one of them fails, all are killed and this process ends with a line.
 
-    children: by rank, from 1 on.
+    children: by rank, from 1 on. until: ends the watch.
     """
-    _start(lambda: _end_with_children(children))
+    _start(lambda: _end_with_children(children, until))
 
 
-def watch_parent(parent: int) -> None:
-    """From now on, this process ends `GRACE` seconds after the one that has started it. parent: its id."""
-    _start(lambda: _end_with_parent(parent))
+def watch_parent(parent: int, until: threading.Event) -> None:
+    """From now on, this process ends `GRACE` seconds after the one that has started it.
+
+    parent: its id. until: ends the watch.
+    """
+    _start(lambda: _end_with_parent(parent, until))
 
 
 def first_to_end(children: Sequence[subprocess.Popen[bytes]]) -> str:
@@ -44,18 +44,20 @@ def _start(target: Callable[[], None]) -> None:
     threading.Thread(target=target, daemon=True).start()
 
 
-def _end_with_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    while not first_to_end(children):
-        time.sleep(SECONDS_BETWEEN)
+def _end_with_children(children: Sequence[subprocess.Popen[bytes]], until: threading.Event) -> None:
+    while not (found := first_to_end(children)):
+        if until.wait(SECONDS_BETWEEN):
+            return
     time.sleep(GRACE)
     for child in children:
         child.kill()
-    os.write(2, f"error: {first_to_end(children)}; go on with --ckpt_path last\n".encode())
+    os.write(2, f"error: {found}; go on with --ckpt_path last\n".encode())
     os._exit(1)
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int, until: threading.Event) -> None:
     while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN)
+        if until.wait(SECONDS_BETWEEN):
+            return
     time.sleep(GRACE)
     os._exit(1)

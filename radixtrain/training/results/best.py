@@ -83,7 +83,7 @@ class Best(L.Callback):
         if not self._loaded:
             return
         if self._loaded["metric"] != self.monitor:
-            logger.warning("save_best was %s and is %s: the best starts anew", self._loaded["metric"], self.monitor)
+            logger.warning("save_best: the best so far was by %s, and starts anew", self._loaded["metric"])
         elif self._loaded["step"] is not None:
             self._take(Path(trainer.ckpt_path))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping
 
 from radixtrain.errors import first_line
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 from radixtrain.training.results.best import StopEarly
+from radixtrain.training.survival.max_time import is_out_of_time
 
 __all__ = ["Ending", "ending_by_error", "ending_of"]
 
@@ -37,6 +38,8 @@ def ending_of(trainer: Any, module: Any, first_step: int, has_checkpoint: bool) 
     limit = _limit_reached(trainer, module)
     if limit and is_new:
         return Ending(limit, f"{place}: trainer.{limit} {getattr(trainer, limit)} reached", is_complete=True)
+    if limit and not total:
+        return Ending(limit, f"no step to take: {_why_none(trainer, limit)}", is_complete=True)
     if limit:
         text = f"nothing left to do: {place} was reached before; raise trainer.{limit} to go on"
         return Ending(limit, text, is_complete=True)
@@ -45,7 +48,7 @@ def ending_of(trainer: Any, module: Any, first_step: int, has_checkpoint: bool) 
         if not is_new:
             text = f"nothing left to do: {text}; raise early_stopping to go on"
         return Ending("early_stopping", text, is_complete=True)
-    reason = "max_time" if any(map(_is_out_of_time, trainer.callbacks)) else "callback"
+    reason = "max_time" if any(map(is_out_of_time, trainer.callbacks)) else "callback"
     by = "trainer.max_time" if reason == "max_time" else "a callback"
     how = "go on with --ckpt_path last" if has_checkpoint else "no checkpoint was written to go on from"
     return Ending(reason, f"stopped by {by} at {place}; {how}", is_complete=False)
@@ -67,6 +70,12 @@ def _limit_reached(trainer: Any, module: Any) -> str:
     return "" if is_endless or module.position.num_batches < length * trainer.max_epochs else "max_epochs"
 
 
+def _why_none(trainer: Any, limit: str) -> str:
+    """Why a run has no steps at all. limit: the one that it reaches with none."""
+    name = limit if getattr(trainer, limit) == 0 else "limit_train_batches"
+    return f"trainer.{name} is {getattr(trainer, name)}"
+
+
 def _why_early(callback: Any) -> str:
     """Why a callback has stopped the run early; nothing if it has not."""
     if isinstance(callback, StopEarly):
@@ -74,8 +83,3 @@ def _why_early(callback: Any) -> str:
     if isinstance(callback, EarlyStopping):
         return (callback.stopping_reason_message or "").removesuffix(" Signaling Trainer to stop.")
     return ""
-
-
-def _is_out_of_time(callback: Any) -> bool:
-    left = callback.time_remaining() if isinstance(callback, Timer) else None
-    return left is not None and left <= 0

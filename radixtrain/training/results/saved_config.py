@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from radixtrain.checkpoints.replacing import writing_file
 from radixtrain.redaction import masked
 
-__all__ = ["SaveMaskedConfig", "log_folder", "mask_what_is_logged"]
+__all__ = ["SaveMaskedConfig", "log_folder", "mask_what_is_logged", "own_log_folders"]
 
 # Arguments of loggers that are logged themselves. Others, such as an `api_key`, keep their values.
 LOGGED = frozenset(
@@ -21,10 +21,20 @@ LOGGED = frozenset(
 
 
 class SaveMaskedConfig(SaveConfigCallback):
-    """Writes config.yaml into the folder of the logs when a run starts, as Lightning does, and masks its secrets."""
+    """Writes config.yaml into the folder of the logs, as Lightning does, and masks its secrets.
+
+    In `fit` it is written when training starts, so that a run that is refused replaces no file of the one before.
+    """
 
     def __init__(self, parser: Any, config: Any, config_filename: str = "config.yaml", **options: Any):
         super().__init__(parser, config, config_filename, **{**options, "save_to_log_dir": False})
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().setup(trainer, pl_module, "fit")
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
         folder = log_folder(trainer)
@@ -45,6 +55,11 @@ def log_folder(trainer: Any) -> Path:
     first = trainer.loggers[0] if trainer.loggers else None
     found = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
     return Path(found or trainer.default_root_dir)
+
+
+def own_log_folders(trainer: Any) -> list[Path]:
+    """Those that only a logger of this trainer writes into: of CSV files and of TensorBoard."""
+    return [Path(each.log_dir) for each in trainer.loggers if isinstance(each, CSVLogger | TensorBoardLogger)]
 
 
 def mask_what_is_logged(loggers: Any) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from radixtrain.collators.grouping import batches_of
-from radixtrain.data.grouping import Arrangement, conversation_groups, expected_r, grouped_order
+from radixtrain.data.grouping import Arrangement, conversation_groups, grouped_order
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
@@ -21,6 +21,7 @@ from radixtrain.report.sharing import length_quantiles, num_shared_prompts
 from radixtrain.report.wording import bytes_text
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import num_steps_of_run
+from radixtrain.training.start.r_of_ranks import r_of_ranks
 from radixtrain.training.start.unused import unused_keys
 from radixtrain.tree.groups import PrefixGroups
 
@@ -96,7 +97,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     if not settings.dedup:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
     arrangement = _arrangement(data, part, groups)
-    entries.append(("r", f"about {arrangement.r:.1f} tokens per computed token in this order"))
+    entries.append(("r", f"about {arrangement.r:.1f} tokens per computed token in this order{_on_one(data)}"))
     return [*entries, *([("advice", arrangement.hint)] if arrangement.hint else [])]
 
 
@@ -164,11 +165,21 @@ def _prompts(groups: PrefixGroups, num_seen: int, num_conversations: int) -> str
 
 def _arrangement(data: SFTData, part: Corpus, groups: PrefixGroups) -> Arrangement:
     """r of the run, and r that `group_by_prefix: true` would reach, estimated from a part of the conversations."""
-    settings = data.hparams
-    corpus, sizes = data.conversations["train"], (settings.batch_size, settings.max_tokens)
-    r = expected_r(corpus, batches_of(data.train_order(), sizes[0]), sizes[1])
+    settings, size = data.hparams, ranks().size
+    r = _r_in_this_order(data, size)
     grouped = grouped_order(part, settings.batch_size, True, settings.seed, groups)
     if grouped is None or settings.group_by_prefix is not False or not settings.shuffle_dataset:
         return Arrangement(r, r)
     drawn = grouped.draw(np.arange(len(part)), np.random.default_rng([settings.seed, 0]))
-    return Arrangement(r, expected_r(part, batches_of(drawn, settings.batch_size), settings.max_tokens))
+    return Arrangement(r, r_of_ranks(part, batches_of(drawn, settings.batch_size), settings.max_tokens, size))
+
+
+def _r_in_this_order(data: SFTData, num_ranks: int) -> float:
+    batches = batches_of(data.train_order(), data.hparams.batch_size)
+    return r_of_ranks(data.conversations["train"], batches, data.hparams.max_tokens, num_ranks)
+
+
+def _on_one(data: SFTData) -> str:
+    """What several devices cost, which share nothing with one another; nothing for a single process."""
+    size = ranks().size
+    return f" on {size} devices, {_r_in_this_order(data, 1):.1f} on one" if size > 1 else ""

@@ -25,8 +25,9 @@ def random_trainable(settings: Any, num_layers: int, device: torch.device) -> An
     config = _cut(read_config(settings.model_name_or_path), num_layers)
     dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.float32
     options = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
+    drawn_on = [device] if device.type == "cuda" else []  # by default all GPUs of the machine, with a warning
     try:
-        with torch.random.fork_rng(), device:
+        with torch.random.fork_rng(drawn_on), device:
             model = auto_class(settings.model_name_or_path).from_config(config, trust_remote_code=False, **options)
             return with_training_options(model, settings).train()
     except (ValueError, ImportError, RuntimeError, IndexError, AttributeError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from radixtrain.redaction import masked
 
-__all__ = ["parts_of_the_model", "plain", "with_effect"]
+__all__ = ["parts_of_the_model", "plain", "settings_of_run", "with_effect"]
 
 # Keys that are part of what the model computes.
 PARTS_OF_THE_MODEL = (
@@ -23,6 +23,22 @@ WITHOUT_EFFECT = (
     *("batch_size", "seed", "shuffle_dataset", "group_by_prefix"),  # refused by the data if they differ
 )
 
+# What a run does besides its steps: keys of the top level, and those of `trainer` that say when it validates.
+BESIDE_STEPS = (
+    *("save_best", "early_stopping", "save_every_steps", "save_every_minutes", "save_total_limit"),
+    *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_val_batches"),
+)
+
+
+def settings_of_run(settings: Any) -> dict[str, Any]:
+    """Keys that are neither the model's nor the data's, with their values, as a checkpoint keeps them.
+
+    settings: of `fit`, as they were parsed; no part of `evaluate_generation` is an instance yet.
+    """
+    answers = {f"evaluate_generation.{name}": value for name, value in vars(settings.evaluate_generation).items()}
+    found = {**{name: settings[name] for name in BESIDE_STEPS}, **answers}
+    return {name: plain(masked(value, name)) for name, value in found.items()}
+
 
 def parts_of_the_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """`model.lora_r was 8 and is 16` for each change that makes another model. Both: settings of a `RadixModule`."""
@@ -31,9 +47,10 @@ def parts_of_the_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> lis
 
 
 def with_effect(section: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The same for each change that a step of training notices. section: model or data."""
+    """The same for each change that the run notices. section: model, data, or empty for `settings_of_run`."""
     changes = ((name, was, now) for name, was, now in _changes(saved, here) if name not in WITHOUT_EFFECT)
-    return [f"{section}.{name} was {in_yaml(was)} and is {in_yaml(now)}" for name, was, now in changes]
+    before = f"{section}." if section else ""
+    return [f"{before}{name} was {in_yaml(was)} and is {in_yaml(now)}" for name, was, now in changes]
 
 
 def in_yaml(value: Any) -> Any:

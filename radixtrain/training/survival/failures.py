@@ -20,7 +20,7 @@ from radixtrain.checkpoints.space import existing, mount_point
 from radixtrain.errors import UserError
 from radixtrain.hf.rates_file import cache_folder
 from radixtrain.report.wording import bytes_text
-from radixtrain.training.devices.failures import lost_rank
+from radixtrain.training.devices.lost_ranks import lost_rank
 
 __all__ = ["explain"]
 
@@ -34,6 +34,7 @@ SHARED_MEMORY = r"unable to \w.*</torch_|Bus error|out of shared memory"
 OPEN_FILES = r"Too many open files|received \d+ items of ancdata"
 NO_MEMORY = r"can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc|Unable to allocate"
 NO_DEVICE_MEMORY = r"CUDA (error: )?out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+NOT_VALIDATED = r"Early stopping conditioned on metric `(eval_\w+)` which is not available"
 WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: (.*?)\.)"
 LESS_MEMORY = "set data.max_tokens to a smaller number, or data.batch_size"
 LESS_DATA_MEMORY = "set data.dataloader_num_workers: 0"
@@ -50,7 +51,7 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
     for each in _chain(error):
         text = f"{type(each).__name__}: {each}"
         reason = _not_shared(text) or _no_room(each, text, output_dir) or _no_memory(each, text)
-        reason = reason or _killed_worker(each, text) or lost_rank(each, gone)
+        reason = reason or _killed_worker(each, text) or lost_rank(each, gone) or _not_validated(text)
         if reason:
             return f"{reason}{_last_checkpoint(output_dir)}"
     return None
@@ -140,6 +141,15 @@ def _killed_worker(error: BaseException, text: str) -> str | None:
         f"{worker} {how}, which is what a machine does that runs out of memory: {LESS_DATA_MEMORY}, or set "
         f"data.max_tokens to a smaller number"
     )
+
+
+def _not_validated(text: str) -> str | None:
+    if found := re.search(NOT_VALIDATED, text):
+        return (
+            f"trainer.callbacks: EarlyStopping watches {found[1]}, and the run ended before its first validation: set "
+            f"strict: false in its init_args, or early_stopping in its place"
+        )
+    return None
 
 
 def _comes_from_loader(error: BaseException) -> bool:

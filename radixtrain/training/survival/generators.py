@@ -18,14 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 def generator_states() -> dict[str, Any]:
-    """Of Python's, NumPy's and torch's random generators, those of all CUDA devices included."""
+    """Of Python's, NumPy's and torch's random generators, those of all CUDA devices included.
+
+    A process that has not used CUDA has drawn nothing there, and asking would start it, which a forked one cannot.
+    """
     version, numbers, gauss = random.getstate()
     name, keys, place, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002
     return {
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
         "numpy": {"name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": [place, has_gauss, cached]},
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
@@ -36,7 +39,7 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
-    was, here = len(states["cuda"]), torch.cuda.device_count()
+    was, here = len(states["cuda"]), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     if was == here:
         torch.cuda.set_rng_state_all(states["cuda"])
     else:

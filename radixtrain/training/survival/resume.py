@@ -32,7 +32,8 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     Called before Lightning reads the loops and callbacks of the checkpoint, which are changed here: it forgets the time
     that the run had taken, since `trainer.max_time` is that of each start.
 
-    Raises UserError if more steps or epochs were taken than this run has.
+    Raises UserError if the data are others, an epoch has another number of steps than before, or more steps or epochs
+    were taken than this run has.
     """
     state, callbacks = checkpoint.get("radixtrain", {}), checkpoint.get("callbacks", {})
     for name in [name for name in callbacks if name.startswith("Timer")]:
@@ -41,6 +42,8 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     module.guard.load_state_dict(state.get("skipped", module.guard.state_dict()))
     length = epoch_length(module.trainer, module.steps_per_epoch)
     if length:
+        _check_same_data(checkpoint, module.trainer.datamodule)
+        _check_epoch_length(state.get("epoch_length"), length)
         check_not_beyond(module.trainer, module.position, length)
         checkpoint["loops"]["fit_loop"] = module.position.loops(length)
 
@@ -49,10 +52,9 @@ def apply_settings(checkpoint: Mapping[str, Any], module: Any) -> None:
     """Give optimizer and schedule the settings of this run, and say which are not those of the checkpoint.
 
     Called when Lightning has restored both. The learning rate is that of the schedule at this step, as if the run had
-    had these settings from the beginning. UserError if an epoch has another number of steps than before.
+    had these settings from the beginning.
     """
     trainer = module.trainer
-    _check_epoch_length(checkpoint, module)
     num_steps = num_steps_of_run(trainer, module.steps_per_epoch)
     optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
     set_hyperparameters(optimizer, scheduler, module, module.hparams)
@@ -61,6 +63,7 @@ def apply_settings(checkpoint: Mapping[str, Any], module: Any) -> None:
     changed = [
         *with_effect("model", checkpoint.get("hyper_parameters", {}), module.hparams),
         *with_effect("data", checkpoint.get("datamodule_hyper_parameters", {}), data),
+        *with_effect("", state.get("settings", {}), module.run_settings),
     ]
     if state.get("precision", str(trainer.precision)) != str(trainer.precision):
         changed.append(f"trainer.precision was {state['precision']} and is {trainer.precision}")
@@ -72,10 +75,14 @@ def apply_settings(checkpoint: Mapping[str, Any], module: Any) -> None:
         logger.warning("from step %s on other settings: %s", f"{step:,}", "; ".join(changed))
 
 
-def _check_epoch_length(checkpoint: Mapping[str, Any], module: Any) -> None:
-    was = checkpoint.get("radixtrain", {}).get("epoch_length")
-    length = epoch_length(module.trainer, module.steps_per_epoch)
-    if was and length and length != was:
+def _check_same_data(checkpoint: Mapping[str, Any], data: Any) -> None:
+    """Lightning does this after the model is restored: too late, since other data have epochs of another length."""
+    if (state := checkpoint.get(type(data).__qualname__)) is not None:
+        data.load_state_dict(state)
+
+
+def _check_epoch_length(was: int | None, length: int) -> None:
+    if was not in (None, length):
         raise UserError(
             f"ckpt_path: an epoch of the run had {was:,} steps and has {length:,} here; set "
             f"trainer.limit_train_batches and trainer.overfit_batches as they were"

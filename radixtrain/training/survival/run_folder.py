@@ -10,14 +10,15 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from radixtrain.checkpoints.replacing import delete
 from radixtrain.errors import UserError
 
-__all__ = ["EarlierRun", "check_new_run", "check_output_dir", "is_resumed"]
+__all__ = ["EarlierRun", "check_new_run", "check_output_dir", "is_resumed", "logs_of_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,31 @@ class EarlierRun:
     def forget(self, checkpoint: Path | None = None) -> None:
         """Delete the earlier run. checkpoint: the new one's first."""
         delete(self.output_dir / ASIDE)
+
+
+@contextmanager
+def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
+    """A context around a run: an error before it has begun removes what is new in the folders of its logs.
+
+    folders: that loggers write into; Weights & Biases keeps its own account. has_begun: whether training has.
+    """
+    before = {path for folder in folders for path in (folder, *folder.parents, *folder.rglob("*")) if path.exists()}
+    try:
+        yield
+    except BaseException:
+        if not has_begun():
+            _remove_all_but(before, folders)
+        raise
+
+
+def _remove_all_but(before: set[Path], folders: Sequence[Path]) -> None:
+    for folder in folders:
+        for path in sorted(set(folder.rglob("*")) - before, reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        for path in (folder, *folder.parents):
+            if path in before or not path.is_dir() or any(path.iterdir()):
+                break
+            path.rmdir()
 
 
 def _found(output_dir: Path) -> list[str]:

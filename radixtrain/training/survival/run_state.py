@@ -49,6 +49,7 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
         "epoch_length": epoch_length(module.trainer, module.steps_per_epoch),
         "num_steps": num_steps_of_run(module.trainer, module.steps_per_epoch) if module.steps_per_epoch else None,
         "precision": str(module.trainer.precision),
+        "settings": module.run_settings,
         "version": __version__,
     }
     for name in SETTINGS:

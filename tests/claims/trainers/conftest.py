@@ -5,7 +5,7 @@ Lets the tests of this folder import its harness, and prints one table of what t
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """A Trainer collects garbage twice at its start; going through all imported modules is a third of a test's time."""
+def quick_collection() -> None:
+    """A Trainer collects garbage twice at its start; going through all imported modules is a third of a test's time.
+
+    `gc.freeze` in `tests/conftest.py` came before what these tests import.
+    """
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

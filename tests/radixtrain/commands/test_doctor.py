@@ -7,12 +7,13 @@ import torch
 
 from radixtrain.__main__ import main
 from radixtrain.commands import findings as module
-from radixtrain.commands.findings import FLOORS, NEEDED, OPTIONAL, Finding, findings
+from radixtrain.commands.findings import NEEDED, OPTIONAL, Finding, findings
 from radixtrain.data.tokenized.about import write_about
 from radixtrain.errors import UserError
 from radixtrain.hf.rates_file import keep_rates
 from radixtrain.kernels.varlen import KERNELS
 from radixtrain.tree.cost_model import Rates
+from radixtrain.versions import OLDEST, WHY
 
 RATES = Rates(call=1, rectangle=1, pair=1, element=1, flop=1)
 
@@ -48,29 +49,31 @@ def test_for_machines(capsys):
     assert names == ["radixtrain", "python", *NEEDED, *OPTIONAL]
 
 
-@pytest.mark.parametrize("name", FLOORS)
-def test_a_version_with_a_known_hole(name, monkeypatch, capsys):
-    version = module._version
-    monkeypatch.setattr(module, "_version", lambda each: "1.99.3+cu1" if each == name else version(each))
+@pytest.mark.parametrize("name", sorted(set(NEEDED) & set(OLDEST)))
+def test_a_package_that_is_too_old(name, monkeypatch, capsys):
+    installed = module.installed
+    monkeypatch.setattr(module, "installed", lambda each: "0.0.3+cu1" if each == name else installed(each))
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
-    assert f"ERROR: {FLOORS[name][1]}" in captured.out
+    why = WHY.get(name, "older ones lack what radixtrain calls")
+    assert f"ERROR: {why}" in captured.out
     assert captured.err.startswith(
-        f"error: training cannot run here: {name} 1.99.3+cu1: {FLOORS[name][1]}: pip install"
+        f"error: training cannot run here: {name} 0.0.3+cu1: {why}: pip install -U '{name}>={OLDEST[name]}'"
     )
 
 
-@pytest.mark.parametrize(
-    ("version", "is_old"), [("2.6.5", True), ("2.6.6", False), ("2.10.0", False), ("2.7", False), ("2.6.6rc1", False)]
-)
-def test_versions_are_numbers(version, is_old, monkeypatch):
-    monkeypatch.setattr(module, "_version", lambda name: version)
-    assert module._needed("lightning").blocks is is_old
+def test_an_optional_package_that_is_too_old(monkeypatch):
+    installed = module.installed
+    monkeypatch.setattr(module, "installed", lambda each: "0.17.1" if each == "peft" else installed(each))
+    fix = "pip install -U 'peft>=0.18'"
+    assert of("packages")["peft"] == Finding(
+        "packages", "peft", "0.17.1", "older ones lack what radixtrain calls", fix, blocks=False
+    )
 
 
 def test_what_is_not_installed(monkeypatch, capsys):
-    version = module._version
-    monkeypatch.setattr(module, "_version", lambda name: None if name in ("peft", "tokenizers") else version(name))
+    installed = module.installed
+    monkeypatch.setattr(module, "installed", lambda name: None if name in ("peft", "tokenizers") else installed(name))
     found = of("packages")
     assert found["peft"].fix == "pip install 'radixtrain[peft]'" and not found["peft"].blocks
     assert found["tokenizers"] == Finding("packages", "tokenizers", "", "not installed", "pip install tokenizers", True)

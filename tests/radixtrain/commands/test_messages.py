@@ -14,6 +14,15 @@ INTEGER = (
     "Does not validate against any of the Union subtypes\nSubtypes: [<class 'int'>, <class 'NoneType'>]\nErrors:\n"
     "- Expected a <class 'int'>\n- Expected a <class 'NoneType'>\nGiven value type: <class 'float'>\nGiven value: "
 )
+UNIONS = (
+    "Does not validate against any of the Union subtypes\n  Subtypes: [<class 'x.Y'>, list[str]]\n  Errors:\n"
+    "    - Expected a <class 'x.Y'>. Got value: 3\n  Given value type: <class 'list'>"
+)
+LISTED = (
+    "Does not validate against any of the Union subtypes\n  Subtypes: [list[a.B], <class 'a.B'>]\n  Errors:\n"
+    "    - Expected a dot import path string: {0}\n  Given value type: <class 'list'>\n"
+    "  Given value: [{{'class_path': '{0}'}}]"
+)
 NO_CLASS = "Errors:\n- Expected a dot import path string: {0}\nGiven value type: <class 'str'>\nGiven value: {0}"
 
 
@@ -65,6 +74,60 @@ NO_CLASS = "Errors:\n- Expected a dot import path string: {0}\nGiven value type:
         ),
         ("argument --save_best: expected one argument", "save_best needs a value: --save_best VALUE"),
         ("Parser key \"config\": File does not exist: '/a/no.yaml'", "--config: no such file: /a/no.yaml"),
+        ("Parser key \"config\": Path is not a file: '/a/folder'", "--config: not a file: /a/folder"),
+        ("argument -c/--config: expected one argument", "config needs a value: --config VALUE"),
+        (
+            'Key "model.model_name_or_path" not found in namespace.',
+            "model is a section: expected keys with their values",
+        ),
+        ("Option 'savebest' is not accepted", "no key savebest, did you mean save_best?"),
+        (
+            "Group 'fit' does not accept option 'model.learning_rate'",
+            "a configuration file has no section fit: write what is in it, model.learning_rate, at the top level",
+        ),
+        (
+            "Unexpected config: \n",
+            "--config: expected keys with their values, such as `output_dir: runs/a`; got an empty file",
+        ),
+        (
+            "Unexpected config: model:\n\n",
+            "--config: expected keys with their values, such as `output_dir: runs/a`; got model:",
+        ),
+        (
+            'Problems parsing config: found character that cannot start any token\n  in "<unicode string>", line 2',
+            "--config: the file is not YAML: found character that cannot start any token, in line 2",
+        ),
+        (
+            "Parser key \"data\":\nUnable to load config 'tiny.jsonl'\n  - did not find expected <document start>",
+            "data is a section: expected keys with their values; got tiny.jsonl",
+        ),
+        (
+            f'Parser key "trainer.callbacks": {LISTED.format("EarlyStoping")}',
+            "trainer.callbacks: no 'EarlyStoping', did you mean EarlyStopping?",
+        ),
+        (
+            f'Parser key "trainer.logger": {LISTED.format("CSVLoger")}',
+            "trainer.logger: no 'CSVLoger', did you mean CSVLogger?",
+        ),
+        (
+            f"Parser key \"trainer.logger\": {UNIONS}\nGiven value: NestedArg(key='foo', val='1')",
+            "no key foo in trainer.logger, which is no section (`radixtrain fit --help trainer.logger` says more)",
+        ),
+        (
+            'Parser key "trainer.callbacks": Does not validate against any of the Union subtypes\n  Errors:\n'
+            "    - Problem with given class_path 'a.EarlyStopping':\n the following arguments are required: monitor\n"
+            "    - Expected a",
+            "trainer.callbacks: EarlyStopping needs monitor, under its init_args",
+        ),
+        (
+            f"Parser key \"model.lora_target_modules\": {UNIONS}\nGiven value: ['q_proj', 3]",
+            "model.lora_target_modules must be list of text, text; got ['q_proj', 3] (`radixtrain fit --help "
+            "model.lora_target_modules` says more)",
+        ),
+        (
+            f'Parser key "trainer.plugins": {UNIONS}\nGiven value: {"x" * 99}',
+            f"trainer.plugins: no such value; got {'x' * 80} ... (`radixtrain fit --help trainer.plugins` says more)",
+        ),
         ("something\nelse", "something else"),
     ],
 )

@@ -173,3 +173,11 @@ def test_reference_has_no_cost(tiny_qwen3: Callable[..., Any]) -> None:
 
 def test_free_bytes() -> None:
     assert free_bytes(CPU) > 2**20
+
+
+def test_free_bytes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 in all: another process has 30, this one 20, and 5 more that its allocator keeps."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (25, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 25)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 20)
+    assert free_bytes(torch.device("cuda", 0)) == 30

@@ -1,6 +1,8 @@
 """What ranks tell one another beside torch.distributed: who tells why the run ends, and who is gone."""
 
 import os
+import signal
+import socket
 import time
 
 import pytest
@@ -67,6 +69,33 @@ def test_a_rank_that_is_gone_is_noticed(lost):
     assert said == ([([0], True), ([0], False)] if lost == 0 else [([1], True), ([], False)])
 
 
+def test_a_rank_that_is_gone_is_noticed_while_its_workers_live():
+    """They are forked, and would hold its connection open."""
+
+    def work(rank):
+        board = Board()
+        ranks().barrier()
+        if rank == 0:
+            until(board.is_told.is_set)
+            return board.gone
+        worker = os.fork()
+        if not worker:
+            time.sleep(60.0)
+            os._exit(0)
+        for line in board.__dict__["_lines"]:
+            line.close()  # as the end of the process would
+        ranks().barrier()
+        return os.kill(worker, signal.SIGKILL)
+
+    def both(rank):
+        gone = work(rank)
+        if rank == 0:
+            ranks().barrier()
+        return gone
+
+    assert on_ranks(2, both) == [[1], None]
+
+
 def test_a_run_that_ended_well_is_no_loss():
     def work(rank):
         board = Board()
@@ -101,6 +130,51 @@ def test_a_rank_that_waits_for_ever_is_ended(monkeypatch):
     os.close(write)
     assert os.read(read, 100) == b""
     os.close(read)
+
+
+class Child:
+    """A process that was killed, or one that is told so."""
+
+    def __init__(self, code, killed):
+        self.code, self.killed = code, killed
+
+    def poll(self):
+        return self.code
+
+    def kill(self):
+        self.code = -signal.SIGKILL
+        os.write(self.killed, b"k")
+
+
+def test_a_rank_that_hangs_ends_with_those_that_it_has_started(monkeypatch):
+    """And says how the one has ended that is gone, rank 2 here: not those that it ends itself."""
+    monkeypatch.setattr(board_module, "GRACE", 0.2)
+    (said, stderr), (deaths, killed) = os.pipe(), os.pipe()
+
+    def work(rank):
+        board = Board([Child(None, killed), Child(-signal.SIGTERM, killed)] if rank == 0 else ())
+        ranks().barrier()
+        if rank == 2:
+            board.__dict__["_lines"].clear()
+        else:
+            board.is_told.wait()
+            os.dup2(stderr, 2)
+            time.sleep(30.0)
+
+    with pytest.raises(AssertionError, match="rank 0: ended without an answer"):
+        on_ranks(3, work, seconds=10.0)
+    assert os.read(said, 1000) == b"error: rank 2 was killed by SIGTERM; go on with --ckpt_path last\n"
+    assert os.read(deaths, 1000) == b"kk"
+    for end in (said, stderr, deaths, killed):
+        os.close(end)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_other_machines_connect_by_either_protocol(family):
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("needs a machine with IPv6")
+    with board_module.__dict__["_server"]("gpu07", 1) as server, socket.socket(family) as line:
+        line.connect(("127.0.0.1" if family == socket.AF_INET else "::1", server.getsockname()[1]))
 
 
 def test_errors_as_they_are_told(monkeypatch):

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from forked_children import fork_children, rank_1_finds_an_error
 
+from radixtrain.errors import UserError
+from radixtrain.training.devices import launch
 from radixtrain.training.devices.launch import Processes
 from radixtrain.training.devices.started import PARENT
 
@@ -145,6 +147,20 @@ class TestProcesses:
         assert not processes.starts_others
         with processes:
             assert processes.joined(lambda: "made") == "made"
+
+
+@pytest.mark.parametrize(("tasks", "error"), [("2(x2)", UserError), ("4", RuntimeError)])
+def test_machines_that_gloo_does_not_connect(environment, monkeypatch, tasks, error):
+    """On one machine it is no matter of its network."""
+    environment({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": tasks})
+
+    def join(timeout):
+        raise RuntimeError("Gloo connectFullMesh failed with [/x/gloo/transport/tcp/pair.cc:144] no error")
+
+    monkeypatch.setattr(launch, "join", join)
+    with pytest.raises(error, match="connectFullMesh") as caught:
+        Processes(SimpleNamespace(), ["fit"], timedelta(seconds=5)).joined(lambda: "made")
+    assert ("GLOO_SOCKET_IFNAME" in str(caught.value)) == (error is UserError)
 
 
 class Child:

@@ -1,9 +1,11 @@
 """Which devices and strategies a command takes, in the words of a user."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 
 def settings(**keys):
     """With defaults of the keys that are looked at."""
-    trainer = {"devices": 1, "num_nodes": 1, "strategy": "auto", "plugins": None}
+    trainer = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "strategy": "auto", "plugins": None}
     model = {"load_in_4bit": False, "verify_first_batch": False, "generate": False}
     found = Namespace(
         trainer=Namespace(**trainer), model=Namespace(**model), evaluate_generation=Namespace(metric=None)
@@ -155,6 +157,36 @@ def test_the_timeout_is_that_of_the_key(strategy):
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
     check_devices(trainer, timedelta(seconds=7))
     assert vars(strategy)["_timeout"] == timedelta(seconds=7)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nccl_waits_longer_than_what_reports_a_hanging_rank(device):
+    strategy = DDPStrategy(parallel_devices=[torch.device(device, 0)])
+    check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
+    assert vars(strategy)["_timeout"] == timedelta(seconds=7 if device == "cpu" else 67)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, True), ({"gradient_as_bucket_view": False}, False)])
+def test_gradients_are_held_once_unless_the_user_says_otherwise(given, expected):
+    strategy = DDPStrategy(**given)
+    check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
+    assert vars(strategy)["_ddp_kwargs"]["gradient_as_bucket_view"] is expected
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "visible", "is_refused"),
+    [("auto", 1, True), ("gpu", 1, True), ("cpu", 1, False), ("auto", 0, False), ("auto", 2, False)],
+)
+def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch, accelerator, visible, is_refused):
+    """Two tasks on each machine."""
+    environment(SRUN)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    given = settings(trainer__accelerator=accelerator, trainer__devices=2)
+    if not is_refused:
+        assert "plugins" in device_settings(given, "fit")
+        return
+    with pytest.raises(UserError, match=r"2 tasks on this machine, and this one sees 1 of .* --gpus-per-node=2"):
+        device_settings(given, "fit")
 
 
 @pytest.mark.parametrize(

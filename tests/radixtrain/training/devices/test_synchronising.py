@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from forked_ranks import on_ranks
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -55,8 +56,10 @@ class Watched(RadixModule):
         return False
 
 
-def trainer_on(count: int, strategy: str = "ddp") -> L.Trainer:
-    several = {"strategy": strategy, "devices": count} if count > 1 else {"devices": 1}
+def trainer_on(count: int, **options: bool) -> L.Trainer:
+    """options: of `DistributedDataParallel`; by default as `check_devices` sets them."""
+    strategy = DDPStrategy(**{"gradient_as_bucket_view": True, **options})
+    several: dict[str, Any] = {"strategy": strategy, "devices": count} if count > 1 else {"devices": 1}
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     return L.Trainer(accelerator="cpu", max_epochs=1, **several, **dict.fromkeys(off, False))
 
@@ -199,18 +202,19 @@ class Experts(L.LightningModule):
         optimizer.step()
 
 
-def trained(steps: list[list[list[int]]], size: int, strategy: str = "ddp") -> tuple[Any, list[list[float]]]:
-    """The gradients of each step, and the weights after the last."""
+def trained(steps: list[list[list[int]]], size: int, **options: bool) -> tuple[Any, list[list[float]]]:
+    """The gradients of each step, and the weights after the last. options: of `trainer_on`."""
     module = Experts()
-    trainer_on(size, strategy).fit(module, DataLoader(steps, batch_size=None))
+    trainer_on(size, **options).fit(module, DataLoader(steps, batch_size=None))
     return module.found, [each.tolist() for each in module.weights]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
-def test_weights_that_some_ranks_do_not_reach(strategy: str) -> None:
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "find_unused_parameters"])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_weights_that_some_ranks_do_not_reach(option: str, is_set: bool) -> None:
     """In the last micro-batch, in none of one rank, and in none of any: that gradient stays None, as AdamW needs it."""
     shares = [[[[0], [1]], [[1]], [[3, 0]]], [[[0, 2], [0]], [[1]], [[2]]]]
-    answers = on_ranks(2, lambda rank: trained(shares[rank], 2, strategy))
+    answers = on_ranks(2, lambda rank: trained(shares[rank], 2, **{option: is_set}))
     gradients, weights = trained([first + second for first, second in zip(*shares, strict=True)], 1)
     assert [[each is None for each in step] for step in gradients] == [
         [False, False, False, True],
@@ -234,6 +238,27 @@ def test_gradients_are_exchanged_once_a_step(monkeypatch: pytest.MonkeyPatch) ->
         return exchanged
 
     assert on_ranks(2, count) == [[False, False, True, False, True]] * 2
+
+
+def test_gradients_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch adds to those in DDP's buckets, also after steps that have not reached a weight."""
+
+    def places(rank: int) -> list[set[tuple[int, int]]]:
+        found: list[set[tuple[int, int]]] = []
+        run = Experts.manual_backward
+
+        def noting(module: Any, loss: Tensor) -> None:
+            run(module, loss)
+            held = [each.grad for each in module.weights if each.grad is not None]
+            found.append({(each.data_ptr(), each.untyped_storage().nbytes()) for each in held})
+
+        monkeypatch.setattr(Experts, "manual_backward", noting)
+        trained([[[0, 1, 2, 3]]] * 2 + [[[0], [1, 2], [3, 0]], [[0, 1]], [[2, 3], [0]]], 2)
+        return found[2:]  # DDP lays out its buckets in the second step
+
+    for found in on_ranks(2, places):
+        assert len(found) == 6 and len(set.union(*found)) == 4
+        assert {size for _, size in set.union(*found)} == {4 * 2 * 4}, "views of one bucket"
 
 
 class Retyped(Experts):

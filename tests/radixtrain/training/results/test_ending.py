@@ -71,6 +71,9 @@ def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str)
             {"max_steps": 12},
             "nothing left to do: step 12 of 12 was reached before; raise trainer.max_steps to go on",
         ),
+        (0, {"max_steps": 0}, "no step to take: trainer.max_steps is 0"),
+        (0, {"max_epochs": 0}, "no step to take: trainer.max_epochs is 0"),
+        (0, {"limit_train_batches": 0}, "no step to take: trainer.limit_train_batches is 0"),
         (20, {"callbacks": [ended_early()]}, "nothing left to do: stopped early at step 20 of 30: eval_loss did not"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokenized.corpus import Corpus, Part
+from radixtrain.distributed import Ranks
 from radixtrain.training.start import first_screen
 from radixtrain.training.start.first_screen import data_entries, model_entries, sharing_entries, steps_between_logs
 
@@ -38,6 +40,18 @@ def data_of(rows, **settings):
     data = SFTData("rows.jsonl", **settings)
     data.conversations["train"] = Corpus([Part(name="rows", conversations=rows)])
     return data
+
+
+def r_of_run(data, num_ranks):
+    """What the collators of all ranks make of the first epoch."""
+    whole, tokens, computed = data.step_collator(), 0, 0
+    for index in range(data.steps_per_epoch):
+        steps = [
+            replace(whole, rank=rank, num_ranks=num_ranks)(data.features_of_step(index)) for rank in range(num_ranks)
+        ]
+        tokens += steps[0].num_tokens
+        computed += sum(step.num_computed_tokens for step in steps)
+    return tokens / computed
 
 
 def test_rows_and_lengths():
@@ -71,6 +85,26 @@ class TestSharing:
         entries = dict(sharing_entries(data_of(Rows(100, 1))))
         assert entries["prompts"].endswith("432 tokens or more are common to all") and "advice" not in entries
         assert 15 < float(entries["r"].split()[1]) < 32
+
+    @pytest.mark.parametrize("grouped", [False, 4])
+    def test_several_ranks(self, monkeypatch, grouped):
+        """The number of all ranks together that the collators of the run reach, and that of one process."""
+        data = data_of(Rows(96, 3), batch_size=16, max_length=2048, max_tokens=2048, group_by_prefix=grouped)
+        alone = dict(sharing_entries(data))
+        monkeypatch.setattr(first_screen, "ranks", lambda: Ranks(0, 4))
+        shown, found = dict(sharing_entries(data))["r"], r_of_run(data, 4)
+        assert (
+            shown
+            == f"about {found:.1f} tokens per computed token in this order on 4 devices, {r_of_run(data, 1):.1f} on one"
+        )
+        assert alone["r"].split()[1] == f"{r_of_run(data, 1):.1f}" != f"{found:.1f}"
+
+    def test_the_advice_is_for_these_ranks(self, monkeypatch):
+        """A step of 4 conversations holds a prompt twice at best, and each rank has one of them."""
+        data = data_of(Rows(400, 200), batch_size=4)
+        assert "advice" in dict(sharing_entries(data))
+        monkeypatch.setattr(first_screen, "ranks", lambda: Ranks(0, 4))
+        assert "advice" not in dict(sharing_entries(data))
 
     def test_the_order_of_the_file_is_not_advised_against(self):
         assert "advice" not in dict(sharing_entries(data_of(Rows(400, 20), shuffle_dataset=False)))

@@ -36,6 +36,18 @@ def test_the_first_layers_of_the_configuration(tmp_path: Path) -> None:
     models[3](input_ids=torch.arange(6)[None]).logits.sum().backward()
 
 
+def test_no_gpu_is_started_for_another_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """On a machine with several, whose generators torch would keep, and warn of it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": pytest.fail(f"{device} is started"))
+    settings = settings_of(tmp_path, Qwen3Config(num_hidden_layers=2, **SIZES, **HEADS))
+    for device in (CPU, META):
+        random_trainable(settings, 1, device)
+    assert not [each for each in recwarn if "CUDA reports" in str(each.message)]
+
+
 def test_layers_of_several_kinds(tmp_path: Path) -> None:
     config = Gemma3TextConfig(num_hidden_layers=13, sliding_window=4, **SIZES, **HEADS)
     assert layer_period(config) == 6

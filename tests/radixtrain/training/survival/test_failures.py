@@ -71,7 +71,15 @@ WORKERS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "text"), [*NO_MEMORY, *WORKERS])
+NOT_VALIDATED = [
+    (
+        RuntimeError("Early stopping conditioned on metric `eval_loss` which is not available. Pass in or modify"),
+        "trainer.callbacks: EarlyStopping watches eval_loss, and the run ended before its first validation: set",
+    )
+]
+
+
+@pytest.mark.parametrize(("error", "text"), [*NO_MEMORY, *WORKERS, *NOT_VALIDATED])
 def test_in_words(error: Exception, text: str) -> None:
     explained = explain(error, None)
     assert explained is not None and explained.startswith(text)

@@ -33,12 +33,12 @@ def ran(arguments: Any, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def refused(arguments: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """`refused(flag=...)`: the one line that a run ends with instead of training."""
+    """`refused(flag=...)`: the one line that a run ends with instead of training. It leaves nothing, also no logs."""
 
     def run(**flags: Any) -> str:
         capsys.readouterr()
-        assert main(arguments(output_dir=tmp_path / "refused", **flags)) == 1
-        assert not (tmp_path / "refused" / "model").exists()
+        assert main(arguments(**{"output_dir": tmp_path / "refused", **flags})) == 1
+        assert not (tmp_path / "refused").exists()
         return capsys.readouterr().err.splitlines()[-1]
 
     return run
@@ -99,6 +99,19 @@ def test_a_run_that_max_time_has_stopped_goes_on(ran, arguments, tmp_path, monke
     assert_same_model(short, whole)
 
 
+@pytest.mark.parametrize("due", [False, True])
+def test_max_time_adds_no_validation(ran, monkeypatch, due):
+    """One that is due at the step where the time is up takes place. An epoch has five steps."""
+    asked = count()
+    monkeypatch.setattr(Timer, "time_elapsed", lambda self, stage="train": 0.0 if next(asked) < 4 else 4000.0)
+    flags = {"data__val_size": 4, "trainer__val_check_interval": 2, "save_best": "eval_loss"}
+    every = {"data__batch_size": 2, "trainer__val_check_interval": 4} if due else {"trainer__val_check_interval": 3}
+    run = ran("run", trainer__max_time="00:01:00:00", **{**flags, **every})
+    losses, validations = column(run), column(run, "eval_loss")
+    assert max(losses) == 3  # the fourth step was the last one
+    assert set(validations) == ({3} if due else {2})
+
+
 def test_a_start_without_a_step_names_the_checkpoint_that_it_went_on_from(ran, capsys):
     """It has written none, and none is lost."""
     exact = {"trainer__deterministic": "true"}
@@ -157,10 +170,37 @@ def test_new_hyperparameters_are_applied_and_said(ran, caplog):
 def test_the_same_settings_are_said_to_be_none(ran, caplog):
     old = ran("old", **EVERY)
     caplog.clear()
-    ran("resumed", ckpt_path=at(old, 4))
+    ran("resumed", ckpt_path=at(old, 4), **EVERY)
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("radixtrain")]
     assert not [text for text in messages if "other settings" in text]
     assert [text for text in messages if text.startswith("goes on after step 4, with a learning rate of")]
+
+
+def test_what_the_run_does_besides_its_steps_is_said(ran, caplog):
+    """Settings that are left out, too: the run would no longer keep the best weights, and would not end early."""
+    flags = {"data__val_size": 4, "trainer__max_steps": 3}
+    judged = {"save_best": "eval_loss", "early_stopping": 9, "trainer__val_check_interval": 2}
+    answers = {"evaluate_generation__metric": "contains", "evaluate_generation__max_new_tokens": 2}
+    old = ran("old", **flags, **judged, **answers)
+    caplog.clear()
+    ran("resumed", ckpt_path=at(old, 3), **{**flags, "trainer__max_steps": 4})
+    said = next(record.getMessage() for record in caplog.records if "other settings" in record.getMessage())
+    assert "save_best was eval_loss and is null; early_stopping was 9 and is null" in said
+    assert "trainer.val_check_interval was 2 and is null" in said
+    assert "evaluate_generation.metric was contains and is null" in said
+    assert "evaluate_generation.max_new_tokens was 2 and is 256" in said
+
+
+@pytest.mark.parametrize(
+    "changed", [{"data__batch_size": 5}, {"trainer__max_steps": 2}, {"trainer__limit_train_batches": 4}], ids=str
+)
+@pytest.mark.parametrize("logger", ["csv", "none"])
+def test_a_refused_resume_leaves_the_folder_as_it_was(ran, refused, changed, logger, tmp_path):
+    run = ran("run", trainer__max_steps=3, trainer__logger=logger)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert "ckpt_path: " in refused(ckpt_path="last", output_dir=run, trainer__logger=logger, **changed)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert [path for path in run.rglob("*") if path.is_dir() and not any(path.iterdir())] == []
 
 
 def test_a_run_that_is_extended_takes_no_step_at_learning_rate_zero(ran, caplog):

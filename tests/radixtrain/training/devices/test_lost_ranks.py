@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from radixtrain.training.devices.failures import lost_rank
+from radixtrain.training.devices.lost_ranks import lost_rank
 
 PAIR = "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:408: Connection reset by peer. This is typically"
 BUFFER = "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"

@@ -1,0 +1,70 @@
+"""Installed packages that are older than radixtrain works with, each with the command that replaces it.
+
+pip keeps the bounds of pyproject.toml when it installs radixtrain. It does not look again when another package is
+installed later, and nothing looks if radixtrain is used from its folder.
+"""
+
+import re
+from importlib import metadata
+
+from radixtrain.errors import UserError
+
+__all__ = ["OLDEST", "OLDEST_OPTIONAL", "WHY", "check_versions", "installed", "is_older"]
+
+# Package -> the oldest version that works: the bounds of pyproject.toml, which tests/test_packaging.py compares.
+OLDEST = {
+    "datasets": "4",
+    "jinja2": "3.1",
+    "jsonargparse": "4.53",
+    "lightning": "2.6.6",
+    "numpy": "2",
+    "plotly": "6",
+    "rich": "13",
+    "safetensors": "0.5",
+    "torch": "2.10",
+    "transformers": "5.17",
+    "wandb": "0.19",
+    "xxhash": "3",
+}
+# Package -> the same, of those that no command needs to start.
+OLDEST_OPTIONAL = {"bitsandbytes": "0.46.1", "flash-attn": "2.7", "matplotlib": "3.9", "peft": "0.18"}
+# Package -> what is wrong with older ones, if it is more than that they lack what radixtrain calls.
+WHY = {
+    "lightning": "older ones run code of a checkpoint, 2.6.2 and 2.6.3 steal credentials",
+    "torch": "older ones can be attacked by a checkpoint file",
+}
+
+
+def check_versions() -> None:
+    """Raises UserError if a package that every command needs is missing or too old. Imports none of them."""
+    problems = {name: problem for name in OLDEST if (problem := _problem(name))}
+    if problems:
+        packages = " ".join(f"'{name}>={OLDEST[name]}'" for name in problems)
+        raise UserError(f"{'; '.join(problems.values())}: pip install -U {packages}")
+
+
+def _problem(name: str) -> str:
+    """Empty if there is none."""
+    version = installed(name)
+    if version is None:
+        return f"{name} is not installed"
+    return f"{name} {version} is older than {OLDEST[name]}, the oldest that works" if is_older(name, version) else ""
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed package, None if there is none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_older(name: str, version: str) -> bool:
+    """Whether a version of a package is older than the oldest that works. A release candidate counts as its release."""
+    oldest = OLDEST.get(name) or OLDEST_OPTIONAL.get(name, "0")
+    return _numbers(version) < _numbers(oldest)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -1,0 +1,200 @@
+"""Steps on a CUDA device without values, each a case: `main` prints what happened to each of a group.
+
+A line has the `name` of the case, and `waits`, how often which function of ours waited for the device, or `error` and
+`where`, what went wrong. `device.py` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import peft
+import torch
+from random_models import random_hybrid, random_qwen3
+from tiny_models import tiny_model
+from torch import nn
+from watch import FakeCUDA, Waits, move_module, moved
+
+from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain.collators.steps import StepCollator
+from radixtrain.generation.generate import generate
+from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.recurrent import layers
+from radixtrain.testing import FREE_FORKS
+from radixtrain.training.module import RadixModule
+from radixtrain.verification.equivalence import verify_equivalence
+
+BF16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
+NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [2, 2, 1], [2, 2, 3, 3], [2, 2, 3, 4], [5, 1]]
+FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
+Context = AbstractContextManager[Any]
+Case = Callable[[], dict[str, int]]
+
+
+def step(model: Any, batch: dict[str, Any], forward: Context | None = None, scaled: bool = False, fused: bool = True):
+    """Forward, backward, clipping and AdamW. Every gradient must be on the device, in the dtype of its weight."""
+    scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, waits = torch.optim.AdamW(trained, fused=fused), Waits()
+    with model.mode, waits:
+        with forward or nullcontext():
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(each.grad.is_cuda and each.grad.dtype == each.dtype for each in trained)
+    return dict(waits.counts)
+
+
+def on_device(model: Any, dtype: torch.dtype) -> Any:
+    mode = FakeCUDA()
+    model = move_module(model.to(dtype).train(), mode)
+    model.mode = mode
+    return model
+
+
+def radix(model: Any, dtype: torch.dtype = BF16, attention: str = "auto", recompute: bool = False, **how: Any):
+    """A step of a batch of a `RadixCollator`."""
+    tiles = (32, 16) if attention == "tree" and dtype == FLOAT32 and "forward" not in how else attention == "tree"
+    batch = RadixCollator(tree_tiles=tiles, run_cost=FREE_FORKS if hasattr(model, "hybrid") else None)(FEATURES)
+    model = prepare_model(on_device(model, dtype), attention=attention)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step(model, moved(dict(batch), model.mode), **how)
+
+
+def hybrid(kind: str) -> Any:
+    model = random_hybrid(kind)
+    model.hybrid = True
+    return model
+
+
+def lora() -> Any:
+    return peft.get_peft_model(random_qwen3(), peft.LoraConfig(target_modules="all-linear", r=2))
+
+
+def mixed(dtype: torch.dtype) -> Context:
+    return torch.autocast("cuda", dtype=dtype)
+
+
+def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
+    """`RadixModule.training_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
+    model = prepare_model(on_device(random_qwen3(), dtype))
+    module: Any = RadixModule("unused")
+    module.model, module.plain_head = model, True
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    vars(module).update(optimizers=lambda: optimizer, lr_schedulers=lambda: scheduler)
+    vars(module).update(manual_backward=lambda loss: loss.backward(), log_dict=lambda *_, **__: None)
+    RadixModule.device, RadixModule.global_step = torch.device("cuda:0"), 0
+    given = StepCollator(max_tokens=12, **collator)(FEATURES)
+    given.micro_batches = moved(given.micro_batches, model.mode)
+    waits = Waits()
+    with model.mode, waits, forward or nullcontext():
+        module.training_step(given, 0)
+    return dict(waits.counts)
+
+
+def padded(model: Any, **options: Any) -> dict[str, int]:
+    """A step of `share_prefixes`. The plan is made of token ids, which the fakes lack: it gets those of the test."""
+    width = max(map(len, NESTED))
+    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in NESTED])
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in NESTED])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    rows, read = PaddedRows.read(ids, mask, None), PaddedRows.read
+    PaddedRows.read = lambda *given: (read(*given), rows)[1]
+    try:
+        model = share_prefixes(on_device(model, BF16), min_ratio=1.0, **options)
+        waits = step(model, moved(batch, model.mode))
+        assert sharing_report(model).num_shared == 1
+        return waits
+    finally:
+        PaddedRows.read = read
+
+
+def generated(**options: Any) -> dict[str, int]:
+    model, waits = on_device(random_qwen3(), BF16).eval(), Waits()
+    with model.mode, waits:
+        generate(model, [[1, 2, 3], [1, 2, 4, 5], [1, 2]], max_new_tokens=4, pad_token_id=0, **options)
+    return dict(waits.counts)
+
+
+def verified() -> dict[str, int]:
+    """That it runs, in float64 too; it may wait as it likes."""
+    model = on_device(random_qwen3(), BF16)
+    with model.mode, Waits():
+        verify_equivalence(model, FEATURES)
+    return {}
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * grad.sum().item()
+
+
+def mistaken(change: Callable[[Any, Any, Any], Any]) -> dict[str, int]:
+    """A step whose attention is changed. change: module, arguments and output of the first attention -> its output."""
+    model = random_qwen3()
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(change)
+    return radix(model)
+
+
+MISTAKES: dict[str, Any] = {
+    "another device": lambda _, args, out: out + torch.ones(out.shape[-1], dtype=out.dtype),
+    "another dtype": lambda _, args, out: torch.nn.functional.linear(out, torch.eye(32, device="cuda:0")),
+    "a value": lambda _, args, out: out * out.detach().sum().item(),
+    "a shape": lambda _, args, out: out + out.detach().nonzero().sum(),
+    "a copy": lambda _, args, out: out + torch.ones(out.shape[-1], dtype=out.dtype).to("cuda:0"),
+    "backward": lambda _, args, out: Reads.apply(out),
+}
+STRATEGIES = ("cascade", "path", "expand", "reference", "tree")
+FAMILIES = ("Qwen3Moe", "Gemma3", "Gemma2", "GptOss", "Mistral")  # routed; windows; soft-cap; sinks and windows; window
+GROUPS: dict[str, dict[str, Case]] = {
+    "strategies": {
+        **{name: lambda name=name: radix(random_qwen3(), attention=name) for name in STRATEGIES},
+        "tree in float32": lambda: radix(random_qwen3(), FLOAT32, "tree"),
+        "float32": lambda: radix(random_qwen3(), FLOAT32),
+        "AdamW for each": lambda: radix(random_qwen3(), fused=False),
+        "recomputed": lambda: radix(random_qwen3(), recompute=True),
+        "bf16-mixed": lambda: radix(random_qwen3(), FLOAT32, forward=mixed(BF16), recompute=True),
+        "bf16-mixed tree": lambda: radix(random_qwen3(), FLOAT32, "tree", forward=mixed(BF16)),
+        "float16 with a loss scale": lambda: radix(random_qwen3(), FLOAT32, forward=mixed(FLOAT16), scaled=True),
+        "LoRA": lambda: radix(lora(), FLOAT32, forward=mixed(BF16)),
+        **{name: lambda name=name: radix(tiny_model(f"{name}ForCausalLM", {})) for name in FAMILIES},
+        **{name: lambda name=name: radix(hybrid(name)) for name in ("Qwen3.5", "Bamba", "LFM2")},
+    },
+    "commands": {
+        "fit": lambda: step_of_fit(dtype=BF16),
+        "fit bf16-mixed": lambda: step_of_fit(mixed(BF16)),
+        "fit, labels not merged": lambda: step_of_fit(dtype=BF16, merge_labels=False),
+        "share_prefixes": lambda: padded(random_qwen3()),
+        "share_prefixes, path": lambda: padded(random_qwen3(), attention="path"),
+        "share_prefixes, Qwen3.5": lambda: padded(hybrid("Qwen3.5")),
+        "generate": generated,
+        "generate samples": lambda: generated(do_sample=True, top_p=0.9, top_k=5, seed=1, num_return_sequences=2),
+        "verify": verified,
+    },
+    "mistakes": {name: lambda change=change: mistaken(change) for name, change in MISTAKES.items()},
+}
+
+
+def main(group: str) -> None:
+    """Print a line for each case of the group."""
+    vars(layers)["why_it_cannot_fork"] = lambda *_: ""  # tried once for a mixer, on values
+    for name, case in GROUPS[group].items():
+        try:
+            found: dict[str, Any] = {"waits": case()}
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
+        print(json.dumps({"name": name, **found}))

@@ -1,0 +1,91 @@
+"""What CUDA would refuse is found without a GPU: whole steps on a device that checks everything and computes nothing.
+
+Every operator of a step sees its tensors on `cuda:0` and refuses devices and dtypes that do not go together; autograd,
+autocast and the optimizers take the path of CUDA; and wherever the host would wait for the device, the function that
+does is known (`watch.py`). Torch's and Triton's kernels give the shapes of their results, and their values are not
+computed: those are what `make test-gpu` is for.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+TORCH = Path(torch.__file__).parent
+STEP = {"radixtrain/training/survival/finite.py:_are_finite": 1}
+READ_BOUNDS = "radixtrain/kernels/ragged.py:_read_bounds"
+SHARED = {"radixtrain/hf/padded/rows.py:read": 1, "radixtrain/hf/padded/spread.py:_check_zero": 2}
+# Where a step waits for the device, how often, and why; every other case must not.
+WAITS = {
+    "float32": {READ_BOUNDS: 6},  # no flash kernel takes it: the eager one loops, over two arrays for each of its calls
+    "Gemma2": {READ_BOUNDS: 8},  # nor a soft-cap, without the flash-attn package
+    "fit": STEP,  # once, before the optimizer steps
+    "fit bf16-mixed": STEP,
+    "fit, labels not merged": STEP,
+    "share_prefixes": SHARED,  # to plan, and in the backward pass, of hidden states and of logits
+    "share_prefixes, path": SHARED,
+    "share_prefixes, Qwen3.5": SHARED,
+    "generate": {"radixtrain/generation/active.py:_choose": 4},  # once for each token
+    "generate samples": {"radixtrain/generation/active.py:_choose": 4},
+}
+# In the attention of one layer. What the error says, or where the wait is.
+MISTAKES: dict[str, Any] = {
+    "another device": "found at least two devices, cuda:0 and cpu",
+    "another dtype": "of torch.bfloat16, torch.float32",
+    "a value": 1,
+    "a shape": "nonzero",
+    "a copy": 1,
+    "backward": 1,
+}
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="with g++ installed this runs"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that is built for the CPU runs this"),
+]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`device.cpp`, compiled in three seconds."""
+    path = tmp_path_factory.mktemp("fake_cuda") / "device.so"
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}", str(HERE / "device.cpp")]
+    libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+    subprocess.run([*command, "-o", str(path), *libraries], check=True)
+    return path
+
+
+def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
+    """What `device.py` says of the cases of a group, by name."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(HERE / "device.py"), str(library), group]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "number"), [("strategies", 21), ("commands", 9)])
+def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str, number: int) -> None:
+    found = ran(library, group)
+    assert len(found) == number
+    failed = {name: case["where"] for name, case in found.items() if "error" in case}
+    assert not failed, "\n".join(f"{name}:\n{where}" for name, where in failed.items())
+    assert {name: case["waits"] for name, case in found.items()} == {name: WAITS.get(name, {}) for name in found}
+
+
+@pytest.mark.slow
+def test_mistakes_are_seen(library: Path) -> None:
+    found = ran(library, "mistakes")
+    assert found.keys() == MISTAKES.keys()
+    for name, expected in MISTAKES.items():
+        if isinstance(expected, str):
+            assert expected in found[name].get("error", ""), found[name]
+        else:
+            assert sum(found[name].get("waits", {}).values()) == expected, found[name]

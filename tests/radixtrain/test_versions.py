@@ -1,0 +1,99 @@
+"""Packages that are too old or missing: one line with the command, before anything that takes seconds is imported."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import radixtrain
+from radixtrain import __main__ as entrance
+from radixtrain import versions
+from radixtrain.__main__ import main
+from radixtrain.errors import UserError
+from radixtrain.versions import check_versions, installed, is_older
+
+
+@pytest.fixture
+def old(monkeypatch):
+    """The machine of somebody with an old torch and no Rich."""
+    changed = {"torch": "2.6.0+cu124", "rich": None}
+    monkeypatch.setattr(versions, "installed", lambda name: changed.get(name, "999"))
+    return (
+        "torch 2.6.0+cu124 is older than 2.10, the oldest that works; rich is not installed: "
+        "pip install -U 'rich>=13' 'torch>=2.10'"
+    )
+
+
+def sentences(message):
+    """In any order of the packages."""
+    problems, _, command = message.rpartition(": pip install -U ")
+    return set(problems.split("; ")), set(command.split())
+
+
+def test_this_machine_has_what_is_needed():
+    check_versions()
+    assert installed("torch") and installed("no-such-package") is None
+
+
+def test_all_are_named_at_once(old):
+    with pytest.raises(UserError) as caught:
+        check_versions()
+    assert sentences(str(caught.value)) == sentences(old)
+
+
+def test_a_command_says_it_in_one_line(old, capsys):
+    assert main(["fit", "--config", "none.yaml"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert sentences(printed.removeprefix("error: ").rstrip()) == sentences(old)
+
+
+def test_doctor_looks_further(old, monkeypatch):
+    ran = []
+    monkeypatch.setattr(entrance, "import_module", lambda name: SimpleNamespace(run=ran.append))
+    assert main(["doctor"]) == 0 and ran == [["doctor"]]
+
+
+def test_a_public_name_says_it_too(old, monkeypatch):
+    """An attribute that an old package lacks; Python would say that prepare_model does not exist."""
+
+    def lacks(name):
+        raise AttributeError("module 'transformers' has no attribute 'x'")
+
+    monkeypatch.setattr(radixtrain, "import_module", lacks)
+    with pytest.raises(UserError, match=r"torch 2\.6\.0"):
+        radixtrain.prepare_model  # noqa: B018
+    monkeypatch.setattr(versions, "installed", lambda name: "999")
+    with pytest.raises(
+        ImportError, match=r"radixtrain\.prepare_model cannot be imported: module 'transformers' has no"
+    ):
+        radixtrain.prepare_model  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("version", "old"), [("2.6.5", True), ("2.6.6", False), ("2.10.0", False), ("2.7", False), ("2.6.6rc1", False)]
+)
+def test_versions_are_numbers(version, old):
+    assert is_older("lightning", version) is old
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys; from radixtrain.versions import check_versions; check_versions(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+class TestTheEndOfTheProcess:
+    """Objects that Python does not look at are leaks to a library built with nanobind, which lists them."""
+
+    @pytest.mark.parametrize(("library", "frozen"), [(None, True), ("plain", True), ("nanobind", False)])
+    def test_frozen_unless_a_library_would_list_leaks(self, library, frozen, monkeypatch):
+        kind = type("nb_func", (), {"__module__": str(library)})
+        found = {"triton._C.libtriton": SimpleNamespace(part=kind())} if library else {}
+        called = []
+        monkeypatch.setattr(entrance, "sys", SimpleNamespace(modules=found))
+        monkeypatch.setattr(entrance, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=2, SIG_IGN=1))
+        monkeypatch.setattr(entrance, "gc", SimpleNamespace(freeze=lambda: called.append(True)))
+        entrance._leave()
+        assert bool(called) is frozen
