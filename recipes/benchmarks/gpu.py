@@ -23,7 +23,7 @@ Where the seconds come from: docs/benchmarks.md, "On a GPU". Each part gets its 
 the clock, and leaves out by name what does not fit. A part that fails says so, and the others go on. If an error leaves
 the device unusable, the parts that are left run in a fresh process. Both files are whole after every result.
 
-The page begins with the bars of `gpu_bars.py`: pass, fail or left out, beside the figure. The exit code is 1 if a
+The page begins with the bars of `gpu_parts/bars.py`: pass, fail or left out, beside the figure. The exit code is 1 if a
 gradient is wrong.
 """
 
@@ -33,15 +33,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import gpu_attention
-import gpu_page
 import torch
-from gpu_attention import attention
-from gpu_equivalence import equivalence
-from gpu_rows import GATHERS, TINY_GATHERS, rows
-from gpu_run import Run, facts, read_csv
-from gpu_steps import MODELS, TINY_MODELS, steps, unequal, unshared
-from gpu_sync import sync
+from gpu_parts.attention import HEADS, PLANS, TINY_HEADS, TINY_PLANS, attention
+from gpu_parts.equivalence import equivalence
+from gpu_parts.page import page
+from gpu_parts.rows import GATHERS, TINY_GATHERS, rows
+from gpu_parts.run import Run, facts, read_csv
+from gpu_parts.steps import MODELS, TINY_MODELS, steps, unequal, unshared
+from gpu_parts.sync import sync
 
 from radixtrain.bench.cells import ModelShape
 
@@ -79,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
                 return _in_a_fresh_process(run, left, argv)
     finally:
         run.write()
-        print(gpu_page.page(run.header, run.results, run.left_out))
+        print(page(run.header, run.results, run.left_out))
     return int(not all(result.measures.get("passed", True) for result in run.results))
 
 
@@ -99,7 +98,7 @@ def calls(run: Run, options: argparse.Namespace) -> dict[str, Callable[[], None]
     models = TINY_MODELS if tiny else MODELS
     models = tuple(shape for shape in models if options.models is None or str(shape) in options.models)
     small, prompt = (TINY_MODELS[0], 32) if tiny else (VERIFIED, 256)
-    layer = (gpu_attention.TINY_PLANS, gpu_attention.TINY_HEADS) if tiny else (gpu_attention.PLANS, gpu_attention.HEADS)
+    layer = (TINY_PLANS, TINY_HEADS) if tiny else (PLANS, HEADS)
     return {
         "equivalence": lambda: equivalence(run, small, prompt),
         "sync": lambda: sync(run, small, prompt),

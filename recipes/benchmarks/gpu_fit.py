@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_steps import MODELS
+from gpu_parts.steps import MODELS
 
 from radixtrain.bench.cells import ModelShape, build_model
 from radixtrain.bench.environment import environment

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 import gpu  # noqa: E402
-import gpu_run  # noqa: E402
+from gpu_parts import run as gpu_run  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 

@@ -9,8 +9,8 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
-import gpu_bars  # noqa: E402
-import gpu_page  # noqa: E402
+from gpu_parts import bars as gpu_bars  # noqa: E402
+from gpu_parts import page as gpu_page  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 

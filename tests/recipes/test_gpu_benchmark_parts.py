@@ -10,13 +10,13 @@ import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
-import gpu_attention  # noqa: E402
-import gpu_equivalence  # noqa: E402
-import gpu_flex  # noqa: E402
-import gpu_rows  # noqa: E402
-import gpu_steps  # noqa: E402
-import gpu_sync  # noqa: E402
-from gpu_run import Run  # noqa: E402
+from gpu_parts import attention as gpu_attention  # noqa: E402
+from gpu_parts import equivalence as gpu_equivalence  # noqa: E402
+from gpu_parts import flex as gpu_flex  # noqa: E402
+from gpu_parts import rows as gpu_rows  # noqa: E402
+from gpu_parts import steps as gpu_steps  # noqa: E402
+from gpu_parts import sync as gpu_sync  # noqa: E402
+from gpu_parts.run import Run  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 

@@ -11,10 +11,10 @@ import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
 sys.path.insert(0, str(FOLDER))
-import gpu_arms  # noqa: E402
-import gpu_steps  # noqa: E402
-import gpu_turns  # noqa: E402
-from gpu_run import Run  # noqa: E402
+from gpu_parts import arms as gpu_arms  # noqa: E402
+from gpu_parts import steps as gpu_steps  # noqa: E402
+from gpu_parts import turns as gpu_turns  # noqa: E402
+from gpu_parts.run import Run  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 

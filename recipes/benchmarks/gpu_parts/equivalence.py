@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from gpu_run import Run
+from gpu_parts.run import Run
 
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.attention import EVERYWHERE, choose_attention

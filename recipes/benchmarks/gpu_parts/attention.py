@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gpu_equivalence import ways
-from gpu_flex import FlexTree
-from gpu_run import Run, seconds_of
+from gpu_parts.equivalence import ways
+from gpu_parts.flex import FlexTree
+from gpu_parts.run import Run, seconds_of
 from torch import Tensor
 
 from radixtrain.attention import tree_attention

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_run import Run, seconds_of
+from gpu_parts.run import Run, seconds_of
 from torch import Tensor
 
 from radixtrain.kernels.row_order import row_order

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_arms import as_loaded
-from gpu_run import Run, wait_for
+from gpu_parts.arms import as_loaded
+from gpu_parts.run import Run, wait_for
 from torch import Tensor
 
 from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm

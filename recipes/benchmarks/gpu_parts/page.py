@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gpu_bars import BARS, verdicts
+from gpu_parts.bars import BARS, verdicts
 
 __all__ = ["COLUMNS", "page"]
 

@@ -1,7 +1,7 @@
 """One run of the GPU's benchmark: its clock, what it found and left out, and two files that are whole at any second.
 
 The CSV file has `#` lines for the machine, the date and what was left out, then a line for each measure. The Markdown
-page beside it (`gpu_page.py`) says the same for people. Both are written anew after every result, into a second file
+page beside it (`page.py`) says the same for people. Both are written anew after every result, into a second file
 that then takes the place of the first: a run that is killed leaves what it had found.
 """
 
@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gpu_page
 import torch
+from gpu_parts.page import page
 
 from radixtrain.bench.environment import environment
 
@@ -90,7 +90,7 @@ class Run:
     def write(self) -> None:
         if self.csv is not None:
             write_csv(self.csv, self)
-            _replace(self.csv.with_suffix(".md"), gpu_page.page(self.header, self.results, self.left_out))
+            _replace(self.csv.with_suffix(".md"), page(self.header, self.results, self.left_out))
 
     def has_time(self, what: str, needed: float = 0.0) -> bool:
         if self.seconds_left > needed:

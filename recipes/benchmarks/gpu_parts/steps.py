@@ -5,8 +5,8 @@
   real data.
 - unshared: sequences of 2,304 tokens that share nothing. The code path is the same, so it shows what it costs.
 
-All arms take turns on the same weights (`gpu_turns.py`), and `measured` is against the faster of the two ordinary arms
-(`gpu_arms.py`). The ideal is the ratio of floating-point operations without padding. 4B and 8B recompute activations in
+All arms take turns on the same weights (`turns.py`), and `measured` is against the faster of the two ordinary arms
+(`arms.py`). The ideal is the ratio of floating-point operations without padding. 4B and 8B recompute activations in
 the backward pass, in all arms, because with so many layers memory would otherwise hold few sequences. Losses are
 compared here; gradients are in the part `equivalence`, because 8B of them in float32 take minutes.
 """
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_arms import PackedArm, as_loaded, packed_implementation, packed_work
-from gpu_run import Run
-from gpu_turns import Features, Turns, against, fitting_work, take_turns
+from gpu_parts.arms import PackedArm, as_loaded, packed_implementation, packed_work
+from gpu_parts.run import Run
+from gpu_parts.turns import Features, Turns, against, fitting_work, take_turns
 
 from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model, features_of_cell

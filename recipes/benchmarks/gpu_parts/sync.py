@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpu_equivalence import takes_tree
-from gpu_run import Run, wait_for
+from gpu_parts.equivalence import takes_tree
+from gpu_parts.run import Run, wait_for
 from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model
