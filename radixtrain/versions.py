@@ -6,6 +6,7 @@ installed later, and nothing looks if radixtrain is used from its folder.
 
 import re
 from importlib import metadata
+from importlib.util import find_spec
 
 from radixtrain.errors import UserError
 
@@ -27,12 +28,14 @@ OLDEST = {
     "xxhash": "3",
 }
 # Package -> the same, of those that no command needs to start.
-OLDEST_OPTIONAL = {"bitsandbytes": "0.46.1", "flash-attn": "2.7", "matplotlib": "3.9", "peft": "0.18"}
+OLDEST_OPTIONAL = {"bitsandbytes": "0.46.1", "flash-attn": "2.7", "matplotlib": "3.9", "peft": "0.20"}
 # Package -> what is wrong with older ones, if it is more than that they lack what radixtrain calls.
 WHY = {
     "lightning": "older ones run code of a checkpoint, 2.6.2 and 2.6.3 steal credentials",
     "torch": "older ones can be attacked by a checkpoint file",
 }
+
+UNKNOWN = "unknown"
 
 
 def check_versions() -> None:
@@ -52,17 +55,26 @@ def _problem(name: str) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed package, None if there is none."""
+    """The version of an installed package, None if there is none, `unknown` if it is there and does not say."""
     try:
-        return metadata.version(name)
+        return metadata.version(name) or UNKNOWN
     except metadata.PackageNotFoundError:
-        return None
+        return UNKNOWN if _is_found(name) else None
+
+
+def _is_found(name: str) -> bool:
+    """Whether it could be imported: from a folder in `PYTHONPATH`, say. A folder without code, as `wandb/`, is none."""
+    try:
+        spec = find_spec(name)
+    except (ValueError, ImportError):
+        return False
+    return spec is not None and spec.origin is not None
 
 
 def is_older(name: str, version: str) -> bool:
     """Whether a version of a package is older than the oldest that works. A release candidate counts as its release."""
     oldest = OLDEST.get(name) or OLDEST_OPTIONAL.get(name, "0")
-    return _numbers(version) < _numbers(oldest)
+    return version != UNKNOWN and _numbers(version) < _numbers(oldest)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -74,7 +74,10 @@ def _answers(pipes: Sequence[Any], seconds: float) -> list[tuple[bool, Any]]:
     """By rank, whether it has come to its end, and what it returned; otherwise why not."""
     found: dict[Any, tuple[bool, Any]] = {}
     deadline = time.monotonic() + seconds
-    while ready := wait([pipe for pipe in pipes if pipe not in found], max(0.0, deadline - time.monotonic())):
+    while left := [pipe for pipe in pipes if pipe not in found]:
+        ready = wait(left, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
         found |= {pipe: _answer(pipe) for pipe in ready}
         if not all(is_done for is_done, _ in found.values()):
             deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)

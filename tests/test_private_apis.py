@@ -81,7 +81,7 @@ TABLE = (
     Private(
         "lightning.pytorch.strategies.DDPStrategy._ddp_kwargs",
         ("radixtrain/training/devices/settings.py",),
-        "gets `gradient_as_bucket_view`, if the user has not set it",
+        "gets `gradient_as_bucket_view`, which a configuration sets to False with every other default",
     ),
     Private(
         "transformers.PretrainedConfig._attn_implementation",
@@ -91,6 +91,7 @@ TABLE = (
             "radixtrain/hf/hooks.py",
             "radixtrain/hf/padded/calls.py",
             "radixtrain/hf/prepare.py",
+            "radixtrain/hf/refusals.py",
             "radixtrain/verification/oracle.py",
         ),
         "names the attention of a model",
@@ -313,7 +314,7 @@ def checkpointed_layer() -> nn.Module:
     """A decoder layer of a model with activation checkpointing; the model itself has the attribute too."""
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=1))
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     return model.layers[0]
 
 

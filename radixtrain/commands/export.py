@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.training.module import RadixModule
+from radixtrain.training.results.closing_lines import say
 from radixtrain.training.results.model_card import documents
 from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
 from radixtrain.training.survival.folder_lock import locked_model
@@ -52,7 +53,7 @@ def run(argv: Sequence[str]) -> None:
     parser = ArgumentParser(prog="radixtrain export", exit_on_error=False)
     parser.add_function_arguments(export)
     folder = export(**parser.parse_args(list(argv)[1:]).as_dict())
-    print(f"model: {folder}")  # noqa: T201
+    say("model", folder)
 
 
 def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,13 @@ from radixtrain.commands.before_reading import (
     checkpoint_of_fit,
     checkpoint_to_evaluate,
 )
+from radixtrain.commands.environment import warn_of_variables
 from radixtrain.commands.exporting import export_run
 from radixtrain.commands.limits import check_interval
 from radixtrain.commands.loggers import errors_of_wandb, loggers_of
 from radixtrain.commands.own_keys import add_own_keys
 from radixtrain.commands.quiet import quiet
+from radixtrain.commands.repeated_keys import refuse_repeated_keys
 from radixtrain.commands.run_callbacks import RunCallbacks
 from radixtrain.commands.trainer_settings import REFUSED_BY_LIGHTNING, check_settings, check_trainer_settings
 from radixtrain.data.datamodule import SFTData
@@ -229,8 +232,10 @@ class RadixCLI(LightningCLI):
 def run(argv: Sequence[str]) -> None:
     """Run one of Lightning's commands. `main` prints the errors: UserError, or jsonargparse's ArgumentError."""
     quiet(speaks=started().rank == 0)
+    warn_of_variables(os.environ)
     # A `class_path` is imported before its type is checked, so a configuration could run anything.
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
+    refuse_repeated_keys()
     strict = {"exit_on_error": False, "allow_abbrev": False}
     if list(argv) == sys.argv[1:]:
         sys.argv[1:] = masked_arguments(argv)  # which loggers copy into their files

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from radixtrain.commands.keys import keys_of, trainer_keys
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
 
 __all__ = ["check_interval", "check_limits"]
@@ -76,8 +77,16 @@ def _check_max_time(max_time: Any) -> None:
 
 
 def check_interval(trainer: Any, steps_per_epoch: int) -> None:
-    """UserError if `trainer.val_check_interval` is longer than an epoch that ends its count."""
+    """UserError if `trainer.val_check_interval` is longer than an epoch that ends its count, or several ranks' time.
+
+    Lightning has each rank ask its own clock, and ranks that do not agree wait for each other until one gives up.
+    """
     interval = getattr(trainer, "val_check_interval", None)  # none if it is a time
+    if interval is None and ranks().size > 1:
+        raise UserError(
+            "trainer.val_check_interval: a time works on one device only, since the clocks of several differ; set a "
+            "number of steps"
+        )
     if trainer.check_val_every_n_epoch is None or isinstance(interval, float) or not isinstance(interval, int):
         return
     limit = trainer.limit_train_batches

@@ -137,7 +137,7 @@ def _wrong_kind(key: str, text: str, command: str) -> str:
     if key in CLASSES and classes:
         return f"{key}: no {classes[-1]!r}{_class_meant(classes[-1], CLASSES[key])}"
     kind = next((each.kind for each in keys_of(command) if each.name == key), "")
-    expected = f" must be {kind}" if kind else ": no such value"
+    expected = f" must be {kind.replace(', ', ' or ')}" if kind else ": no such value"
     return f"{key}{expected}; got {_shortened(text.rpartition('Given value: ')[2])}{HELP.format(command, key)}"
 
 

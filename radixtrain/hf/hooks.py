@@ -179,14 +179,16 @@ class BackboneHooks:
         check_pass(decoder, head, layout, LEFT_PADDED in entries, self.allow_dropout)
 
     def _chosen(self, entries: Mapping[str, Any], layout: TreeLayout) -> str | None:
-        """The strategy that the collator's `step_cost` chose, logged the first time; None if it chose none."""
+        """The strategy that the collator's `step_cost` chose, logged once each; None if it chose none."""
         place = entries.get(STRATEGY)
         if place is None or self.attention != "auto":
             return None
         choice = CHOICES[place], entries.get(MIN_SHARED_TOKENS)
         if choice not in self.choices:
+            told = "for another batch:" if self.choices else "is chosen for each batch: for the first one"
             self.choices.add(choice)
-            logger.info("a batch is fastest with attention=%s, min_shared_tokens=%s%s", *choice, _forks_of(layout))
+            forks = _forks_of(layout)
+            logger.info("the fastest way %s attention=%s, min_shared_tokens=%s%s", told, *choice, forks)
         return choice[0]
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import lightning as L
@@ -28,6 +27,7 @@ from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_ru
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.calibration import calibrated
 from radixtrain.training.start.loading import load_trainable
+from radixtrain.training.step_metrics import log_mean_loss, log_step
 from radixtrain.training.survival.finite import NonFiniteGuard, check_weights_finite
 from radixtrain.training.survival.generators import draw_apart, generator_states, set_states_of_ranks
 from radixtrain.training.survival.max_time import leave_out_added_validation
@@ -236,7 +236,7 @@ class RadixModule(L.LightningModule):
             optimizer.step()
             learning_rate = optimizer.param_groups[0]["lr"]
             scheduler.step()
-            self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
+            log_step(self, step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
         self.position = Position(self.position.num_batches + 1, self.global_step)
         self.is_stepping, self.generators_before_step = False, None
 
@@ -244,10 +244,10 @@ class RadixModule(L.LightningModule):
         leave_out_added_validation(self.trainer)
 
     def validation_step(self, step: Step, index: int) -> None:
-        self._log_mean_loss("eval_loss", step)
+        log_mean_loss(self, "eval_loss", step)
 
     def test_step(self, step: Step, index: int) -> None:
-        self._log_mean_loss("test_loss", step)
+        log_mean_loss(self, "test_loss", step)
 
     def predict_step(self, step: Step | list[Prompt], index: int) -> list[dict[str, Any]]:
         """For each sequence its file row, or None, and its scores; for each prompt its file row and the answer."""
@@ -336,20 +336,3 @@ class RadixModule(L.LightningModule):
         norm = whole(nn.utils.get_total_norm([each.grad for each in reached if each.grad is not None]))
         nn.utils.clip_grads_with_norm_(reached, limit, norm)
         return norm
-
-    def _log_step(self, step: Step, values: dict[str, Any]) -> None:
-        step = replace(step, num_computed_tokens=ranks().total(step.num_computed_tokens)[0])
-        effective, computed = self.speed.add(step)
-        sharing = {"r": step.num_tokens / step.num_computed_tokens}
-        if step.num_unique_tokens:
-            sharing["best_r"] = step.num_tokens / step.num_unique_tokens
-        rates = {"tokens_per_second": effective, "computed_tokens_per_second": computed}
-        self.last_step = {**values, **sharing, **rates}
-        self.log_dict(self.last_step, prog_bar=True, batch_size=1)
-
-    def _log_mean_loss(self, name: str, step: Step) -> None:
-        """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens, alike on all ranks."""
-        loss: Any = sum(self.loss_sum(batch) for batch in step.micro_batches)
-        mean = ranks().sum(loss) / step.num_labels
-        if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
-            self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)

@@ -94,7 +94,7 @@ def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: boo
     """After the first two batches nothing is compiled for another tree; ordinary batches in between."""
     model = prepare_model(tiny_hybrid("Qwen3.5"))
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = torch.compile(model, dynamic=True, backend="eager")
     ids = torch.arange(12).view(2, 6) + 3
     ordinary = {"input_ids": ids, "labels": ids}

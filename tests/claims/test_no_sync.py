@@ -182,7 +182,7 @@ def test_the_step_of_fit_waits_once(
     """Micro-batches, the fused loss, clipping, AdamW and the schedule; what Lightning's loggers read is not here."""
     model = on_meta("cascade", kernel)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     module = module_around(model, monkeypatch)
     step = StepCollator(max_tokens=12, merge_labels=merge_labels)(FEATURES).to("meta")
     assert len(step.micro_batches) > 1
@@ -224,7 +224,7 @@ def test_layers_with_a_state(
     monkeypatch.setattr("radixtrain.hf.recurrent.layers.why_it_cannot_fork", lambda *args: tried.append(args) or "")
     model = prepare_model(tiny_hybrid(kind).to(torch.bfloat16).to("meta").train())
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = to_meta(RadixCollator(run_cost=FREE_FORKS)(FEATURES))
     assert RunLayout.from_batch(batch).num_forks
     for _ in range(2):

@@ -78,6 +78,22 @@ def test_versions_are_numbers(version, old):
     assert is_older("lightning", version) is old
 
 
+@pytest.mark.parametrize("version", ["2.11.0a0+git1234", "2.10.0.dev20261101+cu130", "2.10rc1", "2.10+cu130.2"])
+def test_what_is_built_from_source_is_as_old_as_its_release(version):
+    assert not is_older("torch", version)
+
+
+def test_a_package_that_says_no_version(monkeypatch, tmp_path):
+    """A folder in PYTHONPATH without metadata; and one of data that has a package's name."""
+    (tmp_path / "jinja9.py").touch()
+    (tmp_path / "wandb9").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed("jinja9") == "unknown" and not is_older("jinja9", "unknown")
+    assert installed("wandb9") is None
+    monkeypatch.setattr("importlib.metadata.version", lambda name: None)  # a broken dist-info, in Python 3.11
+    check_versions()
+
+
 def test_nothing_heavy_is_imported():
     code = "import sys; from radixtrain.versions import check_versions; check_versions(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

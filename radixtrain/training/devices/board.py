@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -125,7 +126,8 @@ class Board:
             return True
         if word == TELL:
             self._send(TOLD, but=line)
-            line.sendall(YES)
+            with suppress(OSError):  # it is gone
+                line.sendall(YES)
         elif not word:
             self.gone.append(self._lines[line])
             if ranks().is_first:

@@ -36,7 +36,7 @@ REFUSED = {
 # comes first: it has the time to report, and to end.
 NCCL_LATER = timedelta(seconds=60)
 # Options of Lightning's DDP that do not leave the gradient of a step as it is.
-CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
 # Keys that need whole weights outside of a pass through the model, by the commands that read them.
 WHOLE = {
     "model.load_in_4bit": ON_SEVERAL,
@@ -86,7 +86,8 @@ def check_devices(trainer: Any, timeout: timedelta) -> None:
     if isinstance(strategy, DDPStrategy):
         is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
         strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
-        strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # otherwise gradients are held twice
+        # Otherwise gradients are held twice. False is no wish: a class in a configuration file has every default set.
+        strategy._ddp_kwargs["gradient_as_bucket_view"] = True
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
     here = (trainer.num_devices, trainer.num_nodes)
@@ -126,6 +127,8 @@ def _check_strategy(strategy: Any) -> None:
     options: Mapping[str, Any] = vars(written) if written is not None else {}
     if found := [name for name in CHANGING if options.get(name) is not None]:
         raise UserError(f"trainer.strategy: {found[0]} changes the gradient of a step; leave it out")
+    if options.get("static_graph"):
+        raise UserError("trainer.strategy: static_graph: micro-batches may reach different weights; leave it out")
     if options.get("start_method", "popen") != "popen":
         raise UserError(f"trainer.strategy: start_method {options['start_method']}: {REFUSED['ddp_spawn']}")
 

@@ -99,8 +99,6 @@ class _Gradients:
 
     def add(self, run: Callable[[], None]) -> None:
         """Run the backward pass of a micro-batch."""
-        if all(parameter.grad is None for parameter in self.trained):
-            self.reached = set()
         for parameter, held in zip(self.trained, self.held, strict=True):
             if parameter.grad is None and held is not None:
                 parameter.grad = held.zero_()
@@ -113,9 +111,10 @@ class _Gradients:
         if unreached:
             torch.autograd.backward(unreached, [torch.zeros_like(parameter) for parameter in unreached])
         self.held = [parameter.grad for parameter in self.trained]
-        if not ranks().any(len(self.reached) < len(self.trained)):
+        reached, self.reached = self.reached, set()
+        if not ranks().any(len(reached) < len(self.trained)):
             return
-        left_out = ranks().total(*(int(place not in self.reached) for place in range(len(self.trained))))
+        left_out = ranks().total(*(int(place not in reached) for place in range(len(self.trained))))
         for parameter, number in zip(self.trained, left_out, strict=True):
             if number == ranks().size:
                 parameter.grad = None

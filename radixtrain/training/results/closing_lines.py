@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,25 @@ from radixtrain.distributed import ranks
 from radixtrain.training.results.reached import Exported, Reached
 from radixtrain.training.speed import Speed
 
-__all__ = ["advice", "best_of_callbacks", "results", "say"]
+__all__ = ["advice", "best_of_callbacks", "results", "say", "say_all"]
+
+WIDTH = 12  # of the names
 
 CUT_COST = 0.2  # share of computed tokens that a cut may add before the closing lines advise against it
 
 
-def say(name: str, text: str) -> None:
-    """A line on stdout, unless the text is empty. Of several ranks, the first one speaks."""
-    if text and ranks().is_first:
-        Console(soft_wrap=True, highlight=False, markup=False).print(f"{name:<12} {text}")
+def say(name: str, text: object, width: int = WIDTH) -> None:
+    """A line on stdout. width: of its name. Of several ranks, the first one speaks."""
+    if ranks().is_first:
+        Console(soft_wrap=True, highlight=False, markup=False).print(f"{name:<{width}} {text}")
+
+
+def say_all(lines: Mapping[str, str]) -> None:
+    """Lines with their texts in one column, without those that have no text."""
+    told = {name: text for name, text in lines.items() if text}
+    width = max([WIDTH, *map(len, told)])
+    for name, text in told.items():
+        say(name, text, width)
 
 
 def results(reached: Reached, exported: Exported, speed: Speed) -> dict[str, str]:

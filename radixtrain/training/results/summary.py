@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
 from radixtrain.training.results.best import Best, Saver, Validation, is_validation
-from radixtrain.training.results.closing_lines import advice, best_of_callbacks, results, say
+from radixtrain.training.results.closing_lines import advice, best_of_callbacks, results, say_all
 from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
 from radixtrain.training.results.ending import Ending, ending_by_error, ending_of
 from radixtrain.training.results.reached import Exported, Reached
@@ -127,10 +127,8 @@ class RunSummary(L.Callback):
         first_step = trainer.global_step if self.first_step is None else self.first_step
         self.ending = ending_of(trainer, module, first_step, has_checkpoint)
         self._write()
-        if not ranks().is_first:
-            return
-        for name, text in self._closing_lines(trainer, module, model_folder).items():
-            say(name, text)
+        if ranks().is_first:
+            say_all(self._closing_lines(trainer, module, model_folder))
 
     def _closing_lines(self, trainer: Any, module: Any, model_folder: Path) -> dict[str, str]:
         assert self.ending is not None
@@ -146,9 +144,18 @@ class RunSummary(L.Callback):
             "best": str(self.best.path or "") if self.best else best_of_callbacks(trainer),
             "last": f"{last}" if last else "",
             "checkpoints": f"{checkpoints}" if checkpoints.is_dir() and not last else "",
-            "logs": f"{log_folder(trainer)}",
+            "logs": self._logs(trainer),
             "picture": f"{picture}" if picture.exists() else "",
         }
+
+    def _logs(self, trainer: Any) -> str:
+        """Of this process if it has trained, else of the one before; nothing if there are none."""
+        if self.first_step is not None:
+            return str(log_folder(trainer))
+        if not self.reached.parts:
+            return ""
+        last, home = Path(self.reached.parts[-1].folder), self.output_dir.absolute()
+        return str(self.output_dir / last.relative_to(home) if last.is_relative_to(home) else last)
 
     def _on_saved(self, path: Path) -> None:
         """Drawing takes at most `DRAWING_SHARE` of the time."""

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -119,27 +119,36 @@ class EarlierRun:
 
 @contextmanager
 def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
-    """A context around a run: an error before it has begun removes what is new in the folders of its logs.
+    """A context around a run: if it never begins, the files that its loggers have written are removed at the end.
+
+    An error may have come first, or nothing was left to do. Files of other names stay: a logger may write into a folder
+    that it shares, with another run or with the model of this one.
 
     folders: that loggers write into; Weights & Biases keeps its own account. has_begun: whether training has.
     """
-    before = {path for folder in folders for path in (folder, *folder.parents, *folder.rglob("*")) if path.exists()}
+    before = {path for folder in folders for path in (folder, *folder.parents, *_of_loggers(folder)) if path.exists()}
     try:
         yield
-    except BaseException:
+    finally:
         if not has_begun():
-            _remove_all_but(before, folders)
-        raise
+            for folder in folders:
+                with suppress(OSError):  # what the run ends with is not to be replaced by this
+                    _remove_all_but(before, folder)
 
 
-def _remove_all_but(before: set[Path], folders: Sequence[Path]) -> None:
-    for folder in folders:
-        for path in sorted(set(folder.rglob("*")) - before, reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        for path in (folder, *folder.parents):
-            if path in before or not path.is_dir() or any(path.iterdir()):
-                break
-            path.rmdir()
+def _of_loggers(folder: Path) -> list[Path]:
+    """Files of this process: TensorBoard writes the process id into their names."""
+    names = "metrics.csv", "hparams.yaml", f"events.out.tfevents.*.{os.getpid()}.*"
+    return [path for name in names for path in folder.glob(name)]
+
+
+def _remove_all_but(before: set[Path], folder: Path) -> None:
+    for path in set(_of_loggers(folder)) - before:
+        path.unlink()
+    for path in (folder, *folder.parents):
+        if path in before or not path.is_dir() or any(path.iterdir()):
+            break
+        path.rmdir()
 
 
 def _found(output_dir: Path) -> list[str]:

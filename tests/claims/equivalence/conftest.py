@@ -88,9 +88,9 @@ def set_checkpointing() -> Callable[[Any, bool], None]:
     def set_it(model: Any, wanted: bool) -> None:
         base = getattr(model, "get_base_model", lambda: model)()
         if wanted:
-            base.activation_checkpointing_enable({"use_reentrant": False})
+            base.gradient_checkpointing_enable({"use_reentrant": False})
         else:
-            base.activation_checkpointing_disable()
+            base.gradient_checkpointing_disable()
 
     return set_it
 

@@ -56,7 +56,7 @@ def test_between_training_steps(tiny_qwen3: Callable[..., Any], checkpointing: b
     shared = share_prefixes(deepcopy(ordinary))
     if checkpointing:
         for model in (ordinary, shared):
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     histories = [sampled_and_trained(model) for model in (ordinary, shared)]
     for plain, other in zip(*histories, strict=True):
         assert torch.equal(plain, other)

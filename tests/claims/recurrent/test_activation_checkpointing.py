@@ -49,7 +49,7 @@ def test_of_transformers(tiny_hybrid: Build, kind: str, use_reentrant: bool) -> 
     """It computes a layer's `forward` again, without the layer's hooks."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
-    prepare_model(model).activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    prepare_model(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_exact(model, truth)
 
 
@@ -83,7 +83,7 @@ def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant:
 
     with float64_throughout(model):
         truth = gradients_of(model, stock)
-    prepare_model(model).activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    prepare_model(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_exact(model, truth, terms)
 
 
@@ -91,7 +91,7 @@ def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant:
 def test_a_layer_that_gets_nothing(tiny_hybrid: Build, use_reentrant: bool) -> None:
     model = tiny_hybrid("Qwen3.5")
     truth = float64_truth(model, FEATURES)
-    prepare_model(model).activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    prepare_model(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.model.layers[0] = PassesNothingOn(model.model.layers[0])
     assert distance(gradients_by_stock_names(model), truth) <= BAR
 

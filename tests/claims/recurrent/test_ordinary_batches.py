@@ -71,7 +71,7 @@ def test_after_an_exception(tiny_hybrid: Build, kind: str, error: type[BaseExcep
     model = tiny_hybrid(kind)
     batch = padded(ROWS, "right")
     stock = model(**batch).logits
-    prepare_model(model).activation_checkpointing_enable()
+    prepare_model(model).gradient_checkpointing_enable()
 
     def stop(*args: Any) -> None:
         raise error

@@ -73,7 +73,7 @@ class TestPreparing:
     @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
     def test_restore_undoes_it(self, tiny_hybrid: Build, kind: str, prepare: Callable[[Any], Any]) -> None:
         model = tiny_hybrid(kind)
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         before = left_on(model)
         checkpoint = model.model.layers[0]._gradient_checkpointing_func
         prepare(model)

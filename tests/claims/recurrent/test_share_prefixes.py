@@ -47,7 +47,7 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
         truth = gradients_of(model, loss)
     share_prefixes(model)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     assert_exact(model, truth, loss)
     assert sharing_report(model).num_shared == 1 and kept == [3]
 

@@ -50,7 +50,7 @@ class TestFrozen:
             torch.manual_seed(0)
             model = tiny_hybrid(kind)
             if checkpointing:
-                model.activation_checkpointing_enable()
+                model.gradient_checkpointing_enable()
                 model.enable_input_require_grads()
             model = get_peft_model(prepare_model(model) if prepare == "before" else model, config)
             return prepare_model(model) if prepare == "after" else model
@@ -71,7 +71,7 @@ class TestPrecision:
         stock, model = tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))
         truth = float64_truth(stock, FEATURES)
         if checkpointing:
-            model.activation_checkpointing_enable()
+            model.gradient_checkpointing_enable()
         if mode == "bfloat16 weights":
             stock, model = stock.bfloat16(), model.bfloat16()
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):

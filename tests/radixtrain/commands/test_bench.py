@@ -223,7 +223,7 @@ class TestPlot:
     [
         ({"prompt_lenght": 3}, 2, "no key prompt_lenght, did you mean prompt_length?"),
         ({"models__hidden": 3}, 2, "hidden"),
-        ({"prompt_length": "many"}, 2, 'Parser key "prompt_length"'),
+        ({"prompt_length": "many"}, 2, "prompt_length must be integer or list of integer; got many ("),
         ({"attention": "ring"}, 2, "ring"),
         ({"config": "nope.yaml"}, 2, "nope.yaml"),
         ({"repeats": 0}, 1, "repeats must be above 0, got 0"),

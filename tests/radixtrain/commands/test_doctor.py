@@ -65,7 +65,7 @@ def test_a_package_that_is_too_old(name, monkeypatch, capsys):
 def test_an_optional_package_that_is_too_old(monkeypatch):
     installed = module.installed
     monkeypatch.setattr(module, "installed", lambda each: "0.17.1" if each == "peft" else installed(each))
-    fix = "pip install -U 'peft>=0.18'"
+    fix = "pip install -U 'peft>=0.20'"
     assert of("packages")["peft"] == Finding(
         "packages", "peft", "0.17.1", "older ones lack what radixtrain calls", fix, blocks=False
     )

@@ -13,14 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 from jsonargparse import Namespace
 
 from radixtrain.__main__ import main
+from radixtrain.commands import limits
 from radixtrain.commands.keys import keys_of
 from radixtrain.commands.limits import check_interval, check_limits
 from radixtrain.commands.trainer_settings import check_seed
 from radixtrain.data.datamodule import SFTData
+from radixtrain.distributed import Ranks
 from radixtrain.errors import UserError
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.module import RadixModule
@@ -156,6 +159,17 @@ def test_an_interval_longer_than_an_epoch(settings: dict[str, Any], is_taken: bo
         return check_interval(trainer, steps_per_epoch=5)
     with pytest.raises(UserError, match=r"trainer\.val_check_interval \d: an epoch has \d steps; set a smaller one"):
         check_interval(trainer, steps_per_epoch=5)
+
+
+def test_an_interval_of_time_is_for_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would ask its own clock."""
+    settings = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    by_time, by_steps = (L.Trainer(**settings, val_check_interval=each) for each in ("00:00:10:00", 4))
+    check_interval(by_time, steps_per_epoch=5)
+    monkeypatch.setattr(limits, "ranks", lambda: Ranks(rank=0, size=2))
+    check_interval(by_steps, steps_per_epoch=5)
+    with pytest.raises(UserError, match=r"trainer\.val_check_interval: a time works on one device only"):
+        check_interval(by_time, steps_per_epoch=5)
 
 
 MONITOR = json.dumps([{"class_path": "EarlyStopping", "init_args": {"monitor": "eval_los"}}])

@@ -121,7 +121,7 @@ NO_CLASS = "Errors:\n- Expected a dot import path string: {0}\nGiven value type:
         ),
         (
             f"Parser key \"model.lora_target_modules\": {UNIONS}\nGiven value: ['q_proj', 3]",
-            "model.lora_target_modules must be list of text, text; got ['q_proj', 3] (`radixtrain fit --help "
+            "model.lora_target_modules must be list of text or text; got ['q_proj', 3] (`radixtrain fit --help "
             "model.lora_target_modules` says more)",
         ),
         (

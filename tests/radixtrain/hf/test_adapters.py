@@ -160,11 +160,13 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configuration(peft: Any, kind: str, **settings: Any) -> Any:
-    """A configuration of a kind, by default with PROJECTIONS. Skips a kind that this PEFT is too old for."""
+    """A configuration of a kind, by default with PROJECTIONS. Skips what this PEFT is too old for."""
     if kind not in peft.PeftType.__members__:
         pytest.skip(f"PEFT {peft.__version__} has no {kind}")
     config_class = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
     names = {field.name for field in dataclasses.fields(config_class)}
+    if lacking := settings.keys() - names:
+        pytest.skip(f"{kind} of PEFT {peft.__version__} has no {', '.join(sorted(lacking))}")
     nested = {"kasa_config": "KasaConfig", "monteclora_config": "MontecloraConfig", "use_bdlora": "BdLoraConfig"}
     for name in settings.keys() & nested.keys():
         settings[name] = getattr(peft.tuners.lora.config, nested[name])(**settings[name])

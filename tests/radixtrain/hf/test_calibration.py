@@ -11,6 +11,7 @@ from radixtrain import RadixCollator, calibrate, prepare_model, verify_equivalen
 from radixtrain.errors import UserError
 from radixtrain.hf import calibration as calibration_module
 from radixtrain.tree.cost_model import CHOICES, Rates
+from radixtrain.tree.layout import MIN_SHARED_TOKENS
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 RATES = Rates(call=1, rectangle=1, pair=1, element=1, flop=1)
@@ -124,14 +125,32 @@ def test_a_prepared_model_does_what_its_batch_chose(tiny_qwen3, monkeypatch, cap
     monkeypatch.setattr(calibration_module, "measured_rates", lambda layer: (RATES, 0.0))
     model = tiny_qwen3()
     collator = RadixCollator(step_cost=calibrate(model, attention=strategy))
+    prepare_model(model)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            prepare_model(model)(**collator(FEATURES))
+            model(**collator(FEATURES))
     assert set(asked) == {strategy}
-    assert f"a batch is fastest with attention={strategy}, min_shared_tokens=" in caplog.text
+    said = [message for message in caplog.messages if "fastest" in message]
+    assert len(said) == 1
+    first = f"the fastest way is chosen for each batch: for the first one attention={strategy}, min_shared_tokens="
+    assert said[0].startswith(first)
     asked.clear()
     prepare_model(model, attention="path")(**collator(FEATURES))
     assert set(asked) == {"path"}, "a strategy that was asked for by name is kept"
+
+
+def test_another_choice_is_said_to_be_of_another_batch(tiny_qwen3, monkeypatch, caplog):
+    monkeypatch.setattr(calibration_module, "measured_rates", lambda layer: (RATES, 0.0))
+    model = tiny_qwen3()
+    batch = RadixCollator(step_cost=calibrate(model, attention="path"))(FEATURES)
+    prepare_model(model)
+    with caplog.at_level(logging.INFO):
+        for min_shared_tokens in (3, 5, 3):
+            model(**{**batch, MIN_SHARED_TOKENS: min_shared_tokens})
+    assert [message for message in caplog.messages if "fastest" in message] == [
+        "the fastest way is chosen for each batch: for the first one attention=path, min_shared_tokens=3",
+        "the fastest way for another batch: attention=path, min_shared_tokens=5",
+    ]
 
 
 def test_a_window_that_binds_is_kept_under_any_choice(monkeypatch):

@@ -44,9 +44,16 @@ TINY = {
 EXPERTS = {"experts_implementation": "eager"}  # grouped matrix products take no float64
 SLIDING = ["sliding_attention", "full_attention"]
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EAGER = {"attn_implementation": "eager"}  # transformers before 5.21 chooses sdpa, which leaves a soft-cap out
 # Every family with a modifier, with a window that binds in NESTED: the settings besides TINY.
 MODIFIED: dict[str, dict[str, Any]] = {
-    "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "layer_types": SLIDING},
+    "Gemma2": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 0.5,
+        "layer_types": SLIDING,
+        **EAGER,
+    },
     "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": SLIDING, **EXPERTS},
     "Mistral": {},
     "Mixtral": {"num_local_experts": 4, **EXPERTS},
@@ -64,7 +71,13 @@ MODIFIED: dict[str, dict[str, Any]] = {
     "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "Cohere2": {"layer_types": SLIDING},
     "Olmo3": {"layer_types": SLIDING},
-    "VaultGemma": {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5, "layer_types": SLIDING},
+    "VaultGemma": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 0.5,
+        "layer_types": SLIDING,
+        **EAGER,
+    },
 }
 
 

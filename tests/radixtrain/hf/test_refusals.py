@@ -225,10 +225,30 @@ class TestChunks:
             model(**RadixCollator()(FEATURES))
 
 
+class TestSoftCap:
+    """Transformers before 5.21 chooses sdpa for Gemma 2, and its sdpa leaves the soft-cap out."""
+
+    SDPA = r"Gemma2\w* has a soft-cap \(attn_logit_softcapping=50.0\), which attn_implementation 'sdpa' leaves out"
+
+    @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+    def test_sdpa(self, prepare):
+        model = tiny("Gemma2", head_dim=8)
+        model.config._attn_implementation = "sdpa"
+        with pytest.raises(UserError, match=self.SDPA):
+            prepare(model)
+        model.config._attn_implementation = "eager"
+        prepare(model)
+
+    def test_none_to_leave_out(self):
+        model = tiny("Gemma2", head_dim=8, attn_logit_softcapping=None)
+        model.config._attn_implementation = "sdpa"
+        prepare_model(model)
+
+
 class TestChoice:
     def test_a_kernel_without_a_soft_cap(self):
         with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
-            prepare_model(tiny("Gemma2", head_dim=8), kernel="torch")
+            prepare_model(tiny("Gemma2", head_dim=8, attn_implementation="eager"), kernel="torch")
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -120,7 +120,7 @@ def test_a_resumed_run_is_the_same_run(arguments, tmp_path, step, workers):
     assert_bit_equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
 
 
-def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_path):
+def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_path, capsys):
     pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
     assert main(arguments(model__use_peft="true", model__lora_r=4)) == 0
     before, after = load_file(shop / "model" / "model.safetensors"), weights(tmp_path / "out")
@@ -130,6 +130,7 @@ def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_pa
     assert changed == {name for name in before if "_proj" in name}
     checkpoint = tmp_path / "out" / "checkpoints" / "last"
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"model        {tmp_path / 'exported'}"
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert_bit_equal(exported, after)
 

@@ -98,7 +98,7 @@ def test_activation_checkpointing_stays_in_float64(tiny_qwen3: Callable[..., Any
     """So does what the backward pass recomputes, and a backward pass inside a backward pass."""
     model = tiny_qwen3().train()
     plain = float64_truth(model, FEATURES)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     recomputed = float64_truth(model, FEATURES)
     assert all(torch.equal(recomputed.tensors[name], tensor) for name, tensor in plain.tensors.items())

@@ -86,6 +86,22 @@ def test_several_states_of_one_layer():
         assert torch.equal(again.get_recurrent_state(0, number), stock.get_recurrent_state(0, number))
 
 
+@pytest.mark.parametrize("num_states", [0, 1, 2])
+def test_as_mixers_read_them_before_transformers_5_21(num_states):
+    """`cache.layers[layer_idx]` of the stock cache, whose states are None before the first update."""
+    stock, states = Cache(layers=[LinearAttentionLayer(number_of_states=2)]), ForkedStates()
+    for cache in (states, stock):
+        for number in range(num_states):
+            cache.update_conv_state(columns(4, start=number), 0, state_idx=number, conv_kernel_size=2 + number)
+            cache.update_recurrent_state(columns(1, start=number), 0, state_idx=number)
+    ours, other = ForkedStates(states.final).layers[0], stock.layers[0]
+    for kind in ("conv_states", "recurrent_states"):
+        for number in range(2):
+            mine, its = getattr(ours, kind)[number], getattr(other, kind)[number]
+            assert (mine is None and its is None) or torch.equal(mine, its)
+    assert ours.record_past, "or a run of one token would write into its state in place"
+
+
 def test_a_run_that_starts_from_nothing():
     states = ForkedStates()
     assert states.get_conv_state(0) is None

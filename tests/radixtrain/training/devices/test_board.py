@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import struct
 import time
 
 import pytest
@@ -167,6 +168,30 @@ def test_a_rank_that_hangs_ends_with_those_that_it_has_started(monkeypatch):
     assert os.read(deaths, 1000) == b"kk"
     for end in (said, stderr, deaths, killed):
         os.close(end)
+
+
+def test_a_rank_that_asks_and_is_gone_before_the_answer():
+    """The others hear of it all the same, and rank 0 does not tell a second time."""
+
+    def work(rank):
+        board = Board()
+        ranks().barrier()
+        if rank == 1:
+            (line,) = board.__dict__["_lines"]
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed in order
+            line.sendall(board_module.TELL)
+            line.close()
+        heard = board.is_told.wait(10.0) if rank != 1 else None
+        ranks().barrier()
+        return heard
+
+    def slowly(rank):
+        if rank == 0:
+            hear = Board.__dict__["_hear"]
+            Board._hear = lambda self, line: time.sleep(0.3) or hear(self, line)
+        return work(rank)
+
+    assert on_ranks(3, slowly) == [True, None, True]
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])

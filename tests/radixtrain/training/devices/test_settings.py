@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from jsonargparse import Namespace
-from lightning.pytorch.strategies import DDPStrategy
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
@@ -63,6 +63,8 @@ def test_refused_by_name(name, way_out):
     [
         ({"ddp_comm_hook": print}, "ddp_comm_hook changes the gradient"),
         ({"model_averaging_period": 2}, "model_averaging_period changes the gradient"),
+        ({"mixed_precision": object()}, "mixed_precision changes the gradient"),
+        ({"static_graph": True}, "static_graph: micro-batches may reach different weights"),
         ({"start_method": "spawn"}, "start_method spawn"),
     ],
 )
@@ -71,7 +73,7 @@ def test_options_of_a_class(option, error):
         written = Namespace(class_path="lightning.pytorch.strategies.DDPStrategy", init_args=Namespace(**options))
         return device_settings(settings(trainer__strategy=written), "fit")
 
-    assert asked({"bucket_cap_mb": 50})
+    assert asked({"bucket_cap_mb": 50, "static_graph": False, "mixed_precision": None})  # as a file is parsed
     with pytest.raises(UserError, match=error):
         asked(option)
 
@@ -166,11 +168,15 @@ def test_nccl_waits_longer_than_what_reports_a_hanging_rank(device):
     assert vars(strategy)["_timeout"] == timedelta(seconds=7 if device == "cpu" else 67)
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, True), ({"gradient_as_bucket_view": False}, False)])
-def test_gradients_are_held_once_unless_the_user_says_otherwise(given, expected):
-    strategy = DDPStrategy(**given)
+@pytest.mark.parametrize("given", ["ddp", {"class_path": "DDPStrategy", "init_args": {"bucket_cap_mb": 50}}])
+def test_gradients_are_held_once(given):
+    """Also by a class that a file writes out: jsonargparse makes it with every default, `False` for this option too."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=str | Strategy)
+    made = parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy
+    strategy = DDPStrategy() if isinstance(made, str) else made
     check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
-    assert vars(strategy)["_ddp_kwargs"]["gradient_as_bucket_view"] is expected
+    assert vars(strategy)["_ddp_kwargs"]["gradient_as_bucket_view"] is True
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,21 @@ def test_weights_that_some_ranks_do_not_reach(option: str, is_set: bool) -> None
     assert answers == [(gradients, weights)] * 2
 
 
+class WithoutOne(Experts):
+    """A weight has a gradient and no optimizer, which would set it to None before each step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.weights[1:], lr=0.5, weight_decay=0.5)
+
+
+def test_a_weight_that_the_optimizer_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Experts", WithoutOne)
+    expected = trained([[[0, 1, 2, 3]], [[0, 1]]], 1)
+    assert [each is None for each in expected[0][1]] == [False, False, True, True]
+    answers = on_ranks(2, lambda rank: trained([[[0, 1], [2, 3]][rank : rank + 1], [[rank]]], 2))
+    assert answers == [expected] * 2
+
+
 def test_gradients_are_exchanged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(rank: int) -> list[bool]:
         exchanged: list[bool] = []

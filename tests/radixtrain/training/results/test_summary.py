@@ -22,6 +22,7 @@ from radixtrain.training.results.reached import Exported, Reached
 from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.results.summary_file import weights_text
 from radixtrain.training.speed import Speed
+from radixtrain.training.step_metrics import log_mean_loss
 
 Arguments = Callable[..., list[str]]
 
@@ -118,13 +119,12 @@ def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypa
 
 def test_a_validation_that_measures_nothing(arguments: Arguments, shop: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """`on_nonfinite: skip` may leave all of its rows out: then the metrics of the previous one do not stand for it."""
-    log_mean = RadixModule._log_mean_loss
 
-    def log_once(self: Any, name: str, step: Any) -> None:
-        if self.global_step == 5:
-            log_mean(self, name, step)
+    def log_once(module: Any, name: str, step: Any) -> None:
+        if module.global_step == 5:
+            log_mean_loss(module, name, step)
 
-    monkeypatch.setattr(RadixModule, "_log_mean_loss", log_once)
+    monkeypatch.setattr("radixtrain.training.module.log_mean_loss", log_once)
     flags = {"trainer__max_epochs": 4, "save_best": "eval_loss", "early_stopping": 1}
     assert main(arguments(data__validation_file=shop / "validation.jsonl", **flags)) == 0
     found = summary(tmp_path / "out")
@@ -150,8 +150,10 @@ def test_a_run_that_is_over_has_nothing_left_to_do(arguments: Arguments, tmp_pat
     shutil.move(tmp_path / "out", tmp_path / "moved")
     capsys.readouterr()
     assert main(arguments(trainer__max_steps=3, output_dir=tmp_path / "moved", ckpt_path="last")) == 0
-    after = summary(tmp_path / "moved")
-    assert "nothing left to do: step 3 of 3 was reached before" in capsys.readouterr().out
+    after, said = summary(tmp_path / "moved"), capsys.readouterr().out
+    assert "nothing left to do: step 3 of 3 was reached before" in said
+    assert f"logs         {tmp_path}/moved/logs/version_0\n" in said
+    assert [path.name for path in (tmp_path / "moved/logs").iterdir()] == ["version_0"]
     assert {**before, "ended": 0, "last": 0, "r": 0}.keys() == after.keys()
     assert all(after[name] == before[name] for name in ("steps", "loss", "seconds", "logs", "exported"))
 

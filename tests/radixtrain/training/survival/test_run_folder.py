@@ -16,6 +16,7 @@ from radixtrain.training.survival.run_folder import (
     check_new_run,
     check_output_dir,
     is_resumed,
+    logs_of_run,
 )
 
 
@@ -183,6 +184,51 @@ class TestEarlierRun:
         with EarlierRun(tmp_path):
             pass
         assert not contents(tmp_path)
+
+
+class TestLogsOfRun:
+    """What a run that never begins has logged is removed, and nothing that another program wrote meanwhile."""
+
+    @staticmethod
+    def logged(folder: Path) -> None:
+        for name in ("metrics.csv", "hparams.yaml", f"events.out.tfevents.1.host.{os.getpid()}.0"):
+            write(folder / name)
+
+    def test_a_folder_of_its_own(self, tmp_path: Path) -> None:
+        write(tmp_path / "run" / "lock")
+        folder = tmp_path / "run" / "logs" / "version_0"
+        with pytest.raises(UserError, match="refused"), logs_of_run([folder], lambda: False):
+            self.logged(folder)
+            raise UserError("refused")
+        assert sorted(tmp_path.rglob("*")) == [tmp_path / "run", tmp_path / "run" / "lock"]
+
+    def test_the_folder_of_the_run_itself(self, tmp_path: Path) -> None:
+        """As `CSVLogger(save_dir, name="", version="")` has it. Nothing was left to do, so the model was exported."""
+        write(tmp_path / "metrics.csv", "of the run before")
+        with logs_of_run([tmp_path], lambda: False):
+            self.logged(tmp_path)
+            write(tmp_path / "model" / "model.safetensors")
+            write(tmp_path / "notes.txt")
+            write(tmp_path / "events.out.tfevents.1.host.1.0")  # of another process
+        kept = {"metrics.csv", "model/model.safetensors", "notes.txt", "events.out.tfevents.1.host.1.0"}
+        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == kept
+
+    @pytest.mark.parametrize("name", ["latest", "hparams.yaml"])
+    def test_a_link_does_not_hide_the_error(self, name: str, tmp_path: Path) -> None:
+        target = tmp_path / "elsewhere"
+        write(target / "data.jsonl")
+        with pytest.raises(UserError, match="refused"), logs_of_run([tmp_path / "logs"], lambda: False):
+            self.logged(tmp_path / "logs")
+            (tmp_path / "logs" / name).unlink(missing_ok=True)
+            (tmp_path / "logs" / name).symlink_to(target, target_is_directory=True)
+            raise UserError("refused")
+        assert (target / "data.jsonl").exists() and not (tmp_path / "logs" / "metrics.csv").exists()
+
+    def test_a_run_that_has_begun_keeps_them(self, tmp_path: Path) -> None:
+        with pytest.raises(KeyboardInterrupt), logs_of_run([tmp_path / "logs"], lambda: True):
+            self.logged(tmp_path / "logs")
+            raise KeyboardInterrupt
+        assert len(list((tmp_path / "logs").iterdir())) == 3
 
 
 class Killed(BaseException):

@@ -1,0 +1,42 @@
+"""Variables that nothing reads."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixtrain.__main__ import main
+from radixtrain.commands.environment import PREFIX, VARIABLES, warn_of_variables
+
+DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("CASHE", "is not read, did you mean RADIXTRAIN_CACHE?"),
+        ("CACHE_DIR", "is not read, did you mean RADIXTRAIN_CACHE?"),
+        ("FIT__MODEL__LEARNING_RATE", "is not read: give keys in the file of --config, or as --key value"),
+        ("MODEL__DTYPE", "is not read: give keys in the file of --config, or as --key value"),
+    ],
+)
+def test_a_variable_that_was_meant_for_us(caplog: Any, name: str, told: str) -> None:
+    warn_of_variables({f"{PREFIX}{name}": "x", "HOME": "/"})
+    assert caplog.messages == [f"{PREFIX}{name} {told}"]
+
+
+def test_the_variables_of_the_documentation_and_of_others_are_none(caplog: Any) -> None:
+    documented = re.findall(r"`(RADIXTRAIN_\w+)", DOCS.read_text(encoding="utf-8").partition("## Environment")[2])
+    assert {f"{PREFIX}{name}" for name in VARIABLES} < set(documented)
+    others = [name for name in documented if name != "RADIXTRAIN_MODEL__DTYPE"]  # the example of a key
+    warn_of_variables(dict.fromkeys([*others, "CACHE", "MY_CASHE", f"{PREFIX}IMAGE"], "x"))
+    assert caplog.messages == []
+
+
+def test_a_command_warns(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"{PREFIX}TRITTON", "1")
+    with caplog.at_level(logging.WARNING):
+        assert main(["fit", "--model.nope", "1"]) == 2
+    assert f"{PREFIX}TRITTON is not read, did you mean RADIXTRAIN_TRITON?" in caplog.messages
