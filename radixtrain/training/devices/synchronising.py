@@ -112,12 +112,12 @@ class _Gradients:
             torch.autograd.backward(unreached, [torch.zeros_like(parameter) for parameter in unreached])
         self.held = [parameter.grad for parameter in self.trained]
         reached, self.reached = self.reached, set()
-        if not ranks().any(len(reached) < len(self.trained)):
-            return
-        left_out = ranks().total(*(int(place not in reached) for place in range(len(self.trained))))
-        for parameter, number in zip(self.trained, left_out, strict=True):
-            if number == ranks().size:
-                parameter.grad = None
+        is_left_out = ranks().any(len(reached) < len(self.trained))
+        if is_left_out:
+            left_out = ranks().total(*(int(place not in reached) for place in range(len(self.trained))))
+            for parameter, number in zip(self.trained, left_out, strict=True):
+                if number == ranks().size:
+                    parameter.grad = None
 
 
 def _reached(trained: Sequence[nn.Parameter], run: Callable[[], None]) -> set[int]:
