@@ -19,7 +19,7 @@ KEYS = re.compile(rf"({'|'.join(COMMANDS).upper()}|TRAINER|MODEL|DATA)__")  # as
 
 
 def warn_of_variables(environment: Mapping[str, str]) -> None:
-    """A warning for each. Any other name may be somebody's own, so it is left alone."""
+    """A warning for each. Any other name may be somebody's own, so nothing is said of it."""
     for line in _unread(environment):
         logger.warning("%s", line)
 

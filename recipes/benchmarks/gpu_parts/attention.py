@@ -221,7 +221,7 @@ def _truth(layout: TreeLayout, inputs: Inputs) -> Truth:
 
 
 def _errors(found: Any, truth: Truth) -> dict[str, float]:
-    """Of output alone, or of output, dq, dk and dv: the worst relative error, and the worst beside the ordinary one."""
+    """Of only the output, or of output, dq, dk and dv: the worst relative error, and the worst over ordinary."""
     heads = (truth.group, truth.group, 1, 1)
     pairs = list(zip(found, truth.exact, heads, strict=False))
     errors = [relative_error(one[:, :n], exact) for one, exact, n in pairs]
