@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -15,16 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tiny
+import tiny_models
 import torch
-from hypothesis import settings
-
-sys.path.insert(0, str(Path(__file__).parent))
-import forked_ranks  # noqa: F401  # once here, tests import it by its name
 from families_table import write_families_table
 from forked import NOT_OURS, Run, Server
-from random_models import random_hybrid, random_qwen3
-
-sys.path.remove(str(Path(__file__).parent))  # or `import kernels` would find the folder of its tests
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -64,13 +59,13 @@ def nothing_deterministic_is_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_qwen3() -> "Callable[..., Qwen3ForCausalLM]":
     """`tiny_qwen3(seed=0, **changes)`: two layers, grouped heads, random weights of order one."""
-    return random_qwen3
+    return tiny_models.tiny_qwen3
 
 
 @pytest.fixture(scope="session")
 def tiny_hybrid() -> Callable[..., Any]:
     """`tiny_hybrid(kind)`, of "Qwen3.5", "Bamba" or "LFM2": a layer with a recurrent state and one that attends."""
-    return random_hybrid
+    return tiny_models.tiny_hybrid
 
 
 def chats(count: int) -> list[dict[str, Any]]:
@@ -89,20 +84,10 @@ def chats(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def recipe_of_tiny_models() -> Any:
-    """`recipes/tiny.py`."""
-    sys.path.insert(0, str(RECIPES))
-    try:
-        import tiny
-    finally:
-        sys.path.remove(str(RECIPES))
-    return tiny
-
-
 @pytest.fixture(scope="session")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.jsonl (20 chats), validation.jsonl (5) and model/."""
-    tiny, folder = recipe_of_tiny_models(), tmp_path_factory.mktemp("shop")
+    folder = tmp_path_factory.mktemp("shop")
     rows = chats(25)
     for name, part in (("train", rows[:20]), ("validation", rows[20:])):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part), encoding="utf-8")
@@ -118,7 +103,7 @@ def heavy_model(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 1.7 million parameters, 20 MB in a checkpoint, with the tokenizer of the shop."""
     from transformers import AutoTokenizer
 
-    tiny, folder = recipe_of_tiny_models(), tmp_path_factory.mktemp("heavy") / "model"
+    folder = tmp_path_factory.mktemp("heavy") / "model"
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     tiny.tiny_qwen3(tokenizer, layers=2, hidden=256, seed=0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

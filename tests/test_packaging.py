@@ -68,7 +68,7 @@ def test_the_oldest_versions_are_those_of_the_project() -> None:
     assert bounds == {f"{name}>={oldest}" for name, oldest in (OLDEST | OLDEST_OPTIONAL).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_wheel_built_through_the_sdist_holds_everything(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="pip install -e '.[dev]'")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

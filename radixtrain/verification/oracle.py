@@ -32,6 +32,7 @@ __all__ = [
     "Arm",
     "Features",
     "Gradients",
+    "float64_arithmetic",
     "float64_throughout",
     "float64_truth",
     "gradients_of",
@@ -180,20 +181,19 @@ def float64_throughout(model: nn.Module, base: PreTrainedModel | None = None) ->
     with ExitStack() as stack:
         stack.enter_context(_plain_experts(base))
         stack.enter_context(weights_in(model, torch.float64, base))
-        stack.enter_context(_float64_by_default())
-        stack.enter_context(_LiftCasts())
-        # Activation checkpointing recomputes in the backward pass, which must run in the thread that has the mode.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(float64_arithmetic())
         yield
 
 
 @contextmanager
-def _float64_by_default() -> Iterator[None]:
-    """For tensors that a forward pass makes without a dtype, such as FourierFT's spectrum."""
+def float64_arithmetic() -> Iterator[None]:
+    """Tensors that this thread makes without a dtype are float64, and what it casts to float32 is cast to float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        yield
+        # Activation checkpointing recomputes in the backward pass, which must run in the thread that has the mode.
+        with _LiftCasts(), torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         torch.set_default_dtype(before)
 
@@ -217,6 +217,9 @@ class _LiftCasts(TorchFunctionMode):
     """Every torch function that receives float32 gets float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.backward:
+            func, kwargs = torch.autograd.backward, dict(kwargs or {})
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
         if func is torch.autograd.backward:
             return self._backward(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
@@ -226,13 +229,15 @@ class _LiftCasts(TorchFunctionMode):
 
     def _backward(
         self,
-        tensors: Sequence[Tensor],
-        grad_tensors: Sequence[Tensor | None] | None = None,
+        tensors: Tensor | Sequence[Tensor],
+        grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """`torch.autograd.backward` under the mode, which torch's own suspends, so that checkpointing would lose it."""
+        """Both functions `backward` under the mode, which torch's own suspend, so that checkpointing would lose it."""
+        if isinstance(tensors, Tensor):
+            tensors, grad_tensors = [tensors], grad_tensors if grad_tensors is None else [grad_tensors]
         given = grad_tensors or [None] * len(tensors)
         gradients = [torch.ones_like(x) if g is None else g for x, g in zip(tensors, given, strict=True)]
         keep = create_graph if retain_graph is None else retain_graph

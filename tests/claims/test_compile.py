@@ -51,7 +51,7 @@ def loss_and_gradients(model: Any, call: Any, batch: dict[str, Any]) -> list[tor
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any]) -> None:
     """And for two strategies: they differ only outside the graphs."""
     model = tiny_qwen3()
@@ -68,7 +68,7 @@ def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any]) -> None:
     assert graphs[-1] - graphs[0] <= 2, f"graphs compiled after each batch: {graphs}"  # sizes that coincide at first
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled for a layer by itself: a limit of 8 recompilations would be met by a real model.
 
@@ -88,7 +88,7 @@ def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any], monkeypatch: 
     assert len(counted) == 6 and 0 < counted[0] < counted[1] == counted[-1], counted
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: bool) -> None:
     """After the first two batches nothing is compiled for another tree; ordinary batches in between."""
@@ -107,7 +107,7 @@ def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: boo
     assert graphs[-1] == graphs[1], f"graphs compiled after each batch: {graphs}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_compiled_model_with_a_state_generates(tiny_hybrid: Callable[..., Any]) -> None:
     model = tiny_hybrid("Qwen3.5").eval()
     ids = torch.arange(12).view(2, 6) + 3

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,11 +125,8 @@ class Shop:
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     """Tokenizer and weights come from a seed; the golden file holds a checksum of the tokens."""
-    sys.path.insert(0, str(ROOT / "recipes"))
-    try:
-        import tiny
-    finally:
-        sys.path.pop(0)
+    import tiny
+
     folder = tmp_path_factory.mktemp("trajectory")
     rows = chats()
     for name, part in (("train", rows), ("shuffled", shuffled_inside_steps(rows))):
@@ -289,7 +285,7 @@ def test_the_rows_have_all_that_can_go_wrong(shop):
     assert [len(members) for members in separate.members] == [1] * BATCH_SIZE
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("learning_rate", LEARNING_RATES)
 class TestTrajectory:
     def test_deduplicated_and_not(self, run, learning_rate):
@@ -313,7 +309,7 @@ class TestTrajectory:
         assert (curve(run(other)) == curve(run(one))).all()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 class TestTheTestItself:
     """Wrong runs of the real command line: each half of the check sees one that the other does not."""
 
@@ -336,7 +332,7 @@ class TestGolden:
     last digit, which shifts all steps alike.
     """
 
-    @pytest.mark.slow
+    @pytest.mark.full
     def test_losses_are_the_golden_ones(self, run):
         folder = run(UNIQUE)
         if os.environ.get("RADIXTRAIN_WRITE_GOLDEN"):

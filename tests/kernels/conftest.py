@@ -1,19 +1,12 @@
 """Fresh memory is NaN in these tests (as in fla's): a kernel that reads what nothing wrote cannot pass by luck."""
 
 import os
-import sys
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-import strategies_on_cuda  # noqa: F401  # once here, tests import it by its name
-
-sys.path.remove(str(Path(__file__).parent))
 
 
 def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -42,7 +42,7 @@ def test_rows_and_merge(chip: int, tmp_path: Path) -> None:
     assert max(kernel["shared"] for kernel in kernels) <= 8192
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("chip", SHARED_MEMORY)
 def test_tree_attention(chip: int, tmp_path: Path) -> None:
     """In the tiles that are chosen for each dtype and head dim, with query heads in groups and without."""

@@ -434,7 +434,7 @@ class TestPeak:
         one, two = (self.peak(num_rows, 32, 4096) for num_rows in (1024, 2048))
         assert two - one < 2 * 1024 * 32 * 4
 
-    @pytest.mark.slow
+    @pytest.mark.full
     def test_qwen3(self) -> None:
         """4,096 predictions, whose logits would take 2.5 GB. An eighth of them, to save time: chunks are as large."""
         num_rows, hidden_size, vocab_size = 512, 1024, 151_936

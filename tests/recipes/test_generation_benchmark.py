@@ -1,7 +1,6 @@
 """The benchmark of generation: its arms give the same answers, its ideal is counted right, and each part runs."""
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from radixtrain.bench.flops import StepFlops
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import generation as benchmark  # noqa: E402
 import generation_arms as arms  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 SMALL = ["--layers=1", "--hidden=64", "--max_new_tokens=3", "--repeats=2", "--batch_sizes", "2", "4"]
 COMMON = [3, 11, 4, 14, 5, 9, 2, 6]

@@ -13,11 +13,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import gpu  # noqa: E402
 from gpu_parts import run as gpu_run  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 TINY = ["--device", "cpu", "--tiny"]
 CPU = torch.device("cpu")
@@ -38,7 +35,6 @@ class TestCommandLine:
         code = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({missing!r}))
-sys.path.insert(0, {str(FOLDER)!r})
 sys.argv = ["gpu.py", *{TINY!r}, "--csv", {str(path)!r}, "--attention", "cascade", "path"]
 runpy.run_path({str(FOLDER / "gpu.py")!r}, run_name="__main__")
 """

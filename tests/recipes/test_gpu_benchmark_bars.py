@@ -1,18 +1,14 @@
 """What is asked of a GPU, judged from made-up measures: pass, fail, left out, and the case that was worst."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 from gpu_parts import bars as gpu_bars  # noqa: E402
 from gpu_parts import page as gpu_page  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 Results = list[tuple[str, str, dict[str, Any]]]
 GOOD: Results = [

@@ -10,10 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import gpu_fit  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 SYSTEM = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two, paper on shelf three. "
 
@@ -30,7 +27,7 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_both_runs_have_the_same_losses(chats: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     flags = ["--train_file", str(chats), "--output_dir", str(folder), "--tiny", "--max_steps", "3", "--batch_size", "8"]

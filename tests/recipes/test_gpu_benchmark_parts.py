@@ -1,7 +1,6 @@
 """Parts of the GPU's benchmark on a CPU: equivalence, rows, waiting, and the attention of one layer."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 from gpu_parts import attention as gpu_attention  # noqa: E402
 from gpu_parts import equivalence as gpu_equivalence  # noqa: E402
 from gpu_parts import flex as gpu_flex  # noqa: E402
@@ -17,8 +15,6 @@ from gpu_parts import rows as gpu_rows  # noqa: E402
 from gpu_parts import steps as gpu_steps  # noqa: E402
 from gpu_parts import sync as gpu_sync  # noqa: E402
 from gpu_parts.run import Run  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 from radixtrain.kernels.reference import tree_mask  # noqa: E402
 from radixtrain.kernels.triton_runtime import triton_missing  # noqa: E402

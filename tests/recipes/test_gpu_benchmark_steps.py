@@ -1,6 +1,5 @@
 """Steps of the GPU's benchmark on a CPU: shapes, rivals, turns, micro-batches, sequences of unequal lengths."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,10 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 from gpu_parts import arms as gpu_arms  # noqa: E402
 from gpu_parts import steps as gpu_steps  # noqa: E402
 from gpu_parts import turns as gpu_turns  # noqa: E402
 from gpu_parts.run import Run  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 from radixtrain.bench.arms import OrdinaryArm, RadixArm  # noqa: E402
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model, features_of_cell  # noqa: E402

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ import torch
 from torch import nn
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import group_by_prefix as benchmark  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
 """The benchmark of whole groups: what it measures is what its formula says, and the trainer arm runs."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import grpo_groups as benchmark  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 
 @pytest.mark.parametrize("setting", benchmark.SETTINGS[:4] + benchmark.SETTINGS[5:], ids=str)

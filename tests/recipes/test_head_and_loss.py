@@ -11,10 +11,7 @@ import torch
 from radixtrain.kernels import loss_chunks
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks" / "head_and_loss.py"
-sys.path.insert(0, str(SCRIPT.parent))
 import head_and_loss as benchmark  # noqa: E402
-
-sys.path.remove(str(SCRIPT.parent))
 
 TINY = benchmark.Shape(num_predictions=40, hidden_size=4, vocab_size=30)
 

@@ -1,6 +1,5 @@
 """The benchmark of the plan: its rows are the paper's, and a time is printed only if both agree."""
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,10 +7,7 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import plan as benchmark  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 
 def fold(ids, positions, cu_seqlens):

@@ -1,7 +1,6 @@
 """The benchmark of steps that are divided among ranks: its figures by hand, and that a run says all of them."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,7 @@ import pytest
 from radixtrain.collators.ranks import SequenceCost
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import ranks as benchmark  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 FOLDER = ROOT / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import real_data  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 TINY = ["--layers=1", "--hidden=16", "--head_dim=8", "--repeats=1", "--ordinary_rows", "2", "0"]
 

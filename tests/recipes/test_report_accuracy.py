@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def recipe() -> Any:
-    folder = str(ROOT / "recipes" / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        import report_accuracy
-    finally:
-        sys.path.remove(folder)
+    import report_accuracy
+
     return report_accuracy
 
 

@@ -1,6 +1,5 @@
 """The benchmark of split turns: what it generates is what its page says, and every arm runs."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ from radixtrain.report.turns import split_cost
 pytest.importorskip("trl", reason="carries a copy of Qwen3's stock chat template: pip install trl")
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import split_turns as benchmark  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 
 def test_the_counts_are_those_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:

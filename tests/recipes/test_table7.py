@@ -1,16 +1,12 @@
 """Table 7 with RoPE alive: the patterns, the differences, and that the flaw of the published proof would be seen."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
 import table7  # noqa: E402
-
-sys.path.remove(str(FOLDER))
 
 BAR = 5e-6  # relative L2 of each gradient tensor in float32, as everywhere (CONTRIBUTING.md)
 

@@ -2,18 +2,13 @@
 
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "survival"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from forked import Server
-from launched import Launched, ranks_of
+from launched_ranks import Launched, ranks_of
 from outcomes import EXACT
 
 NUM_ROWS = 21  # five steps of four rows and one of a single row: three of four ranks have no sequence then

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import cases, only_in_full
-from launched import Launched
-from trajectories import metrics
+from device_trajectories import metrics
+from launched_ranks import Launched
+from tiers import FULL, cases
 
 FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
 BATCHES = {"data__batch_size": 3, "data__max_tokens": 300, "data__max_length": 300}
@@ -86,7 +86,7 @@ def test_answers(finished, shop, tmp_path):
         assert here == there
 
 
-@only_in_full
+@FULL
 def test_answers_of_a_run(train, shop):
     """The metric of generated answers after a validation is that of all of them."""
     flags = {

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import cases
-from changed import read_slowly
-from launched import Launched
-from outcomes import assert_nothing_left, assert_same_run, tries
+from device_changes import read_slowly
+from launched_ranks import Launched
+from outcomes import assert_nothing_left, assert_same_run
+from tiers import cases, tries
 
 from radixtrain.checkpoints.choice import newest_valid
 

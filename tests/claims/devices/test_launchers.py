@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import only_in_full
 from forked import Run
 from outcomes import assert_nothing_left, assert_same_run
+from tiers import FULL
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "radixtrain")
 SECONDS = 240.0
@@ -63,7 +63,7 @@ def wait_for(path: Path, is_running: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-@only_in_full
+@FULL
 def test_sigterm_to_torchrun(torchrun, train, whole, tmp_path):
     """It passes the signal on to both ranks."""
     run = torchrun("run")
@@ -90,7 +90,7 @@ def child_of(run: Run) -> int:
     return int(found[0])
 
 
-@only_in_full
+@FULL
 def test_a_child_that_is_killed(own, train, whole, tmp_path):
     """The run ends with one line, and goes on from there under torchrun."""
     folder = tmp_path / "run"
@@ -109,7 +109,7 @@ def test_a_child_that_is_killed(own, train, whole, tmp_path):
     assert_nothing_left(folder, tmp_path / "temporary")
 
 
-@only_in_full
+@FULL
 @pytest.mark.parametrize("number", [0, signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_processes_of_its_own(own, train, whole, tmp_path, number):
     """To the end, and until a signal to the first process only: no other is left."""

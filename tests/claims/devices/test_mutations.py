@@ -6,9 +6,9 @@ Without one, ranks and a single process take the same steps.
 from __future__ import annotations
 
 import pytest
-from cases import cases
-from mutations import MUTATIONS, USUAL
-from trajectories import assert_same_trajectory
+from device_mutations import MUTATIONS, USUAL
+from device_trajectories import assert_same_trajectory
+from tiers import cases
 
 FLAGS = {"trainer__max_steps": 6, "trainer__max_epochs": None, "data__max_tokens": 48, "data__max_length": 48}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import cases
-from changed import fail_on_rank_1
-from launched import Launched
+from device_changes import fail_on_rank_1
+from launched_ranks import Launched
 from outcomes import assert_nothing_left
+from tiers import cases
 
 SECONDS_TO_END = 30.0
 

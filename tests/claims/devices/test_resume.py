@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import cases
-from outcomes import assert_same_run, tries
+from device_trajectories import assert_same_trajectory
+from outcomes import assert_same_run
 from overflowing import write_overflowing
-from trajectories import assert_same_trajectory
+from tiers import cases, tries
 
 STEPS = 20
 RESUMED = tries(1, STEPS)

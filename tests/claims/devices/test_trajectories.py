@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import cases
-from trajectories import assert_same_trajectory
+from device_trajectories import assert_same_trajectory
+from tiers import cases
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import CORE, CORE_MULTIMODAL, FAMILIES, MULTIMODAL, NOT_TRIED, REST, WHOLE, Family
 from transformers.models.auto import modeling_auto
 
 from radixtrain import RadixCollator, prepare_model, restore_model, verify_equivalence
@@ -29,11 +29,6 @@ from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import CORE, CORE_MULTIMODAL, FAMILIES, MULTIMODAL, NOT_TRIED, REST, WHOLE, Family
-
-sys.path.remove(str(Path(__file__).parent))
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))

@@ -1,15 +1,14 @@
 """The tests are tested: mistakes in the runs and states of recurrent layers, each of which makes the suite fail."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import tiny_model
 from torch import Tensor, cat
 
 import radixtrain.hf.recurrent.layers
@@ -22,11 +21,6 @@ from radixtrain.tree.run_choice import runs_of_segments
 from radixtrain.tree.run_layout import RunLayout
 from radixtrain.tree.runs import RunCall, RunCost, RunTable
 from radixtrain.verification.report import EquivalenceReport
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import tiny_model
-
-sys.path.remove(str(Path(__file__).parent))
 
 # Two prompts of four and two tokens; two branches of three below the first, with two leaves each.
 SEQUENCES = [
@@ -41,7 +35,7 @@ Table = Callable[[], RunTable]
 @pytest.fixture(scope="module")
 def model() -> Any:
     """A layer of the gated delta rule, which has a convolution and a state, and one that attends."""
-    return tiny_model("Qwen3_5ForCausalLM", {})
+    return tiny_model("Qwen3_5ForCausalLM")
 
 
 def table(multiple: int = 1) -> RunTable:

@@ -9,13 +9,12 @@ are drawn, of which each model gets a fifth.
 import math
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES, Family
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -37,11 +36,6 @@ from radixtrain.verification.oracle import (
     radix_batch,
 )
 from radixtrain.verification.report import Rung
-
-sys.path.insert(0, str(Path(__file__).parent))
-from families import FAMILIES, Family
-
-sys.path.remove(str(Path(__file__).parent))
 
 TRIES = max(1, int(os.environ.get("RADIXTRAIN_TRIES", "50")) // 5)
 BAR = 1e-12

@@ -75,7 +75,7 @@ def climb(model: Any, features: Any, way: Any) -> Iterator[tuple[str, Rung]]:
         yield attention, compare_gradients("float64", truth, truth, radix)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_under_torch_compile(tiny_qwen3: Callable[..., Any]) -> None:
     """The whole prepared model, compiled."""
     torch._dynamo.reset()

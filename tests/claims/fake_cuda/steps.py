@@ -14,8 +14,7 @@ from typing import Any
 
 import peft
 import torch
-from random_models import random_hybrid, random_qwen3
-from tiny_models import tiny_model
+from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
 from watch import FakeCUDA, Waits, move_module, moved
 
@@ -70,13 +69,13 @@ def radix(model: Any, dtype: torch.dtype = BF16, attention: str = "auto", recomp
 
 
 def hybrid(kind: str) -> Any:
-    model = random_hybrid(kind)
+    model = tiny_hybrid(kind)
     model.hybrid = True
     return model
 
 
 def lora() -> Any:
-    return peft.get_peft_model(random_qwen3(), peft.LoraConfig(target_modules="all-linear", r=2))
+    return peft.get_peft_model(tiny_qwen3(), peft.LoraConfig(target_modules="all-linear", r=2))
 
 
 def mixed(dtype: torch.dtype) -> Context:
@@ -85,7 +84,7 @@ def mixed(dtype: torch.dtype) -> Context:
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
     """`RadixModule.training_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
-    model = prepare_model(on_device(random_qwen3(), dtype))
+    model = prepare_model(on_device(tiny_qwen3(), dtype))
     module: Any = RadixModule("unused")
     module.model, module.plain_head = model, True
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,7 +118,7 @@ def padded(model: Any, **options: Any) -> dict[str, int]:
 
 
 def generated(**options: Any) -> dict[str, int]:
-    model, waits = on_device(random_qwen3(), BF16).eval(), Waits()
+    model, waits = on_device(tiny_qwen3(), BF16).eval(), Waits()
     with model.mode, waits:
         generate(model, [[1, 2, 3], [1, 2, 4, 5], [1, 2]], max_new_tokens=4, pad_token_id=0, **options)
     return dict(waits.counts)
@@ -127,7 +126,7 @@ def generated(**options: Any) -> dict[str, int]:
 
 def verified() -> dict[str, int]:
     """That it runs, in float64 too; it may wait as it likes."""
-    model = on_device(random_qwen3(), BF16)
+    model = on_device(tiny_qwen3(), BF16)
     with model.mode, Waits():
         verify_equivalence(model, FEATURES)
     return {}
@@ -145,7 +144,7 @@ class Reads(torch.autograd.Function):
 
 def mistaken(change: Callable[[Any, Any, Any], Any]) -> dict[str, int]:
     """A step whose attention is changed. change: module, arguments and output of the first attention -> its output."""
-    model = random_qwen3()
+    model = tiny_qwen3()
     model.model.layers[0].self_attn.o_proj.register_forward_hook(change)
     return radix(model)
 
@@ -162,24 +161,24 @@ STRATEGIES = ("cascade", "path", "expand", "reference", "tree")
 FAMILIES = ("Qwen3Moe", "Gemma3", "Gemma2", "GptOss", "Mistral")  # routed; windows; soft-cap; sinks and windows; window
 GROUPS: dict[str, dict[str, Case]] = {
     "strategies": {
-        **{name: lambda name=name: radix(random_qwen3(), attention=name) for name in STRATEGIES},
-        "tree in float32": lambda: radix(random_qwen3(), FLOAT32, "tree"),
-        "float32": lambda: radix(random_qwen3(), FLOAT32),
-        "AdamW for each": lambda: radix(random_qwen3(), fused=False),
-        "recomputed": lambda: radix(random_qwen3(), recompute=True),
-        "bf16-mixed": lambda: radix(random_qwen3(), FLOAT32, forward=mixed(BF16), recompute=True),
-        "bf16-mixed tree": lambda: radix(random_qwen3(), FLOAT32, "tree", forward=mixed(BF16)),
-        "float16 with a loss scale": lambda: radix(random_qwen3(), FLOAT32, forward=mixed(FLOAT16), scaled=True),
+        **{name: lambda name=name: radix(tiny_qwen3(), attention=name) for name in STRATEGIES},
+        "tree in float32": lambda: radix(tiny_qwen3(), FLOAT32, "tree"),
+        "float32": lambda: radix(tiny_qwen3(), FLOAT32),
+        "AdamW for each": lambda: radix(tiny_qwen3(), fused=False),
+        "recomputed": lambda: radix(tiny_qwen3(), recompute=True),
+        "bf16-mixed": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(BF16), recompute=True),
+        "bf16-mixed tree": lambda: radix(tiny_qwen3(), FLOAT32, "tree", forward=mixed(BF16)),
+        "float16 with a loss scale": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(FLOAT16), scaled=True),
         "LoRA": lambda: radix(lora(), FLOAT32, forward=mixed(BF16)),
-        **{name: lambda name=name: radix(tiny_model(f"{name}ForCausalLM", {})) for name in FAMILIES},
+        **{name: lambda name=name: radix(tiny_model(f"{name}ForCausalLM")) for name in FAMILIES},
         **{name: lambda name=name: radix(hybrid(name)) for name in ("Qwen3.5", "Bamba", "LFM2")},
     },
     "commands": {
         "fit": lambda: step_of_fit(dtype=BF16),
         "fit bf16-mixed": lambda: step_of_fit(mixed(BF16)),
         "fit, labels not merged": lambda: step_of_fit(dtype=BF16, merge_labels=False),
-        "share_prefixes": lambda: padded(random_qwen3()),
-        "share_prefixes, path": lambda: padded(random_qwen3(), attention="path"),
+        "share_prefixes": lambda: padded(tiny_qwen3()),
+        "share_prefixes, path": lambda: padded(tiny_qwen3(), attention="path"),
         "share_prefixes, Qwen3.5": lambda: padded(hybrid("Qwen3.5")),
         "generate": generated,
         "generate samples": lambda: generated(do_sample=True, top_p=0.9, top_k=5, seed=1, num_return_sequences=2),

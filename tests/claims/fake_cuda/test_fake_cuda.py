@@ -70,7 +70,7 @@ def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("group", "number"), [("strategies", 21), ("commands", 9)])
 def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str, number: int) -> None:
     found = ran(library, group)
@@ -80,7 +80,7 @@ def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str,
     assert {name: case["waits"] for name, case in found.items()} == {name: WAITS.get(name, {}) for name in found}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_mistakes_are_seen(library: Path) -> None:
     found = ran(library, "mistakes")
     assert found.keys() == MISTAKES.keys()

@@ -12,24 +12,17 @@ within 1e-12 of an ordinary forward pass over the finished text.
 
 import os
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from answers import Answered, answered, finished_logits, texts_of, with_pieces_of, worst_errors
+from families import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family
 from torch import Tensor
 
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-from answers import Answered, answered, finished_logits, texts_of, with_pieces_of, worst_errors
-from families import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family
-
-del sys.path[:2]
 
 ALL = os.environ.get("RADIXTRAIN_FAMILIES") == "all"
 IN_FULL = pytest.mark.skipif(not ALL, reason="make test-full runs this family (RADIXTRAIN_FAMILIES=all)")

@@ -5,15 +5,15 @@ that splits nodes of the first, a third that continues answers, and free slots p
 mistake every logit is within 1e-12 of an ordinary forward pass over the finished text.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from answers import answered, texts_of, with_pieces_of, worst_errors
+from families import CORE
 from torch import Tensor
 
 import radixtrain.generation.active
@@ -26,13 +26,6 @@ from radixtrain.generation.passes import Pass, PromptPlan, SharedRows, decoding_
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.tree.cached_layout import Paths
 from radixtrain.verification.oracle import float64_throughout
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-from answers import answered, texts_of, with_pieces_of, worst_errors
-from families import CORE
-
-del sys.path[:2]
 
 BAR = 1e-12
 FIRST = [

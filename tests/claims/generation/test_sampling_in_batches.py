@@ -4,23 +4,17 @@ In float64, so that no rounding moves a cumulative probability over a draw. Freq
 second token are compared with their exact probabilities.
 """
 
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from answers import finished_logits, with_pieces_of
 
 from radixtrain import RadixCache, generate
 from radixtrain.verification.oracle import float64_throughout
-
-sys.path.insert(0, str(Path(__file__).parent))
-from answers import finished_logits, with_pieces_of
-
-del sys.path[:1]
 
 PROMPTS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8], [30, 31], [7, 8, 9, 1, 2, 5], [7, 8, 9, 3], [9]]
 OTHERS = [[1], [7, 8, 9, 1], [30, 31, 32], [2, 2], [7], [40, 41, 42, 43], [7, 8, 9, 3, 3, 3]]

@@ -8,15 +8,15 @@ tries are drawn.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from answers import finished_logits, texts_of, with_pieces_of
+from families import CORE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,13 +26,6 @@ from radixtrain.generation.generated import Generated
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.testing import ragged_batches
 from radixtrain.verification.oracle import float64_throughout
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-from answers import finished_logits, texts_of, with_pieces_of
-from families import CORE
-
-del sys.path[:2]
 
 TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50")) // 5
 BAR = 1e-10

@@ -1,14 +1,13 @@
 """Ways to call a model of `share_prefixes` and to use what it returns, each against the untouched model."""
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from padded_batches import PaddedBatch, pad
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -17,11 +16,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from padded_batches import PaddedBatch, pad
-
-del sys.path[:1]
 
 BAR = 1e-12
 ROWS = [[7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5, 6, 4, 4], [7, 8, 9, 1]]

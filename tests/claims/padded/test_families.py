@@ -10,27 +10,20 @@ draws others.
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import CORE, CORE_MULTIMODAL, REST, Family
+from padded_batches import draw_batch, packed, pad
+from shared_runs import Pair, Reads, in_float64
 
 from radixtrain import sharing_report
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import gradients_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-from families import CORE, CORE_MULTIMODAL, REST, Family
-from padded_batches import draw_batch, packed, pad
-from shared_runs import Pair, Reads, in_float64
-
-del sys.path[:2]
 
 TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "100"))
 SEED = int.from_bytes(os.urandom(4), "little") if os.environ.get("RADIXTRAIN_FUZZ") else 0

@@ -5,23 +5,16 @@ The weights of a model that trained on shared batches differ from the ordinary o
 are compared.
 """
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from radixtrain import restore_model, share_prefixes, sharing_report
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
 from families import CORE
 from generated_tokens import PROMPTS, assert_generates_the_same, generated
 
-del sys.path[:2]
+from radixtrain import restore_model, share_prefixes, sharing_report
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},

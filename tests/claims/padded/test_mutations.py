@@ -3,15 +3,17 @@
 `assert_caught` runs the check that the families run, on a few batches chosen by hand.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import CORE
+from generated_tokens import assert_generates_the_same
+from padded_batches import PaddedBatch, packed, pad
+from shared_runs import Reads, in_float64
 from torch import Tensor
 
 from radixtrain import share_prefixes
@@ -21,15 +23,6 @@ from radixtrain.hf.padded.head import keep_places, places_of_view
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.padded.spread import Places
 from radixtrain.kernels.rows import gather_rows
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "equivalence"))
-from families import CORE
-from generated_tokens import assert_generates_the_same
-from padded_batches import PaddedBatch, packed, pad
-from shared_runs import Reads, in_float64
-
-del sys.path[:2]
 
 # Nested, one a prefix of another, two identical, one token, one without a shared prefix.
 ROWS = [[1, 2, 3, 1, 1, 2, 2, 1], [1, 2, 3, 1, 4], [1, 2, 3, 1, 4], [1, 2, 3, 1], [1], [2, 2, 3, 1]]

@@ -1,13 +1,9 @@
-"""Lets the tests of this folder import `hybrids.py`, and fails those in which a layer computes whole sequences."""
+"""Fails the tests of this folder in which a layer computes whole sequences."""
 
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import EXACT, assert_same_run, tries
+from outcomes import EXACT, assert_same_run
 from overflowing import write_overflowing
+from tiers import tries
 
 from radixtrain.__main__ import main
 

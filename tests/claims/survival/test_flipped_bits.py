@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcomes import EXACT, assert_nothing_left, assert_same_run, tries
+from outcomes import EXACT, assert_nothing_left, assert_same_run
+from tiers import tries
 
 from radixtrain.__main__ import main
 

@@ -5,14 +5,14 @@ RADIXTRAIN_TRIES=2000 takes 2,000 steps and a model of 400 MB; by default 400 st
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked import Run
-from outcomes import EXACT, tries
+from outcomes import EXACT
+from tiers import tries
 
 STEPS, EARLY = max(400, tries(400, 2000)), 200
 MEGABYTES = 400 if STEPS == 2000 else 40
@@ -63,13 +63,9 @@ def test_memory_does_not_grow_with_the_steps(start, arguments, many_rows, tmp_pa
 
 @pytest.fixture
 def large_model(shop: Path, tmp_path: Path) -> Path:
+    import tiny
     from transformers import AutoTokenizer
 
-    sys.path.insert(0, str(ROOT / "recipes"))
-    try:
-        import tiny
-    finally:
-        sys.path.remove(str(ROOT / "recipes"))
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     model = tiny.tiny_qwen3(tokenizer, layers=round(MEGABYTES / MEGABYTES_OF_LAYER), hidden=512, seed=0)
     model.save_pretrained(tmp_path / "large")

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 from forked import Run
-from outcomes import EXACT, assert_nothing_left, assert_same_run, tries
+from outcomes import EXACT, assert_nothing_left, assert_same_run
+from tiers import tries
 
 from radixtrain.checkpoints.choice import newest_valid
 

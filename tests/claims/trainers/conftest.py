@@ -4,7 +4,6 @@ Lets the tests of this folder import its harness, and prints one table of what t
 """
 
 import gc
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 WORDS = [*SPECIAL, *(f"w{n}" for n in range(250))]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import compare, settings
-from loop import EOS, IGNORED, PROMPT, order_one, padded, padded_batches
 from torch import Tensor
+from trainer_harness import compare, settings
+from trainer_loop import EOS, IGNORED, PROMPT, order_one, padded, padded_batches
 from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import STEPS, compare, settings
-from loop import EOS, PROMPT, Batch, Loop, Metrics, order_one, padded
+from trainer_harness import STEPS, compare, settings
+from trainer_loop import EOS, PROMPT, Batch, Loop, Metrics, order_one, padded
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from radixtrain import share_prefixes, sharing_report

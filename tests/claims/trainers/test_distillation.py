@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import compare
-from loop import Batch, Loop, Metrics, Step, padded_batches
 from torch import Tensor, nn
+from trainer_harness import compare
+from trainer_loop import Batch, Loop, Metrics, Step, padded_batches
 
 from radixtrain import share_prefixes, sharing_report
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Share, compare, gradient_distances, run, settings
 from peft import LoraConfig, get_peft_model
 from preference_bars import BETA, differences
+from trainer_harness import Share, compare, gradient_distances, run, settings
 from trl import DPOConfig, DPOTrainer
 
 from radixtrain import share_prefixes

@@ -6,9 +6,9 @@ Generation passes a cache, so it is not shared, and both runs must draw the same
 from pathlib import Path
 
 import pytest
-from harness import Entry, Share, compare
 from peft import LoraConfig
 from rollouts import Reward, arguments, compare_rollouts, policy_of, prompts, save_policy, tokenizer
+from trainer_harness import Entry, Share, compare
 from trl import GRPOConfig, GRPOTrainer
 
 from radixtrain import share_prefixes, sharing_report

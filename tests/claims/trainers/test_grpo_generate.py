@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BAR, Counts, Run, differences_of, run
 from peft import LoraConfig
 from rollouts import ENDS, GENERATIONS, MAX_COMPLETION, Reward, arguments, policy_of, prompts, save_policy, tokenizer
+from trainer_harness import BAR, Counts, Run, differences_of, run
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -21,11 +21,9 @@ from radixtrain import share_prefixes, sharing_report
 from radixtrain.generation.generated import Generated
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "any_trainer"
-sys.path.insert(0, str(FOLDER))
 from grpo_generate import RadixGeneration, RadixGRPOTrainer  # noqa: E402
 from grpo_whole_groups import WholeGroups  # noqa: E402
 
-sys.path.remove(str(FOLDER))
 sys.modules.pop("grpo", None)  # a recipe, and recipes are imported anew by their own tests
 
 # Completions of a greedy group are equal and their advantages zero: what is left of the loss is the KL divergence to

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Build, Run, compare, count_calls, differences_of, run, settings
 from preference_bars import BETA, differences
 from torch import Tensor, nn
+from trainer_harness import Build, Run, compare, count_calls, differences_of, run, settings
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from radixtrain import share_prefixes

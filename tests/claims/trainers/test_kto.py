@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from harness import compare, settings
 from peft import LoraConfig, get_peft_model
 from preference_bars import BETA, differences
+from trainer_harness import compare, settings
 from trl import KTOConfig, KTOTrainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BAR, compare
-from loop import EOS, IGNORED, PROMPT, Batch, Loop, Metrics, own_loss, padded, padded_batches
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import on_two_ranks
+from trainer_harness import BAR, compare
+from trainer_loop import EOS, IGNORED, PROMPT, Batch, Loop, Metrics, own_loss, padded, padded_batches
+from trainers_on_two_ranks import on_two_ranks
 
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -142,7 +142,7 @@ class TestAround:
 
         table(f"plain loop, checkpointing, use_reentrant={reentrant}", compare(build))
 
-    @pytest.mark.slow
+    @pytest.mark.full
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_compile(self, tiny_qwen3, backend, fresh_dynamo):
         """The untouched model is compiled too. `eager`, the first half of `aot_eager`, runs in `make test-full`."""

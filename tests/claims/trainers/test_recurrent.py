@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from harness import BAR, Run, Share, compare, differences_of, run, settings
 from peft import LoraConfig
 from preference_bars import BETA, differences
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
+from trainer_harness import BAR, Run, Share, compare, differences_of, run, settings
 from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedModel,

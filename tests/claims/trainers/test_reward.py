@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import Entry, compare, settings
 from peft import LoraConfig, get_peft_model
+from trainer_harness import Entry, compare, settings
 from trl import RewardConfig, RewardTrainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="SEQ_CLS", modules_to_save=["score"])

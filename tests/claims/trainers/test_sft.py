@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from harness import Share, compare, settings
 from peft import LoraConfig, get_peft_model
+from trainer_harness import Share, compare, settings
 from transformers import EvalPrediction
 from trl import SFTConfig, SFTTrainer
 

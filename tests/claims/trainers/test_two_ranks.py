@@ -15,17 +15,17 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DataLoaderConfiguration
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from harness import BAR, Comparison, GradientKeeper, Share, compare, differences_of, run, settings
-from loop import padded_batches
 from peft import LoraConfig
 from preference_bars import BETA, differences
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, IterableDataset
+from trainer_harness import BAR, Comparison, GradientKeeper, Share, compare, differences_of, run, settings
+from trainer_loop import padded_batches
+from trainers_on_two_ranks import NUM_RANKS, on_two_ranks
 from transformers import DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from two_ranks import NUM_RANKS, on_two_ranks
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside, with_rows

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import compare
-from loop import IGNORED, Batch, Loop, Metrics, padded_batches
 from torch import Tensor, nn
+from trainer_harness import compare
+from trainer_loop import IGNORED, Batch, Loop, Metrics, padded_batches
 from transformers import AutoModel
 
 from radixtrain import restore_model, share_prefixes, sharing_report

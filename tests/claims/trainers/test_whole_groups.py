@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BAR, Counts, Run, Share, gradient_distances, run
 from rollouts import GENERATIONS, Reward, arguments, policy_of, prompts, save_policy, tokenizer
+from trainer_harness import BAR, Counts, Run, Share, gradient_distances, run
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from radixtrain import share_prefixes, sharing_report
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "any_trainer"
-sys.path.insert(0, str(FOLDER))
 from grpo_whole_groups import GroupedGRPOTrainer, WholeGroups  # noqa: E402
 
-sys.path.remove(str(FOLDER))
 sys.modules.pop("grpo", None)  # a recipe, and recipes are imported anew by their own tests
 
 ONE_STEP = {"gradient_accumulation_steps": 4, "max_steps": 1}  # 16 rows, 4 groups, 4 micro-batches

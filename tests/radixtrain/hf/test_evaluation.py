@@ -3,7 +3,6 @@
 Also what the refusal recommends: a trainer that evaluates on ordinary batches, `recipes/hf_trainer_metrics.py`.
 """
 
-import sys
 import timeit
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.evaluation import check_evaluation
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-sys.path.insert(0, str(RECIPES))
 from hf_trainer_metrics import OrdinaryEvaluation, compute_metrics  # noqa: E402
-
-sys.path.remove(str(RECIPES))
 
 BAR = 1e-6
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

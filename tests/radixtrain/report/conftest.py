@@ -1,15 +1,10 @@
 """Sequences of one prompt, and a headless browser; the tests of this folder may import `headless_browser`."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from headless_browser import Browser, found
 
 

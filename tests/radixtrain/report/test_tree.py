@@ -1,6 +1,5 @@
 """The tree of a few sequences, what is left out of a small one, and characters that a branch cuts in two."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,7 @@ from radixtrain.report.tree import MAX_CHARACTERS, prefix_tree
 from radixtrain.tree.arrays import IntArray
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
-sys.path.insert(0, str(RECIPES))
 import tiny  # noqa: E402
-
-sys.path.remove(str(RECIPES))
 
 TEXTS = ["red apple", "red apple", "red apricot", "red plum tree", "blue"]
 

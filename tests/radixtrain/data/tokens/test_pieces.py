@@ -151,7 +151,7 @@ def test_no_texts_and_empty_texts() -> None:
 
 
 @pytest.mark.data
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["banking77_train", "gsm8k_fewshot_train", "gsm8k_many_prompts_train", "gsm8k_plain_train"]
 )

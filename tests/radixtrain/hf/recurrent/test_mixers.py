@@ -1,10 +1,9 @@
 """Which modules are mixers, and what their layers are, on tiny models of Hugging Face."""
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
+from families import FAMILIES
 from torch import nn
 
 from radixtrain.hf.backbone import parts_of
@@ -15,11 +14,6 @@ from radixtrain.hf.recurrent.mixers import (
     num_attention_layers,
     text_layers,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "claims" / "equivalence"))
-from families import FAMILIES
-
-sys.path.remove(str(Path(__file__).parents[3] / "claims" / "equivalence"))
 
 # Class -> the mixers by path, the layers that attend, and which layers compute a shared prefix once.
 MODELS = {

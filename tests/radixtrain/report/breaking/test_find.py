@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,7 @@ from radixtrain.tree.plan import build_prefix_plan
 
 ROOT = Path(__file__).resolve().parents[4]
 DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
-sys.path.insert(0, str(ROOT / "recipes"))
 import tiny  # noqa: E402
-
-sys.path.remove(str(ROOT / "recipes"))
 
 VOCABULARY = """
 shop order parcel refund card price note letter street bridge garden window kettle ticket train river paper pencil

@@ -7,15 +7,11 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lightning.fabric.plugins.environments import LightningEnvironment
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from forked_children import fork_children, rank_1_finds_an_error
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from radixtrain.errors import UserError
 from radixtrain.training.devices import launch

@@ -4,7 +4,7 @@ from pathlib import Path
 
 __all__ = ["write_families_table"]
 
-FAMILIES_PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+FAMILIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 FAMILIES_HEADS = {
     "all": ["family", "attention and layers", "float64", "float32", "ordinary float32"],
     "recurrent": [

@@ -9,7 +9,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from harness import Entry
+from trainer_harness import Entry
 
 __all__ = ["BETA", "differences"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from harness import Comparison, Entry, Share, compare, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_harness import Comparison, Entry, Share, compare, settings
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Trainer
 
 VOCAB_SIZE = 50

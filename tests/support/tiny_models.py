@@ -79,11 +79,35 @@ def tiny_config(config_class: Any, settings: dict[str, Any]) -> PreTrainedConfig
     return config_class(**{**chosen, **{name: value for name, value in settings.items() if name not in parts}})
 
 
-def tiny_model(model_class: str, settings: dict[str, Any], seed: int = 0) -> Any:
-    """A model of that class in training mode, whose weights are of order one, so that every gradient is alive."""
+def tiny_model(model_class: str, seed: int = 0, **settings: Any) -> Any:
+    """A model of that class in training mode, whose weights are of order one, so that every gradient is alive.
+
+    model_class: its name in transformers. settings: what its configuration has besides the small sizes.
+    """
     torch.manual_seed(seed)
     cls = getattr(transformers, model_class)
     return order_one(cls(tiny_config(cls.config_class, settings)), seed)
+
+
+def tiny_qwen3(seed: int = 0, **settings: Any) -> Any:
+    """A Qwen3 of 50 tokens, with tied embeddings."""
+    own = {"vocab_size": 50, "tie_word_embeddings": True, "max_position_embeddings": 512}
+    return tiny_model("Qwen3ForCausalLM", seed, **{**own, **settings})
+
+
+def tiny_hybrid(kind: str, seed: int = 0, **settings: Any) -> Any:
+    """A layer with a recurrent state and one that attends.
+
+    kind: "Qwen3.5" (gated delta rule), "Bamba" (state space) or "LFM2" (short convolution).
+    """
+    delta = {"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "Qwen3.5": ("Qwen3_5ForCausalLM", delta),
+        "Bamba": ("BambaForCausalLM", {"mamba_d_head": 16, "attn_layer_indices": [1]}),
+        "LFM2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+    }
+    model_class, own = kinds[kind]
+    return tiny_model(model_class, seed, **{"vocab_size": 50, **own, **settings})
 
 
 def order_one(model: nn.Module, seed: int) -> nn.Module:

@@ -28,7 +28,7 @@ class Family:
 
     def build(self, seed: int = 0, **changes: Any) -> Any:
         """A tiny model in training mode."""
-        return tiny_model(self.model_class, {**self.settings, **changes}, seed)
+        return tiny_model(self.model_class, seed, **{**self.settings, **changes})
 
 
 LATENT = "latent attention"

@@ -21,7 +21,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.chdir(Path(__file__).resolve().parents[1])
+    os.chdir(Path(__file__).resolve().parents[2])
     subprocess.run = _run_forked  # type: ignore[assignment]
     sys.argv = [path, *arguments]
     sys.path[0] = str(Path(path).parent.resolve())

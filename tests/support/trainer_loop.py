@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import STEPS
 from torch import Tensor, nn
+from trainer_harness import STEPS
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 EOS = 2

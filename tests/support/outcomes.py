@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,13 @@ import torch
 from radixtrain.checkpoints.choice import newest_valid
 from radixtrain.checkpoints.folder import read_checkpoint
 
-__all__ = ["EXACT", "assert_nothing_left", "assert_same_run", "assert_same_state", "tries", "values"]
+__all__ = ["EXACT", "assert_nothing_left", "assert_same_run", "assert_same_state", "values"]
 
 # Else a run that is killed before its first checkpoint measures again what is fastest, and may choose another order of
 # sums.
 EXACT = {"trainer__deterministic": "true"}
 TIMED = ("tokens_per_second", "computed_tokens_per_second")
 COMPARED = ("global_step", "state_dict", "optimizer_states", "lr_schedulers")
-
-
-def tries(default: int, full: int) -> int:
-    """How often: `default`, or what RADIXTRAIN_TRIES says, at most `full`."""
-    return min(full, int(os.environ.get("RADIXTRAIN_TRIES", default)))
 
 
 def values(folder: Path) -> dict[tuple[str, int], str]:
