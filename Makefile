@@ -5,6 +5,7 @@ WORKERS ?= auto
 SOURCES := pyproject.toml constraints.txt
 INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
+TEST_ALL_CORES := OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 .PHONY: help fit test test-full check bench test-gpu setup clean
 .NOTPARALLEL:
@@ -15,13 +16,12 @@ help:  ## this list
 fit: .venv/.user runs/demo/train.jsonl  ## write a demo and fine-tune a tiny model on it: one to two minutes on two CPU cores
 	.venv/bin/python -m radixtrain fit --config configs/demo.yaml --overwrite true
 
-test: QUICK := and not full
-test: setup  ## prove each claim once, on all cores: five minutes on two
-	OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal -m "not gpu $(QUICK)"
+test: setup  ## prove each claim once: five minutes on two cores
+	$(TEST_ALL_CORES) -m "not gpu and not full"
 
 test-full: export RADIXTRAIN_TRIES ?= 50
-test-full: QUICK :=
-test-full: test  ## the same with every model family, more generated cases, kills, signals, ranks and recipes
+test-full: setup  ## the same, every model family, and more of the generated cases, kills, signals and ranks
+	$(TEST_ALL_CORES) -m "not gpu"
 
 check: setup  ## check style, formatting and types: ruff, mypy
 	.venv/bin/ruff check .
