@@ -23,10 +23,13 @@ test-full: export RADIXTRAIN_TRIES ?= 50
 test-full: setup  ## the same, every model family, and more of the generated cases, kills, signals and ranks
 	$(TEST_ALL_CORES) -m "not gpu"
 
-check: setup  ## check style, formatting and types: ruff, mypy
+check: setup  ## check style, formatting, types, and which module imports which: ruff, mypy, import-linter
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	rm -rf build/imports && mkdir -p build/imports && cp -RL radixtrain build/imports/
+	touch build/imports/radixtrain/kernels/__init__.py build/imports/radixtrain/collators/__init__.py
+	cd build/imports && PYTHONPATH=. ../../.venv/bin/lint-imports --no-cache --no-logo --config ../../pyproject.toml
 
 bench: .venv/.user  ## time a training step on this machine, deduplicated and not
 	.venv/bin/python -m radixtrain bench --attention '[auto, cascade, path, expand]' --repeats 7

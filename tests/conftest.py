@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import tiny
-import tiny_models
 import torch
-from families_table import write_families_table
-from forked import NOT_OURS, Run, Server
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which transformers does
+
+import tiny
+import tiny_models
+from families_table import write_families_table
+from forked import NOT_OURS, Run, Server
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"

@@ -5,9 +5,9 @@ import inspect
 import json
 import os
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 from docstring_parser import parse as parse_docstring
+from tiers import FULL
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -160,6 +161,7 @@ def test_a_bad_row_is_skipped_if_the_page_says_so(
         SFTData("chats.jsonl", model_name_or_path=str(shop / "model")).setup("fit")
 
 
+@FULL
 def test_the_measurement_of_r(capsys: pytest.CaptureFixture[str]) -> None:
     [(code, printed)] = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
     exec(compile(code, FORMATS, "exec"), {})
@@ -330,38 +332,14 @@ def test_the_tour_leads_to_functions_of_one_screen() -> None:
 
 
 def test_the_map_has_the_floors_of_the_imports() -> None:
-    tree = ast.parse(read("tests/test_imports.py"))
-    [floors] = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "FLOORS"
-    ]
+    """Those that import-linter checks, from the ground up."""
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    floors = [set(layer.split(" : ")) for layer in reversed(contracts[0]["layers"])]
     drawn = re.findall(r"^(\d)  (\w+(?:   \w+)*) {2,}\S", read("CONTRIBUTING.md"), re.MULTILINE)
-    assert [(int(number), set(rooms.split())) for number, rooms in drawn] == [
-        (number, set(rooms)) for number, rooms in reversed(list(enumerate(floors, start=1)))
-    ]
+    assert [(int(number), set(rooms.split())) for number, rooms in reversed(drawn)] == list(enumerate(floors, start=1))
 
 
-# CHANGELOG.md and numbers that several pages repeat
-
-
-def test_moved_import_paths_exist() -> None:
-    rows = re.findall(r"^\| (`radixtrain\..*) \| (`radixtrain\..*) \|$", read("CHANGELOG.md"), re.MULTILINE)
-    assert len(rows) > 4
-    for old, new in rows:
-        first, *others = re.findall("`([^`]+)`", new)
-        targets = [first, *(first.rpartition(".")[0] + other for other in others)]
-        moved = re.findall("`([^`]+)`", old)
-        assert len(targets) in (1, len(moved))
-        assert all(find_spec(target) for target in targets)
-        assert not any(found_module(gone) for gone in moved)
-
-
-def found_module(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+# Numbers that several pages repeat
 
 
 REPEATED = [

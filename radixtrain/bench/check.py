@@ -28,7 +28,9 @@ from radixtrain.verification.report import EquivalenceReport, Rung
 
 __all__ = ["check_arms"]
 
-DIRECT_BAR = 1e-5  # float32 against float32; two orders of summation are 1e-6 apart, a missing branch label 1e-2
+# Float32 against float32, in the middle between rounding and a mistake: two orders of summation are 1e-6 apart, on one
+# processor more than on another, and a missing branch label 1e-2.
+DIRECT_BAR = 1e-4
 OUTPUT = "last_hidden_state"
 
 

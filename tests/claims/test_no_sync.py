@@ -9,13 +9,13 @@ import ast
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hybrids import ONE_KIND
+from tiers import cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.attention import AttentionChoice
 from radixtrain.collators.steps import StepCollator
-from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
-from radixtrain.kernels.ragged import VarlenKernel
+from radixtrain.kernels.flash import TorchCUDAKernel
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
 from radixtrain.training.survival.finite import NonFiniteGuard
@@ -32,7 +31,6 @@ from radixtrain.tree.run_layout import RunLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
-KERNELS = ("torch", "flash_attn", "flash_attn_3")
 NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [2, 2, 1], [2, 2, 3, 3], [2, 2, 3, 4], [5, 1]]
 FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
 
@@ -86,24 +84,6 @@ def _is_non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("non_blocking", args[place] if place < len(args) else False))
 
 
-def empty_attention(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-def kernel_without_values(name: str, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
-    """Torch's own operators know their shapes on meta; those of the packages are stood in for."""
-    if name == "torch":
-        return TorchCUDAKernel()
-    kernel: Any = object.__new__(FlashAttnKernel if name == "flash_attn" else FlashAttn3Kernel)
-    if name == "flash_attn":
-        kernel.interface = ModuleType("flash_attn_interface")
-        kernel.interface._flash_attn_varlen_forward = empty_attention
-        kernel.interface._flash_attn_varlen_backward = lambda *args, **kwargs: None
-    else:
-        kernel.ops = SimpleNamespace(fwd=empty_attention, bwd=lambda *args, **kwargs: None)
-    return kernel
-
-
 @pytest.fixture
 def no_autocast_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch knows no autocast there, and raises if it is asked for its state."""
@@ -117,18 +97,19 @@ def no_autocast_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_meta(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, no_autocast_on_meta: None
-) -> Callable[..., Any]:
-    """`on_meta(attention, kernel)`: a prepared bfloat16 model without values, whose kernels are those of CUDA."""
+def on_meta(monkeypatch: pytest.MonkeyPatch, no_autocast_on_meta: None) -> Callable[..., Any]:
+    """`on_meta(model, attention)`: it prepared, in bfloat16 without values, with the kernel of torch on CUDA.
 
-    def build(attention: str = "cascade", kernel: str = "torch", **changes: Any) -> Any:
-        choice, varlen = AttentionChoice(attention, kernel, "test"), kernel_without_values(kernel, monkeypatch)
+    The kernels of the packages are read below, and run on CUDA itself.
+    """
+
+    def prepared(model: Any, attention: str = "cascade") -> Any:
+        choice = AttentionChoice(attention, "torch", "test")
         monkeypatch.setattr("radixtrain.attention.choose_attention", lambda *args, **kwargs: choice)
-        monkeypatch.setattr("radixtrain.attention._kernel", lambda *args: varlen)
-        return prepare_model(tiny_qwen3(**changes).to(torch.bfloat16).to("meta").train())
+        monkeypatch.setattr("radixtrain.attention._kernel", lambda *args: TorchCUDAKernel())
+        return prepare_model(model.to(torch.bfloat16).to("meta").train())
 
-    return build
+    return prepared
 
 
 def module_around(model: Any, monkeypatch: pytest.MonkeyPatch) -> RadixModule:
@@ -159,28 +140,30 @@ def to_meta(batch: Any) -> Any:
     return [to_meta(value) for value in batch] if isinstance(batch, list) else batch
 
 
-TREE = [("tree", "torch")] if importlib.util.find_spec("triton") else []
+TREE = ["tree"] if importlib.util.find_spec("triton") else []
 
 
-@pytest.mark.parametrize(("attention", "kernel"), [*product(("cascade", "path", "expand"), KERNELS), *TREE])
-@pytest.mark.parametrize("padding", [None, 8])
-def test_loss_and_backward(on_meta: Callable[..., Any], attention: str, kernel: str, padding: int | None) -> None:
-    """The drop-in: the model's own head and loss. `tree` has a kernel of its own, whatever the kernel's name."""
-    model = on_meta(attention, kernel)
-    batch = to_meta(RadixCollator(pad_to_multiple_of=padding, tree_tiles=attention == "tree")(FEATURES))
-    with NoWaiting("meta"):
-        model(**batch).loss.backward()
-    assert all(parameter.grad.device.type == "meta" for parameter in model.parameters())
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand", *TREE])
+def test_loss_and_backward(on_meta: Callable[..., Any], tiny_qwen3: Callable[..., Any], attention: str) -> None:
+    """The drop-in: the model's own head and loss."""
+    model = on_meta(tiny_qwen3(), attention)
+    for padding in (None, 8):
+        batch = to_meta(RadixCollator(pad_to_multiple_of=padding, tree_tiles=attention == "tree")(FEATURES))
+        with NoWaiting("meta"):
+            model(**batch).loss.backward()
+        assert all(parameter.grad.device.type == "meta" for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("merge_labels", [True, False])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(("merge_labels", "checkpointing"), [(True, True), (False, False)])
 def test_the_step_of_fit_waits_once(
-    on_meta: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kernel: str, merge_labels: bool, checkpointing: bool
+    on_meta: Callable[..., Any],
+    tiny_qwen3: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    merge_labels: bool,
+    checkpointing: bool,
 ) -> None:
     """Micro-batches, the fused loss, clipping, AdamW and the schedule; what Lightning's loggers read is not here."""
-    model = on_meta("cascade", kernel)
+    model = on_meta(tiny_qwen3())
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module = module_around(model, monkeypatch)
@@ -196,33 +179,31 @@ def test_the_step_of_fit_waits_once(
         module.guard.allows(model, *finite[0], [], 0)
 
 
-def test_a_window(on_meta: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window(on_meta: Callable[..., Any], tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mask tells the layers, by its shape and not by its values."""
     windows = []
     forward = TorchCUDAKernel.forward
     monkeypatch.setattr(TorchCUDAKernel, "forward", lambda *a: windows.append(a[-1].window) or forward(*a))
-    model = on_meta("path", "torch", sliding_window=3, use_sliding_window=True, max_window_layers=1)
+    kinds = ["full_attention", "sliding_attention"]
+    model = on_meta(tiny_qwen3(sliding_window=3, use_sliding_window=True, layer_types=kinds), "path")
     with NoWaiting("meta"):
         model(**to_meta(RadixCollator()(FEATURES))).loss.backward()
     assert windows == [None, 3]
 
 
-@pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba", "LFM2"])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@ONE_KIND
+@pytest.mark.parametrize("checkpointing", cases([True, False], [True]))
 def test_layers_with_a_state(
+    on_meta: Callable[..., Any],
     tiny_hybrid: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
-    no_autocast_on_meta: None,
     kind: str,
     checkpointing: bool,
 ) -> None:
     """Their runs come with the batch. Whether a mixer can fork is tried once, which waits, and needs values."""
-    choice, varlen = AttentionChoice("cascade", "torch", "test"), kernel_without_values("torch", monkeypatch)
-    monkeypatch.setattr("radixtrain.attention.choose_attention", lambda *args, **kwargs: choice)
-    monkeypatch.setattr("radixtrain.attention._kernel", lambda *args: varlen)
     tried: list[Any] = []
     monkeypatch.setattr("radixtrain.hf.recurrent.layers.why_it_cannot_fork", lambda *args: tried.append(args) or "")
-    model = prepare_model(tiny_hybrid(kind).to(torch.bfloat16).to("meta").train())
+    model = on_meta(tiny_hybrid(kind))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = to_meta(RadixCollator(run_cost=FREE_FORKS)(FEATURES))
@@ -247,10 +228,10 @@ WAITING: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_the_watch_sees(name: str) -> None:
-    with NoWaiting("meta"), pytest.raises((Waits, NotImplementedError, RuntimeError)):
-        WAITING[name](torch.empty(4, device="meta"))
+def test_the_watch_sees() -> None:
+    for wait in WAITING.values():
+        with NoWaiting("meta"), pytest.raises((Waits, NotImplementedError, RuntimeError)):
+            wait(torch.empty(4, device="meta"))
 
 
 def test_the_watch_sees_a_backward() -> None:
@@ -363,29 +344,11 @@ def test_nothing_on_the_path_reads_but_what_may() -> None:
     assert not stale, f"these read no longer: {stale}"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "x.item()",
-        "x[x > 0]",
-        "x[~mask]",
-        "y if x.any() else z",
-        "x.repeat_interleave(n)",
-        "torch.unique(x)",
-        "torch.tensor([1])",
-        "torch.where(x > 0)",
-        "bool(x.sum().item())",
-    ],
-)
-def test_reading_sees(source: str) -> None:
-    assert list(reads(ast.parse(f"def f(x):\n    return {source}")))
-
-
-@pytest.mark.parametrize(
-    "source", ["x[:3]", "x[i]", "torch.where(x > 0, x, y)", "any(y)", "x.repeat_interleave(n, output_size=3)"]
-)
-def test_reading_lets_pass(source: str) -> None:
-    assert not list(reads(ast.parse(f"def f(x):\n    return {source}")))
+def test_reading_sees_what_reads_and_nothing_else() -> None:
+    reading = ["x.item()", "x[x > 0]", "x[~mask]", "y if x.any() else z", "x.repeat_interleave(n)", "torch.unique(x)"]
+    reading += ["torch.tensor([1])", "torch.where(x > 0)", "bool(x.sum().item())"]
+    others = ["x[:3]", "x[i]", "torch.where(x > 0, x, y)", "any(y)", "x.repeat_interleave(n, output_size=3)"]
+    assert [each for each in reading + others if [*reads(ast.parse(f"def f(x):\n    return {each}"))]] == reading
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import FULL, tries
 from torch import Tensor
 
 import radixtrain.collators.radix
@@ -136,20 +137,26 @@ def worst_error(model: Any, features: Features, loss: Loss, once: bool = False, 
     return max(float((found[n] - x).norm()) / max(float(x.norm()), floor, 1e-300) for n, x in expected.items())
 
 
-@settings(max_examples=15, deadline=None)
-@given(weighted(("loss_weights",)), st.sampled_from([None, 12]))
+BUDGETS = st.sampled_from([None, 12])
+EXAMPLES = settings(max_examples=tries(15, most=500), deadline=None)
+
+
+@FULL
+@EXAMPLES
+@given(weighted(("loss_weights",)), BUDGETS)
 def test_a_weighted_log_likelihood(model: Any, features: Features, max_tokens: int | None) -> None:
     assert worst_error(model, features, log_likelihood, max_tokens=max_tokens) <= BAR
 
 
-@settings(max_examples=15, deadline=None)
-@given(weighted(), st.sampled_from([None, 12]))
+@EXAMPLES
+@given(weighted(), BUDGETS)
 def test_a_clipped_policy_ratio(model: Any, features: Features, max_tokens: int | None) -> None:
     assert worst_error(model, features, clipped_ratio, max_tokens=max_tokens) <= BAR
 
 
-@settings(max_examples=15, deadline=None)
-@given(weighted(("loss_weights",)), st.sampled_from([None, 12]))
+@FULL
+@EXAMPLES
+@given(weighted(("loss_weights",)), BUDGETS)
 def test_targets_that_count_once(model: Any, features: Features, max_tokens: int | None) -> None:
     options = {"max_tokens": max_tokens, "shared_targets": "once"}
     assert worst_error(model, features, log_likelihood, once=True, **options) <= BAR
@@ -166,6 +173,7 @@ def branches() -> Features:
     return features
 
 
+@FULL
 class TestTheChecks:
     """Each mistake is seen, in a batch of branches that passes without it."""
 
@@ -210,6 +218,7 @@ class TestTheChecks:
         assert worst_error(model, branches(), clipped_ratio) > 0.01
 
 
+@FULL
 @pytest.mark.parametrize("shared_targets", ["every", "once"])
 def test_verify_knows_them(tiny_qwen3: Any, shared_targets: Any) -> None:
     """What `fit` and `verify` compare before they train, in every precision."""

@@ -44,10 +44,6 @@ def test_cut_by_unique_tokens(sequences, max_tokens, expected):
     assert cut_by_unique_tokens(arrays(sequences), max_tokens) == expected
 
 
-def test_cut_of_nothing_without_a_budget():
-    assert cut_by_unique_tokens([], None) == cut_by_padded_tokens([], None) == []
-
-
 @pytest.mark.parametrize(
     ("lengths", "max_tokens", "expected"),
     [
@@ -93,10 +89,3 @@ def test_no_cut_computes_less_than_the_bound(sequences, max_tokens):
     assert cut.num_unique_tokens == num_unique(sequences)
     assert cut.num_unique_tokens <= sum(num_unique([sequences[index] for index in group]) for group in cut.groups)
     assert cut_step([], max_tokens) == ([], 0)
-
-
-@settings(max_examples=60, deadline=None)
-@given(ragged_batches(max_sequences=10), BUDGETS)
-def test_sorted_order_keeps_shared_prefixes_side_by_side(sequences, max_tokens):
-    order = [sequences[index] for batch in cut_by_unique_tokens(arrays(sequences), max_tokens) for index in batch]
-    assert order == sorted(sequences)

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-import pytest
 import torch
+from batch_contents import as_python, predictions_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ N = -100
 def test_two_sequences():
     features = [{"input_ids": [7, 8, 9, 6], "labels": [7, N, 9, 6]}, {"input_ids": [7, 5], "labels": [N, 5]}]
     batch = PaddedCollator(pad_token_id=3)(features)
-    assert {key: (value.dtype, value.tolist()) for key, value in batch.items()} == {
+    assert as_python(batch) == {
         "input_ids": (torch.int64, [[7, 8, 9, 6], [7, 5, 3, 3]]),
         "attention_mask": (torch.int64, [[1, 1, 1, 1], [1, 1, 0, 0]]),
         "position_ids": (torch.int64, [[0, 1, 2, 3], [0, 1, 2, 3]]),
@@ -35,30 +35,6 @@ def test_first_tokens_are_not_predicted_by_the_row_above():
     assert batch["shift_labels"].tolist() == [[8, 6]]
 
 
-def test_no_label():
-    batch = PaddedCollator()([{"input_ids": [7], "labels": [7]}])
-    assert (batch["input_ids"].tolist(), batch["shift_labels"].tolist()) == ([[7]], [[]])
-    assert batch["radix_predictor_indices"].tolist() == batch["radix_loss_weights"].tolist() == []
-
-
-@pytest.mark.parametrize(
-    ("feature", "message"),
-    [
-        ({"input_ids": []}, "feature 1: input_ids is empty"),
-        ({"input_ids": [1, 2], "labels": [1]}, "feature 1: labels has 1 entries, input_ids has 2"),
-    ],
-)
-def test_errors_name_the_feature(feature, message):
-    with pytest.raises(ValueError) as error:
-        PaddedCollator()([{"input_ids": [1], "labels": [1]}, feature])
-    assert str(error.value) == message
-
-
-def test_an_empty_list_is_refused_in_the_users_words():
-    with pytest.raises(ValueError, match="at least one feature, got an empty list"):
-        PaddedCollator()([])
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), ragged_batches(), st.sampled_from([0, 3, 9]))
 def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequences, pad_token_id):
@@ -68,13 +44,13 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequence
     longest = max(map(len, sequences))
     assert batch["input_ids"].tolist() == [ids + [pad_token_id] * (longest - len(ids)) for ids in sequences]
     assert batch["attention_mask"].tolist() == [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
-    places = [divmod(index, longest) for index in batch["radix_predictor_indices"].tolist()]
-    found = Counter((row, place, y) for (row, place), y in zip(places, batch["shift_labels"][0].tolist(), strict=True))
-    assert found == Counter(
-        (row, place - 1, y) for row, ys in enumerate(labels) for place, y in enumerate(ys) if place and y != N
+    assert predictions_of(batch, sequences) == Counter(
+        (tuple(ids[:place]), row[place])
+        for ids, row in zip(sequences, labels, strict=True)
+        for place in range(1, len(ids))
+        if row[place] != N
     )
-    assert batch["radix_prediction_rows"].tolist() == list(range(len(places)))
-    assert batch["radix_loss_weights"].tolist() == [1.0] * len(places)
+    assert batch["radix_prediction_rows"].tolist() == list(range(batch["shift_labels"].shape[1]))
     packed = [label for row in labels for label in row]
     assert [packed[token] for token in batch["radix_label_indices"].tolist()] == batch["shift_labels"][0].tolist()
     assert batch["radix_cu_seqlens"].diff().tolist() == list(map(len, sequences))

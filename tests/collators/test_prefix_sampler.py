@@ -7,8 +7,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
+from tiers import FULL
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from radixtrain import PrefixGroupedSampler, RadixCollator, prepare_model
 from radixtrain.collators.grouping import ratio_of_batches
@@ -72,15 +74,6 @@ def test_each_pass_is_an_epoch(rows):
     assert list(PrefixGroupedSampler(rows, BATCH, seed=4)) != epochs[0]
 
 
-def test_how_many_stay_together(rows):
-    assert (
-        list(PrefixGroupedSampler(rows, BATCH, together=1)) == np.random.default_rng([0, 0]).permutation(200).tolist()
-    )
-    for together, most in ((2, 4), (4, 2), (8, 1)):
-        batches = in_batches(list(PrefixGroupedSampler(rows, BATCH, together=together)))
-        assert max(prompts_of(batches, rows)) == most
-
-
 def test_the_table_of_the_page():
     """docs/any-trainer.md: r and the prompts in a batch, for each number of rows that stay together."""
     page = (Path(__file__).parents[2] / "docs" / "any-trainer.md").read_text(encoding="utf-8")
@@ -91,31 +84,25 @@ def test_the_table_of_the_page():
     rows = [np.concatenate([starts[prompt], generator.integers(0, 50_000, 64)]) for prompt in which]
     for together, prompts, r in table:
         batches = np.array(list(PrefixGroupedSampler(rows, 32, int(together)))).reshape(-1, 32)
-        assert np.mean([len(set(which[batch])) for batch in batches]) == pytest.approx(float(prompts), abs=0.051)
-        assert ratio_of_batches(lambda index: [rows[index]], batches.tolist(), None) == pytest.approx(
-            float(r), abs=0.006
-        )
+        half = 0.5 + 1e-9  # of the last digit
+        assert abs(np.mean([len(set(which[batch])) for batch in batches]) - float(prompts)) <= 0.1 * half
+        assert abs(ratio_of_batches(lambda index: [rows[index]], batches.tolist(), None) - float(r)) <= 0.01 * half
     assert PrefixGroupedSampler(rows, 32).together == 16
 
 
-def test_a_plain_loader(rows):
-    loader = DataLoader(rows, BATCH, sampler=PrefixGroupedSampler(rows, BATCH), collate_fn=list)
-    batches = list(loader)
-    assert sorted(tuple(row) for batch in batches for row in batch) == sorted(map(tuple, rows))
-    assert max(len({row[0] for row in batch}) for batch in batches) == 2
-
-
-def test_two_processes(rows):
-    """Accelerate gives each of them every other batch, whole."""
+def test_plain_loaders_of_one_process_and_of_two(rows):
+    """Accelerate gives each of two every other batch, whole."""
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
 
-    shards = [
+    batches = in_batches(list(PrefixGroupedSampler(rows, BATCH)))
+    loader = DataLoader(rows, BATCH, sampler=PrefixGroupedSampler(rows, BATCH), collate_fn=list)
+    assert list(loader) == [[rows[index] for index in batch] for batch in batches]
+    first, second = (
         list(BatchSamplerShard(BatchSampler(PrefixGroupedSampler(rows, BATCH), BATCH, drop_last=False), 2, process))
         for process in range(2)
-    ]
-    batches = in_batches(list(PrefixGroupedSampler(rows, BATCH)))
-    assert shards[0] == batches[::2] and shards[1][:-1] == batches[1::2]
+    )
+    assert (first, second[:-1]) == (batches[::2], batches[1::2])
 
 
 @pytest.mark.parametrize(
@@ -134,11 +121,6 @@ def test_two_processes(rows):
 def test_what_it_refuses(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_tiny_data(rows, count):
-    assert sorted(PrefixGroupedSampler(rows[:count], BATCH)) == list(range(count))
 
 
 class Recorder(RadixCollator):
@@ -161,26 +143,24 @@ class GroupedTrainer(Trainer):
 
 def test_hugging_face_trainer(rows, tiny_qwen3, tmp_path):
     """Two epochs in the sampler's orders; a run that resumes inside the second goes on with its next batch."""
-    collator = Recorder()
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    settings = arguments(tmp_path, save_strategy="steps", save_steps=30)
-    GroupedTrainer(
-        model=prepare_model(tiny_qwen3()),
-        args=TrainingArguments(**settings),
-        train_dataset=data,
-        data_collator=collator,
-    ).train()
+    rows = rows[:40]
+    settings = TrainingArguments(**arguments(tmp_path, save_strategy="steps", save_steps=7))
+
+    def batches(checkpoint=None):
+        collator = Recorder()
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        model = prepare_model(tiny_qwen3())
+        trainer = GroupedTrainer(model=model, args=settings, train_dataset=data, data_collator=collator)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return collator.seen
+
     sampler = PrefixGroupedSampler(rows, BATCH, seed=7)
     expected = [[tuple(rows[index]) for index in batch] for _ in range(2) for batch in in_batches(list(sampler))]
-    assert collator.seen == expected
-    resumed = Recorder()
-    trainer = GroupedTrainer(
-        model=prepare_model(tiny_qwen3()), args=TrainingArguments(**settings), train_dataset=data, data_collator=resumed
-    )
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
-    assert resumed.seen[-20:] == expected[30:]
+    assert batches() == expected and len(expected) == 10
+    assert batches(str(tmp_path / "checkpoint-7"))[-3:] == expected[7:]
 
 
+@FULL
 def test_trl(rows, tiny_qwen3, tmp_path):
     trl = pytest.importorskip("trl", reason="pip install trl")
 
@@ -188,19 +168,13 @@ def test_trl(rows, tiny_qwen3, tmp_path):
         def _get_train_sampler(self, dataset=None):
             return PrefixGroupedSampler(self.train_dataset, self.args.train_batch_size, seed=self.args.seed)
 
-    from tokenizers import Tokenizer, models
-
-    words = {f"w{number}": number for number in range(49)} | {"<end>": 49}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "w0")), eos_token="<end>", pad_token="<end>"
-    )
     collator = Recorder()
     GroupedSFTTrainer(
         model=prepare_model(tiny_qwen3()),
         args=trl.SFTConfig(**arguments(tmp_path, num_train_epochs=1), max_length=128, bf16=False),
         train_dataset=datasets.Dataset.from_dict({"input_ids": rows, "labels": rows}),
         data_collator=collator,
-        processing_class=tokenizer,
+        processing_class=byte_tokenizer(),
     ).train()
     assert sorted(row for batch in collator.seen for row in batch) == sorted(map(tuple, rows))
     assert max(len({row[0] for row in batch}) for batch in collator.seen) == 2

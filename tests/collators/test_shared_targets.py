@@ -114,5 +114,6 @@ def test_each_target_counts_once_whatever_the_cut(data, sequences, max_tokens, m
         for target, token, value in zip(batch["shift_labels"][0].tolist(), *columns, strict=True):
             assert (histories[token], target) not in found, "once"
             found[histories[token], target] = value
-    assert found == {pair: pytest.approx(sum(ws) / len(ws), abs=1e-7) for pair, ws in copies.items()}
+    # Stored as float32.
+    assert found == {pair: pytest.approx(sum(ws) / len(ws), rel=2**-23) for pair, ws in copies.items()}
     assert step.num_labels == len(copies)

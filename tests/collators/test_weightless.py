@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import cases
 
 from radixtrain import prepare_model
 from radixtrain.collators.features import all_feature_arrays
@@ -60,8 +61,8 @@ def batch_of_an_idle_rank(**options: Any) -> dict[str, Any]:
     return steps[1].micro_batches[0]
 
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("kind", ["Qwen3", "Qwen3.5", "Bamba", "LFM2"])
+@pytest.mark.parametrize("arm", cases(ARMS, ["merged", "padded"]))
+@pytest.mark.parametrize("kind", cases(["Qwen3", "Qwen3.5", "Bamba", "LFM2"], ["Qwen3", "Qwen3.5"]))
 def test_loss_and_gradients_are_zero(kind: str, arm: str, tiny_qwen3: Any, tiny_hybrid: Any) -> None:
     """Of every parameter: data parallel waits for the gradient of each."""
     model = tiny_qwen3() if kind == "Qwen3" else tiny_hybrid(kind)
@@ -107,7 +108,8 @@ def test_the_gradients_of_the_ranks_add_up_to_those_of_one(arm: str, tiny_qwen3:
 
     with float64_throughout(model):
         expected = gradients([one])
+        largest = max(gradient.norm() for gradient in expected)
         for num_ranks in (2, 3, 5):
             found = gradients([replace(one, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)])
             for ours, theirs in zip(found, expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+                assert (ours - theirs).norm() <= 1e-12 * theirs.norm() + 1e-15 * largest

@@ -6,6 +6,7 @@ from functools import wraps
 
 import pytest
 import torch
+from tiers import FULL
 from torch import Tensor
 
 
@@ -57,3 +58,13 @@ def triton_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(interpreter, "_convert_float", convert_as_hardware)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_as_hardware)
     return torch.device("cpu")
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=FULL)])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What adds up rows and merges pieces: torch, or the Triton kernels that RADIXTRAIN_TRITON=1 asks for."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="pip install triton runs it")
+        request.getfixturevalue("triton_device")
+        monkeypatch.setenv("RADIXTRAIN_TRITON", "1")
+    return request.param

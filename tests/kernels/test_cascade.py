@@ -91,12 +91,6 @@ def test_long_segments_are_bundles_and_keep_their_descendants_in_one_slice():
     assert (after.q_rows, after.k_rows) == (slice(len(trunk), len(trunk) + 3), slice(0, len(trunk)))
 
 
-def test_a_run_that_a_sequence_ends_in_is_one_slice():
-    own, after = bundled(layout_of([[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5]]), bundle=3)
-    assert own.ragged.cu_seqlens_q.tolist() == [0, 3, 5]
-    assert (after.q_rows, after.k_rows) == (slice(3, 5), slice(0, 3))
-
-
 def test_many_short_branches_are_few_calls():
     sequences = [[*range(100, 700), 1000 + n // 4, 2000 + n, 3, 4, 5] for n in range(64)]
     layout = layout_of(sequences)

@@ -1,15 +1,9 @@
 """R predictor rows, P predictions, V vocabulary, D hidden."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
-from radixtrain.kernels import loss_chunks
 from radixtrain.kernels.loss_chunks import chunks_of, rows_per_chunk
-
-DEALS = {"on host": loss_chunks._deal_on_host, "to all": loss_chunks._deal_to_all}
 
 
 @pytest.mark.parametrize(
@@ -38,14 +32,3 @@ def test_chunks_literally() -> None:
         (slice(2, 4), [4], [5], [1], [5.0]),
         (slice(4, 5), [0], [7], [0], [1.0]),
     ]
-
-
-@pytest.mark.parametrize("deal", DEALS.values(), ids=DEALS)
-@pytest.mark.parametrize("size", [1, 3, 8, 100])
-def test_every_prediction_counts_once(monkeypatch: pytest.MonkeyPatch, deal: Callable[..., Tensor], size: int) -> None:
-    monkeypatch.setattr(loss_chunks, "_deal_on_host", deal)
-    rows, labels = torch.tensor([7, 0, 3, 3, 0, 5]), torch.tensor([1, 2, 3, 4, 5, 6])
-    total = torch.zeros(8, 7)
-    for chunk in chunks_of(size, 8, labels, rows, torch.arange(1.0, 7.0)):
-        total[chunk.rows].index_put_((chunk.local_rows, chunk.labels), chunk.loss_weights, accumulate=True)
-    assert torch.equal(total, torch.zeros(8, 7).index_put_((rows, labels), torch.arange(1.0, 7.0)))

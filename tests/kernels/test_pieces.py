@@ -1,6 +1,8 @@
 """U rows, N query heads, K key/value heads, H head dim."""
 
-from itertools import accumulate
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -64,7 +66,6 @@ def some_pieces(size: int) -> dict[str, tuple[Piece, ...]]:
 
 
 PIECES = some_pieces(size=1)
-pieces = pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
 
 
 def union_mask(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:
@@ -80,11 +81,16 @@ def union_mask(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:
     return times.bool()
 
 
-def one_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float = SCALE) -> Tensor:
+def one_softmax(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, mask: Tensor, scoring: Scoring = SCORING
+) -> Tensor:
+    """Over the keys, and a last column without a value, as Hugging Face's eager gpt-oss computes sinks."""
     groups = q.shape[1] // k.shape[1]
-    scores = torch.einsum("qnh,knh->nqk", q, k.repeat_interleave(groups, 1)) * scale
+    scores = scoring.of(torch.einsum("qnh,knh->nqk", q, k.repeat_interleave(groups, 1)))
     scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.einsum("nqk,knh->qnh", scores.softmax(-1), v.repeat_interleave(groups, 1))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., : len(k)], v.repeat_interleave(groups, 1))
 
 
 def inputs(
@@ -96,137 +102,57 @@ def inputs(
     return [torch.randn(num_rows, n, head_dim, generator=generator, dtype=torch.float64).to(dtype) for n in heads]
 
 
-def with_gradients(function, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+def with_gradients(function: Callable[..., Tensor], tensors: list[Tensor], *sinks: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv, and dsinks if there are sinks."""
+    leaves = [x.detach().clone().requires_grad_() for x in (*tensors[:3], *sinks)]
     out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-@kernels
-@pieces
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
-def test_one_softmax_over_the_union(kernel: VarlenKernel, pieces: tuple[Piece, ...], heads: tuple[int, int]) -> None:
-    tensors, mask = inputs(torch.float64, *heads), union_mask(pieces, 10)
-    truth = with_gradients(lambda q, k, v: one_softmax(q, k, v, mask), *tensors)
-    actual = with_gradients(lambda q, k, v: attention_in_pieces(q, k, v, pieces, kernel, SCORING), *tensors)
-    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
-    assert max(errors.values()) <= 1e-12, errors
+def in_pieces(pieces: tuple[Piece, ...], kernel: VarlenKernel, scoring: Scoring = SCORING) -> Callable[..., Tensor]:
+    return lambda q, k, v, *sinks: attention_in_pieces(q, k, v, pieces, kernel, scoring, *sinks)
 
 
-@kernels
-@pytest.mark.parametrize("name", PIECES)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
-)
-def test_lower_precision(kernel: VarlenKernel, name: str, dtype: torch.dtype) -> None:
-    pieces, scale = some_pieces(size=12)[name], 32**-0.5  # enough rows to average out luck, scores of order one
-    tensors, mask = inputs(dtype, head_dim=32, num_rows=120), union_mask(pieces, 120)
-    truth = with_gradients(lambda q, k, v: one_softmax(q, k, v, mask, scale), *(x.double() for x in tensors))
-    out, _, *grads = flash_attention_by_the_book(*tensors, mask, scale)
-    actual = with_gradients(lambda q, k, v: attention_in_pieces(q, k, v, pieces, kernel, Scoring(scale)), *tensors)
-    assert [x.dtype for x in actual] == [dtype] * 4
-    assert_within_reference_error(actual, [out, *grads], truth, names=NAMES)
-
-
-def with_sinks(mask: Tensor, scale: float, dtype: torch.dtype):
-    """One softmax over the keys and a last column that has no value, as Hugging Face's eager gpt-oss computes it."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        groups = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qnh,knh->nqk", q, k.repeat_interleave(groups, 1)) * scale
-        scores = scores.masked_fill(~mask, float("-inf"))
-        column = sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-        return torch.einsum("nqk,knh->qnh", weights, v.repeat_interleave(groups, 1))
-
-    return attend
-
-
-def with_all_gradients(function, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, sinks)]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor], what: str = "") -> None:
+    errors = [relative_error(x, y) for x, y in zip(actual, truth, strict=True)]
+    assert max(errors) <= 1e-12, (what, errors)
 
 
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 40.0], dtype=torch.float64)  # from hardly there to everything
 
 
 @kernels
-@pieces
-@pytest.mark.parametrize("num_groups", [1, 4])
-def test_sinks(kernel: VarlenKernel, pieces: tuple[Piece, ...], num_groups: int) -> None:
-    tensors, mask = inputs(torch.float64, 4, num_groups), union_mask(pieces, 10)
-    truth = with_all_gradients(with_sinks(mask, SCALE, torch.float64), SINKS, *tensors)
-    actual = with_all_gradients(
-        lambda q, k, v, s: attention_in_pieces(q, k, v, pieces, kernel, SCORING, s), SINKS, *tensors
-    )
-    errors = {name: relative_error(x, y) for name, x, y in zip((*NAMES, "dsinks"), actual, truth, strict=True)}
-    assert max(errors.values()) <= 1e-12, errors
-
-
-@kernels
 @pytest.mark.parametrize("name", PIECES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_sinks_in_lower_precision(kernel: VarlenKernel, name: str, dtype: torch.dtype) -> None:
-    pieces, scale = some_pieces(size=12)[name], 0.25
-    tensors, mask = inputs(dtype, 32, 8, 32, num_rows=120), union_mask(pieces, 120)
-    sinks = torch.linspace(-1, 3, 32, dtype=torch.float64).to(dtype)  # 32 of them, for luck to average out
-    wide = [x.double() for x in tensors]
-    truth = with_all_gradients(with_sinks(mask, scale, torch.float64), sinks.double(), *wide)
-    actual = with_all_gradients(
-        lambda q, k, v, s: attention_in_pieces(q, k, v, pieces, kernel, Scoring(scale), s), sinks, *tensors
-    )
-    assert [x.dtype for x in actual] == [dtype] * 5
-    reference = sinks_by_the_book(*tensors, sinks, mask, scale)
-    assert_within_reference_error(actual, reference, truth, names=(*NAMES, "dsinks"))
-
-
-def sinks_by_the_book(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sinks: Tensor, mask: Tensor, scale: float
-) -> list[Tensor]:
-    """A sink is a key that every query meets with the same score: one more axis, 1 in q and s / scale in its key."""
-    groups, num_rows = q.shape[1] // k.shape[1], len(q)
-
-    def longer(x: Tensor, last: float) -> Tensor:
-        return torch.nn.functional.pad(x, (0, 1), value=last)
-
-    k_all, v_all = (longer(x.repeat_interleave(groups, 1), 0.0) for x in (k, v))
-    sink_key = torch.zeros_like(k_all[:1])
-    sink_key[0, :, -1] = sinks / scale  # exact in every dtype, the scale being a power of two
-    keys, values = torch.cat([k_all, sink_key]), torch.cat([v_all, torch.zeros_like(sink_key)])
-    seen = torch.nn.functional.pad(mask, (0, 1), value=True)
-    out, _, dq, dk, dv = flash_attention_by_the_book(longer(q, 1.0), keys, values, longer(dout, 0.0), seen, scale)
-    dk_group, dv_group = (x[:num_rows, :, :-1].float().unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
-    dsinks = dk[num_rows, :, -1] / scale
-    return [out[..., :-1], dq[..., :-1], dk_group.to(k.dtype), dv_group.to(v.dtype), dsinks]
+def test_one_softmax_over_the_union(by: str, kernel: VarlenKernel, name: str) -> None:
+    mask = union_mask(PIECES[name], 10)
+    for heads, sinks in product([(2, 2), (4, 2), (4, 1), (4, 4)], [(), (SINKS,)]):
+        tensors, own = inputs(torch.float64, *heads), [each[: heads[0]] for each in sinks]
+        truth = with_gradients(partial(one_softmax, mask=mask), tensors, *own)
+        assert_equal_in_float64(with_gradients(in_pieces(PIECES[name], kernel), tensors, *own), truth)
 
 
 @kernels
-@pieces
-def test_sinks_that_nothing_falls_into_change_nothing(kernel: VarlenKernel, pieces: tuple[Piece, ...]) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+def test_lower_precision(kernel: VarlenKernel, dtype: torch.dtype) -> None:
+    scoring = Scoring(32**-0.5)  # scores of order one
+    for pieces in some_pieces(size=12).values():  # enough rows to average out luck
+        tensors, mask = inputs(dtype, head_dim=32, num_rows=120), union_mask(pieces, 120)
+        truth = with_gradients(partial(one_softmax, mask=mask, scoring=scoring), [x.double() for x in tensors])
+        out, _, *grads = flash_attention_by_the_book(*tensors, mask, scoring.scale)
+        actual = with_gradients(in_pieces(pieces, kernel, scoring), tensors)
+        assert [x.dtype for x in actual] == [dtype] * 4
+        assert_within_reference_error(actual, [out, *grads], truth, names=NAMES)
+
+
+@kernels
+def test_sinks_that_nothing_falls_into_change_nothing(kernel: VarlenKernel) -> None:
     tensors, nothing = inputs(torch.float64), torch.full((4,), float("-inf"), dtype=torch.float64)
-    without = with_gradients(lambda q, k, v: attention_in_pieces(q, k, v, pieces, kernel, SCORING), *tensors)
-    *actual, dsinks = with_all_gradients(
-        lambda q, k, v, s: attention_in_pieces(q, k, v, pieces, kernel, SCORING, s), nothing, *tensors
-    )
-    assert all(torch.equal(x, y) for x, y in zip(actual, without, strict=True))
-    assert not dsinks.any()
-
-
-@pieces
-def test_soft_capped_pieces_merge(pieces: tuple[Piece, ...]) -> None:
-    tensors, mask = inputs(torch.float64), union_mask(pieces, 10)
-
-    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = torch.einsum("qnh,knh->nqk", q, k.repeat_interleave(2, 1)) * SCALE
-        scores = (0.8 * torch.tanh(scores / 0.8)).masked_fill(~mask, float("-inf"))
-        return torch.einsum("nqk,knh->qnh", scores.softmax(-1), v.repeat_interleave(2, 1))
-
-    scoring = Scoring(SCALE, softcap=0.8)
-    truth = with_gradients(capped, *tensors)
-    actual = with_gradients(lambda q, k, v: attention_in_pieces(q, k, v, pieces, EagerKernel(), scoring), *tensors)
-    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
-    assert max(errors.values()) <= 1e-12, errors
+    for name, pieces in PIECES.items():
+        *actual, dsinks = with_gradients(in_pieces(pieces, kernel), tensors, nothing)
+        assert_equal_in_float64(actual, with_gradients(in_pieces(pieces, kernel), tensors), name)
+        assert not dsinks.any()
 
 
 def test_a_window_needs_whole_sequences() -> None:
@@ -236,39 +162,19 @@ def test_a_window_needs_whole_sequences() -> None:
 
 
 @kernels
-@pieces
-def test_gradcheck_with_sinks(kernel: VarlenKernel, pieces: tuple[Piece, ...]) -> None:
+@pytest.mark.parametrize("name", PIECES)
+def test_gradcheck(kernel: VarlenKernel, name: str) -> None:
     leaves = [x.requires_grad_() for x in (*inputs(torch.float64, 2, 1, 3)[:3], SINKS[1:3].clone())]
-    assert gradcheck(
-        lambda q, k, v, s: attention_in_pieces(q, k, v, pieces, kernel, SCORING, s), leaves, fast_mode=True
-    )
-
-
-@kernels
-@pieces
-def test_gradcheck(kernel: VarlenKernel, pieces: tuple[Piece, ...]) -> None:
-    leaves = [x.requires_grad_() for x in inputs(torch.float64, 2, 1, 3)[:3]]
-    assert gradcheck(lambda q, k, v: attention_in_pieces(q, k, v, pieces, kernel, SCORING), leaves, fast_mode=True)
-
-
-@kernels
-def test_order_of_the_pieces_does_not_matter(kernel: VarlenKernel) -> None:
-    own, trunk, below = PIECES["slices"]
-    tensors = inputs(torch.float64)
-    one, other = (
-        with_gradients(lambda q, k, v, p=order: attention_in_pieces(q, k, v, p, kernel, SCORING), *tensors)
-        for order in ((own, trunk, below), (own, below, trunk))
-    )
-    assert max(relative_error(x, y) for x, y in zip(one, other, strict=True)) <= 1e-12
+    attend = in_pieces(PIECES[name], kernel)
+    assert gradcheck(attend, leaves[:3], fast_mode=True) and gradcheck(attend, leaves, fast_mode=True)
 
 
 @kernels
 def test_only_some_inputs_need_gradients(kernel: VarlenKernel) -> None:
     q, k, v, dout = inputs(torch.float64)
-    expected = with_gradients(lambda *x: attention_in_pieces(*x, PIECES["slices"], kernel, SCORING), q, k, v, dout)
-    k.requires_grad_()
-    attention_in_pieces(q, k, v, PIECES["slices"], kernel, SCORING).backward(dout)
-    assert torch.equal(k.grad, expected[2])
+    expected = with_gradients(in_pieces(PIECES["slices"], kernel), [q, k, v, dout])
+    attention_in_pieces(q, k.requires_grad_(), v, PIECES["slices"], kernel, SCORING).backward(dout)
+    assert relative_error(k.grad, expected[2]) <= 1e-12
     assert q.grad is None and v.grad is None
 
 

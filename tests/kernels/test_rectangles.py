@@ -1,6 +1,7 @@
 """Rectangles of queries and keys: views, masks, and that they meet every pair once."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixtrain.kernels.ragged import Ragged
 from radixtrain.kernels.rectangles import LONG, STRIP, Rectangles, cut_of
 
 CPU = torch.device("cpu")
@@ -84,23 +86,11 @@ def test_unequal_steps_part():
     assert shapes(cut([(2, 2), (2, 2), (1, 1), (2, 2)])) == [(1, 1, 1, 4, 4), (2, 2, 2, 0, 0), (1, 2, 2, 5, 5)]
 
 
-def test_entries_without_a_mask_stay_whole():
-    found = cut([(300, 5), (300, 5)], causal=False)
-    assert shapes(found) == [(2, 300, 5, 0, 0)]
-    assert found.parts[0].mask is None
-
-
 def test_masks_of_equal_entries_are_stacked():
     masks = [torch.tensor([[0.0, float("-inf")], [n, 0.0]]) for n in (0.0, float("-inf"))]
     (part,) = cut([(2, 2), (2, 2)], masks=masks).parts
     assert part.mask.shape == (2, 1, 2, 2)
     assert torch.equal(part.mask[:, 0], torch.stack(masks))
-
-
-def test_queries_without_a_key_are_in_no_part():
-    found = cut([(2, 0), (0, 3), (1, 1)])
-    assert shapes(found) == [(1, 1, 1, 2, 3)]
-    assert found.num_queries == 1
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -124,3 +114,14 @@ def test_every_pair_is_in_one_rectangle(lengths, causal, window):
     found = cut(lengths, causal, window)
     assert pairs(found) == expected_pairs(lengths, causal, window)
     assert found.num_queries == sum(queries for queries, keys in lengths if keys)
+
+
+def test_a_call_is_cut_once_for_each_window():
+    """Every layer asks for the same. A changed copy is cut anew."""
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
+    ragged = Ragged(bounds, bounds, 3, 3, causal=True)
+    whole = ragged.rectangles()
+    assert ragged.rectangles() is whole and whole.parts[0].mask is not None
+    assert ragged.rectangles(window=2) is not whole
+    assert ragged.rectangles(window=2) is ragged.rectangles(window=2)
+    assert replace(ragged, causal=False).rectangles().parts[0].mask is None

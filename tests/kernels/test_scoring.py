@@ -14,7 +14,7 @@ PRODUCTS = torch.tensor([-1000.0, 0.0, 0.5, 1000.0], dtype=torch.float64)
 def test_literally() -> None:
     assert Scoring(0.5).of(PRODUCTS).tolist() == [-500.0, 0.0, 0.25, 500.0]
     capped = Scoring(2.0, softcap=30.0).of(PRODUCTS)
-    assert capped.tolist() == pytest.approx([-30.0, 0.0, 30 * math.tanh(1 / 30), 30.0])
+    assert capped.tolist() == pytest.approx([-30.0, 0.0, 30 * math.tanh(1 / 30), 30.0], rel=1e-12)
 
 
 def test_a_window_does_not_change_a_score() -> None:

@@ -1,9 +1,9 @@
-"""T packed tokens, U unique rows, N query heads, K key/value heads, H head dim."""
+"""U unique rows, N query heads, K key/value heads, H head dim."""
 
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,49 +11,59 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from noise import assert_within_noise
+from tiers import FULL, cases, tries
 from torch import Tensor
 from torch.autograd import gradcheck
-from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain import attention as attention_module
-from radixtrain.attention import (
-    EVERYWHERE,
-    STRATEGIES,
-    AttentionChoice,
-    cached_attention,
-    choose_attention,
-    tree_attention,
-    unlogged,
-)
+from radixtrain.attention import EVERYWHERE, cached_attention, choose_attention, tree_attention, unlogged
 from radixtrain.errors import UserError
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.cascade import cascade_attention
 from radixtrain.kernels.looping import EagerKernel
-from radixtrain.kernels.path import path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.scoring import Scoring
-from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
+from radixtrain.testing import (
+    assert_within_reference_error,
+    flash_attention_by_the_book,
+    ragged_batches,
+    relative_error,
+)
 from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_piece
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NAMES = ("out", "dq", "dk", "dv")
+NAMES = ("out", "dq", "dk", "dv", "dsinks")
 DEFAULT = Scoring(8**-0.5)  # of heads of 8
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
-ways = pytest.mark.parametrize(("attention", "kernel"), WAYS)
 EVERY_WAY = [*WAYS, ("reference", "auto"), ("auto", "auto")]
 every_way = pytest.mark.parametrize(("attention", "kernel"), EVERY_WAY)
 # `tree` takes no float64. Triton's interpreter gets bfloat16 wrong; tests/kernels/conftest.py works around it.
 TREE = [("tree", "auto")] if importlib.util.find_spec("triton") and not torch.cuda.is_available() else []
-every_way_and_tree = pytest.mark.parametrize(("attention", "kernel"), [*EVERY_WAY, *TREE])
 with_tree = pytest.mark.skipif(
     not TREE, reason="pip install triton runs it on the CPU; on CUDA tests/kernels/test_cuda.py"
 )
 
 # Two trees: one of three levels below [1, 1, 2], one of one level below [2]; a prefix of another; one twice.
 NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [1, 1, 2, 2], [2, 1, 1], [2, 3, 3], [2, 1, 1], [5]]
+LONGEST = 12  # tokens of the longest sequence of NESTED with every run twice as long, and of generated batches
+MODIFIERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "scale": {"scale": 0.7},
+    "sinks": {"sinks": True},
+    "soft-cap": {"softcap": 0.8},
+    "window of 1": {"window": 1},
+    "window of 2": {"window": 2},
+    "window of 3": {"window": 3},
+    "a window that just binds": {"window": LONGEST - 1},
+    "a window that does not bind": {"window": LONGEST},
+    "window and sinks": {"window": 3, "sinks": True},
+    "soft-cap and window": {"softcap": 0.8, "window": 3},
+    "all": {"scale": 0.3, "softcap": 0.8, "window": 2, "sinks": True},
+}
 
 
 def plan_of(sequences: list[list[int]], **options) -> PrefixPlan:
@@ -77,246 +87,51 @@ def inputs(
     return tensors
 
 
-def with_gradients(attend, plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """out of the unique tokens, dq, dk, dv."""
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves)
-    return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, dout)]
-
-
-def by_tree(plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str = "auto", **options) -> list[Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **options)
-
-    return with_gradients(attend, plan, *tensors)
-
-
-def each_by_itself(plan: PrefixPlan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """What a user has today: torch's attention on each sequence by itself; gradients of copies add up in float64."""
-    rows = torch.tensor(plan.inverse_indices)
-    first = torch.tensor(plan.gather_indices[: plan.num_unique_tokens])
-    leaves = [x[rows].requires_grad_() for x in (q, k, v)]
-    dout_packed = dout.new_zeros(len(rows), *dout.shape[1:])
-    dout_packed[first] = dout[: plan.num_unique_tokens]
-    lengths = np.diff(plan.cu_seqlens).tolist()
-    outs = []
-    for parts in zip(*(x.split(lengths) for x in leaves), strict=True):
-        heads_first = [x.transpose(0, 1)[None] for x in parts]
-        out = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1))
-    out = torch.cat(outs)
-    copies = torch.autograd.grad(out, leaves, dout_packed)
-    totals = [
-        torch.zeros(x.shape, dtype=torch.float64).index_add_(0, rows, g.double())
-        for x, g in zip((q, k, v), copies, strict=True)
-    ]
-    return [out.detach()[first], *(total.to(q.dtype) for total in totals)]
-
-
-def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor]) -> None:
-    errors = {name: relative_error(x, y) for name, x, y in zip(NAMES, actual, truth, strict=True)}
-    assert all(error <= 1e-12 for error in errors.values()), errors
-
-
-@every_way
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)])
-@pytest.mark.parametrize("options", [{}, {"min_shared_tokens": 3}, {"pad_to_multiple_of": 16}], ids=str)
-def test_nested_in_float64(attention: str, kernel: str, heads: tuple[int, int], options: dict) -> None:
-    plan = plan_of(longer(NESTED, 2), **options)
-    tensors = inputs(plan, torch.float64, heads)
-    actual = by_tree(plan, tensors, attention, kernel)
-    assert_equal_in_float64(actual, by_tree(plan, tensors, "reference"))
-    assert_equal_in_float64(actual, each_by_itself(plan, *tensors))
-
-
-@pytest.mark.parametrize("min_shared_tokens", [1, 3])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(sequences=ragged_batches(min_length=0), pad_to_multiple_of=st.sampled_from([None, 8]))
-def test_generated_in_float64(
-    min_shared_tokens: int, sequences: list[list[int]], pad_to_multiple_of: int | None
-) -> None:
-    sequences = [*sequences, [0, 1]]  # a query with one key has gradient zero: some must have two
-    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
-    tensors = inputs(plan, torch.float64, (2, 1), 4)
-    truth = by_tree(plan, tensors, "reference")
-    assert_equal_in_float64(each_by_itself(plan, *tensors), truth)
-    for attention, kernel in WAYS:
-        assert_equal_in_float64(by_tree(plan, tensors, attention, kernel), truth)
-
-
-LOWER = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@pytest.mark.parametrize(
-    ("attention", "kernel", "dtype"),
-    [
-        pytest.param(*way, dtype, id=f"{way[0]}-{way[1]}-{name}")
-        for name, dtype in LOWER.items()
-        for way in [*EVERY_WAY, *(TREE if name != "bfloat16" else [])]
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"min_shared_tokens": 20, "pad_to_multiple_of": 64}], ids=str)
-def test_lower_precision(attention: str, kernel: str, dtype: torch.dtype, options: dict) -> None:
-    plan = plan_of(longer(NESTED, 10), **options)
-    tensors = inputs(plan, dtype, head_dim=16)
-    truth = by_tree(plan, [x.double() for x in tensors], "reference")
-    actual = by_tree(plan, tensors, attention, kernel)
-    assert [x.dtype for x in actual] == [dtype] * 4
-    assert_within_reference_error(actual, each_by_itself(plan, *tensors), truth, names=NAMES)
-
-
-@every_way
-def test_single_tokens_see_themselves(attention: str, kernel: str) -> None:
-    plan = plan_of([[1], [2], [1], [3]])
-    tensors = inputs(plan, torch.float64, (2, 2))
-    out, dq, dk, dv = by_tree(plan, tensors, attention, kernel)
-    assert torch.equal(out, tensors[2])
-    assert relative_error(dv, tensors[3]) <= 1e-15
-    assert max(dq.abs().max(), dk.abs().max()) <= 1e-14  # softmax of one score: zero, but for the rounding of delta
-
-
-@every_way_and_tree
-@pytest.mark.parametrize("sequences", [[], [[], []]])
-def test_no_rows(attention: str, kernel: str, sequences: list[list[int]]) -> None:
-    plan = plan_of(sequences)
-    results = by_tree(plan, inputs(plan, torch.float32), attention, kernel)
-    assert [x.shape for x in results] == [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8)]
-
-
-@every_way
-def test_gradcheck(attention: str, kernel: str) -> None:
-    plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3]])
-    leaves = [x.requires_grad_() for x in inputs(plan, torch.float64, (2, 1), 3)[:3]]
-    assert gradcheck(lambda q, k, v: tree_attention(q, k, v, plan, attention=attention, kernel=kernel), leaves)
-
-
-@every_way_and_tree
-def test_plan_or_layout(attention: str, kernel: str) -> None:
-    plan = plan_of(NESTED)
-    q, k, v, _ = inputs(plan, torch.float32)
-    layout = TreeLayout.from_plan(plan)
-    carried = TreeLayout.from_batch(layout.to_batch())
-    tiled = TreeLayout.from_batch(TreeLayout.from_plan(plan, tiles=(32, 32)).to_batch())
-    trees = plan, layout, carried, tiled
-    first, *others = (tree_attention(q, k, v, tree, attention=attention, kernel=kernel) for tree in trees)
-    assert all(torch.equal(first, other) for other in others)
-
-
-@every_way
-def test_scale(attention: str, kernel: str) -> None:
-    plan = plan_of(NESTED)
-    q, k, v, dout = inputs(plan, torch.float64)
-    by_default = by_tree(plan, [q, k, v, dout], attention, kernel)
-    assert_equal_in_float64(by_default, by_tree(plan, [q, k, v, dout], attention, kernel, scale=8**-0.5))
-    out_scaled = by_tree(plan, [q * 3, k, v, dout], attention, kernel)[0]
-    assert relative_error(by_tree(plan, [q, k, v, dout], attention, kernel, scale=3 * 8**-0.5)[0], out_scaled) <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("attention", "kernel", "dtype"),
-    [*((*way, dtype) for way in EVERY_WAY for dtype in (torch.float32, torch.bfloat16))]
-    + [(*way, torch.float32) for way in TREE],
-)
-def test_branches_do_not_see_each_other(attention: str, kernel: str, dtype: torch.dtype) -> None:
-    """Other tokens in one branch leave every output outside of it bit-equal."""
-    plan = plan_of(longer(NESTED, 3))
-    tensors = inputs(plan, dtype)
-    others = inputs(plan, dtype, seed=1)
-    before = by_tree(plan, tensors, attention, kernel)[0]
-    for start, end in zip(plan.segment_starts.tolist(), plan.subtree_ends.tolist(), strict=False):
-        changed = [x.clone() for x in tensors]
-        for x, y in zip(changed[:3], others[:3], strict=True):
-            x[start:end] = y[start:end]
-        after = by_tree(plan, changed, attention, kernel)[0]
-        assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
-        assert not torch.equal(after[start:end], before[start:end])
-
-
-@every_way
-def test_same_bits_every_time(attention: str, kernel: str) -> None:
-    plan = plan_of(longer(NESTED, 10))
-    tensors = inputs(plan, torch.float32)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first, *others = (by_tree(plan, tensors, attention, kernel) for _ in range(20))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
-
-
-MODIFIERS = {
-    "sinks": {"sinks": True},
-    "soft-cap": {"softcap": 0.8},
-    "window of 1": {"window": 1},
-    "window of 2": {"window": 2},
-    "window of 3": {"window": 3},
-    "a window that just binds": {"window": 9},
-    "a window that does not bind": {"window": 10},
-    "window and sinks": {"window": 3, "sinks": True},
-    "soft-cap and window": {"softcap": 0.8, "window": 3},
-    "all": {"softcap": 0.8, "window": 2, "sinks": True},
-}
-LONGEST = 10
-
-
-def modified_ways(modifiers: dict) -> list[tuple[str, str]]:
-    """The strategies and kernels that compute it."""
-    ways = [*WAYS, ("reference", "auto"), ("auto", "auto")]
-    if modifiers.get("window", LONGEST) < LONGEST:
-        ways = [way for way in ways if way[0] != "cascade"]
+def ways_of(modifiers: dict[str, Any], longest: int = LONGEST) -> list[tuple[str, str]]:
+    """The strategies and kernels that compute these modifiers, of a batch whose longest sequence has `longest`."""
+    binds = modifiers.get("window", longest) < longest
+    ways = [way for way in EVERY_WAY if not (binds and way[0] == "cascade")]
     return [way for way in ways if way[1] != "torch"] if "softcap" in modifiers else ways
 
 
-modified = pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
-modified_every_way = pytest.mark.parametrize(
-    ("attention", "kernel", "modifiers"),
-    [
-        pytest.param(*way, modifiers, id=f"{name}-{way[0]}-{way[1]}")
-        for name, modifiers in MODIFIERS.items()
-        for way in modified_ways(modifiers)
-    ],
-)
-
-
-def with_sinks(modifiers: dict, num_heads: int, dtype: torch.dtype) -> dict:
-    """The modifiers with one sink for each head, if they ask for sinks."""
-    if not modifiers.get("sinks"):
-        return modifiers
-    return {**modifiers, "sinks": torch.linspace(-1, 2, num_heads, dtype=torch.float64).to(dtype)}
-
-
-def modified_by_tree(
-    plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str, modifiers: dict
-) -> list[Tensor]:
-    """out of the unique tokens, dq, dk, dv, and dsinks if there are sinks."""
+def with_gradients(attend: Callable[..., Tensor], plan: PrefixPlan, tensors: list[Tensor], **modifiers) -> list[Tensor]:
+    """out of the unique tokens, dq, dk, dv, and dsinks if there are sinks: then one for each head."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
-    options = with_sinks(modifiers, tensors[0].shape[1], tensors[0].dtype)
-    if "sinks" in options:
-        options["sinks"].requires_grad_()
-        leaves.append(options["sinks"])
-    out = tree_attention(*leaves[:3], plan, attention=attention, kernel=kernel, **options)
+    q, k, v = leaves
+    if modifiers.pop("sinks", False):
+        sinks = torch.linspace(-1, 2, q.shape[1], dtype=torch.float64).to(q.dtype).requires_grad_()
+        leaves.append(sinks)
+        modifiers["sinks"] = sinks
+    out = attend(q, k, v, **modifiers)
     return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-def modified_each_by_itself(plan: PrefixPlan, tensors: list[Tensor], modifiers: dict) -> list[Tensor]:
+def by_tree(plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str = "auto", **modifiers) -> list[Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **options)
+
+    return with_gradients(attend, plan, tensors, **modifiers)
+
+
+def each_by_itself(plan: PrefixPlan, tensors: list[Tensor], **modifiers) -> list[Tensor]:
     """Each sequence by itself, with one plain softmax as in Hugging Face's eager functions. No tree, no kernel."""
-    q, k, v, dout = tensors
     rows = torch.tensor(plan.inverse_indices)
+    lengths = np.diff(plan.cu_seqlens).tolist()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        packed = zip(*(x[rows].split(lengths) for x in (q, k, v)), strict=True)
+        out = torch.cat([one_softmax(*parts, **options) for parts in packed])
+        return torch.zeros_like(q).index_copy(0, first_rows, out[first])
+
     first = torch.tensor(plan.gather_indices[: plan.num_unique_tokens])
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    options = with_sinks(modifiers, q.shape[1], q.dtype)
-    if "sinks" in options:
-        leaves.append(options["sinks"].requires_grad_())
-    packed = [x[rows].split(np.diff(plan.cu_seqlens).tolist()) for x in leaves[:3]]
-    out = torch.cat([one_softmax(*parts, **options) for parts in zip(*packed, strict=True)])[first]
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout[: plan.num_unique_tokens])]
+    first_rows = torch.arange(plan.num_unique_tokens)
+    return with_gradients(attend, plan, tensors, **modifiers)
 
 
-def one_softmax(q: Tensor, k: Tensor, v: Tensor, *, softcap=None, window=None, sinks=None) -> Tensor:
+def one_softmax(q: Tensor, k: Tensor, v: Tensor, *, scale=None, softcap=None, window=None, sinks=None) -> Tensor:
     length, num_heads, head_dim = q.shape
     k, v = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qnh,knh->nqk", q, k) * head_dim**-0.5
+    scores = torch.einsum("qnh,knh->nqk", q, k) * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -327,428 +142,395 @@ def one_softmax(q: Tensor, k: Tensor, v: Tensor, *, softcap=None, window=None, s
     return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., :length], v)
 
 
-def assert_modified_equal(actual: list[Tensor], truth: list[Tensor], modifiers: dict) -> None:
+def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor], what: Any = "", window: int = 0) -> None:
     """If a query sees only itself, dq and dk are zero but for the rounding of delta, and have no relative error."""
-    names = (*NAMES, "dsinks")[: len(truth)]
-    dead = ("dq", "dk") if modifiers == {"window": 1} else ()
-    for name, x, y in zip(names, actual, truth, strict=True):
-        error = float(x.abs().max()) / 100 if name in dead else relative_error(x, y)
-        assert error <= 1e-12, f"{name}: {error:.2g}"
+    assert len(actual) == len(truth)
+    alone = window == 1 and len(truth) == 4
+    for name, x, y in zip(NAMES, actual, truth, strict=False):
+        dead = alone and name in ("dq", "dk")
+        error = float(x.abs().max()) / 100 if dead else relative_error(x, y)
+        assert error <= 1e-12, f"{what}, {name}: {error:.2g}"
 
 
-class TestModifiers:
-    @modified
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(sequences=ragged_batches(min_length=0, max_length=LONGEST), pad_to_multiple_of=st.sampled_from([None, 8]))
-    def test_generated_in_float64(
-        self, modifiers: dict, sequences: list[list[int]], pad_to_multiple_of: int | None
-    ) -> None:
-        sequences = [*sequences, [0, 1, 2] * 3 + [3]]  # one as long as can be: windows below bind
-        plan = plan_of(sequences, pad_to_multiple_of=pad_to_multiple_of)
-        tensors = inputs(plan, torch.float64, (2, 1), 4)
-        truth = modified_each_by_itself(plan, tensors, modifiers)
-        for attention, kernel in modified_ways(modifiers):
-            assert_modified_equal(modified_by_tree(plan, tensors, attention, kernel, modifiers), truth, modifiers)
+def assert_ways_are_exact(plan: PrefixPlan, tensors: list[Tensor], modifiers: dict[str, Any]) -> None:
+    truth = each_by_itself(plan, tensors, **modifiers)
+    for way in ways_of(modifiers, int(np.diff(plan.cu_seqlens).max())):
+        assert_equal_in_float64(by_tree(plan, tensors, *way, **modifiers), truth, way, modifiers.get("window", 0))
 
-    @modified_every_way
-    @pytest.mark.parametrize("options", [{"min_shared_tokens": 3}, {"pad_to_multiple_of": 16}], ids=str)
-    def test_nested_in_float64(self, attention: str, kernel: str, modifiers: dict, options: dict) -> None:
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_nested_in_float64(name: str) -> None:
+    for options, heads in (({}, (2, 2)), ({"min_shared_tokens": 3}, (4, 1)), ({"pad_to_multiple_of": 16}, (4, 2))):
         plan = plan_of(longer(NESTED, 2), **options)
-        modifiers = {**modifiers, **({"window": 12} if modifiers == {"window": LONGEST} else {})}
-        tensors = inputs(plan, torch.float64, (4, 2))
-        actual = modified_by_tree(plan, tensors, attention, kernel, modifiers)
-        assert_modified_equal(actual, modified_each_by_itself(plan, tensors, modifiers), modifiers)
+        assert_ways_are_exact(plan, inputs(plan, torch.float64, heads), MODIFIERS[name])
 
-    @modified_every_way
-    def test_gradcheck(self, attention: str, kernel: str, modifiers: dict) -> None:
-        plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3], list(range(7, 7 + LONGEST))])
-        leaves = [x.requires_grad_() for x in inputs(plan, torch.float64, (2, 1), 3)[:3]]
-        options = with_sinks(modifiers, 2, torch.float64)
-        sinks = [options["sinks"].requires_grad_()] if "sinks" in options else []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-            given = {**options, "sinks": sinks[0]} if sinks else options
-            return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **given)
+@settings(max_examples=tries(250, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sequences=ragged_batches(min_length=0, max_length=LONGEST),
+    min_shared_tokens=st.sampled_from([1, 3]),
+    pad_to_multiple_of=st.sampled_from([None, 8]),
+    name=st.sampled_from(sorted(MODIFIERS)),
+)
+def test_generated_in_float64(
+    sequences: list[list[int]], min_shared_tokens: int, pad_to_multiple_of: int | None, name: str
+) -> None:
+    """One sequence is as long as can be: windows bind, and some query has two keys, or gradients were zero."""
+    sequences = [*sequences, [0, 1, 2, 3] * (LONGEST // 4)]
+    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
+    assert_ways_are_exact(plan, inputs(plan, torch.float64, (2, 1), 4), MODIFIERS[name])
 
-        assert gradcheck(attend, [*leaves, *sinks], fast_mode=True)
 
-    @modified_every_way
-    def test_bfloat16(self, attention: str, kernel: str, modifiers: dict) -> None:
-        """Windows as much wider as the sequences are longer, so that there are keys enough to average out luck."""
-        plan = plan_of(longer(NESTED, 10))
-        modifiers = {**modifiers, **({"window": 10 * modifiers["window"]} if "window" in modifiers else {})}
-        if modifiers.get("window") == 100:
-            modifiers = {"window": 60}  # the longest sequence
-        tensors = inputs(plan, torch.bfloat16, head_dim=16)
-        truth = modified_each_by_itself(plan, [x.double() for x in tensors], modifiers)
-        actual = modified_by_tree(plan, tensors, attention, kernel, modifiers)
-        reference = modified_each_by_itself(plan, tensors, modifiers)
+@pytest.mark.parametrize(("attention", "kernel"), [*EVERY_WAY, *(pytest.param(*way, marks=FULL) for way in TREE)])
+def test_lower_precision(attention: str, kernel: str) -> None:
+    """About as near to float64 as flash-attention's arithmetic in the same dtype."""
+    dtypes = (torch.float32, torch.float16) if attention == "tree" else (torch.float32, torch.float16, torch.bfloat16)
+    for options in [{"min_shared_tokens": 20, "pad_to_multiple_of": 64}, {}][: 1 + (attention != "tree")]:
+        plan = plan_of(longer(NESTED, 10), **options)
+        mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
+        for dtype in dtypes:
+            tensors = inputs(plan, dtype, head_dim=16)
+            truth = by_tree(plan, [x.double() for x in tensors], "reference")
+            out, _, *grads = flash_attention_by_the_book(*tensors, mask, 16**-0.5)
+            actual = by_tree(plan, tensors, attention, kernel)
+            assert [x.dtype for x in actual] == [dtype] * 4
+            reference = [out[: plan.num_unique_tokens], *grads]
+            assert_within_reference_error(actual, reference, truth, names=NAMES[:4])
+
+
+@pytest.mark.parametrize("name", cases([name for name in MODIFIERS if name not in ("none", "scale")], ["all"]))
+def test_modifiers_in_bfloat16(name: str) -> None:
+    """Windows as much wider as the sequences are longer, so that there are keys enough to average out luck."""
+    modifiers, plan = dict(MODIFIERS[name]), plan_of(longer(NESTED, 10))
+    if "window" in modifiers:
+        modifiers["window"] = 60 if modifiers["window"] == LONGEST else min(50, 10 * modifiers["window"])
+    tensors = inputs(plan, torch.bfloat16, head_dim=16)
+    truth = each_by_itself(plan, [x.double() for x in tensors], **modifiers)
+    reference = each_by_itself(plan, tensors, **modifiers)
+    for way in ways_of(modifiers, 60):
+        actual = by_tree(plan, tensors, *way, **modifiers)
         assert [x.dtype for x in actual] == [torch.bfloat16] * len(actual)
-        assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=NAMES)
+        assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=NAMES[:4])
 
-    def test_window_counts_tokens_not_positions(self) -> None:
-        """Positions that jump, as after a dropped span, do not change who is near."""
-        tokens = [1, 1, 2, 2, 3, 1, 1, 2, 2, 4]
-        jumping = build_prefix_plan(tokens, [0, 5, 10], position_ids=[0, 1, 50, 51, 52] * 2)
-        tensors = inputs(jumping, torch.float64)
-        truth = modified_each_by_itself(jumping, tensors, {"window": 3})
-        for attention in ("reference", "path", "expand"):
-            assert_modified_equal(modified_by_tree(jumping, tensors, attention, "auto", {"window": 3}), truth, {})
 
-    @pytest.mark.parametrize("attention", [*EVERYWHERE, *(name for name, _ in TREE)])
-    @pytest.mark.parametrize("window", [6, 7, 1000])
-    def test_window_that_does_not_bind_is_none(self, attention: str, window: int) -> None:
-        plan = plan_of(NESTED)
-        tensors = inputs(plan, torch.float32)
-        with_window = by_tree(plan, tensors, attention, window=window)
-        assert all(torch.equal(x, y) for x, y in zip(with_window, by_tree(plan, tensors, attention), strict=True))
+@pytest.mark.parametrize("sequences", [[], [[], []]])
+def test_no_rows(sequences: list[list[int]]) -> None:
+    plan, shapes = plan_of(sequences), [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8)]
+    tensors = inputs(plan, torch.float32)
+    for way in [*EVERY_WAY, *TREE]:
+        assert [x.shape for x in by_tree(plan, tensors, *way)] == shapes, way
+    for attention in EVERYWHERE:
+        results = by_tree(plan, tensors, attention, sinks=True, window=1)
+        assert [x.shape for x in results] == [*shapes, (4,)] and not results[-1].any(), attention
 
-    @pytest.mark.parametrize(
-        ("right", "wrong"),
-        [
-            ({"window": 3}, {"window": 2}),
-            ({"window": 3}, {"window": 4}),
-            ({"window": 3}, {}),
-            ({"softcap": 0.8}, {}),
-            ({"softcap": 0.8}, {"softcap": 0.9}),
-            ({"window": 3, "sinks": True}, {"window": 3}),
-        ],
-    )
-    def test_wrong_modifiers_are_caught(self, right: dict, wrong: dict) -> None:
-        plan = plan_of(longer(NESTED, 3))
-        tensors = inputs(plan, torch.float64)
-        truth = modified_each_by_itself(plan, tensors, right)[:4]
-        for tensor, exact in zip(modified_by_tree(plan, tensors, "auto", "eager", wrong)[:4], truth, strict=True):
-            assert relative_error(tensor, exact) > 1e-3
 
-    @pytest.mark.parametrize("attention", ["path", "expand", "reference"])
-    def test_branches_do_not_see_each_other(self, attention: str) -> None:
-        plan = plan_of(longer(NESTED, 3))
-        tensors, others = inputs(plan, torch.float32), inputs(plan, torch.float32, seed=1)
-        before = modified_by_tree(plan, tensors, attention, "auto", MODIFIERS["all"])[0]
+@every_way
+def test_gradcheck(attention: str, kernel: str) -> None:
+    """Without modifiers, and with all that the strategy and the kernel take."""
+    plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3], list(range(7, 7 + LONGEST))])
+    leaves = [x.requires_grad_() for x in inputs(plan, torch.float64, (2, 1), 3)[:3]]
+    sinks = torch.linspace(-1, 2, 2, dtype=torch.float64, requires_grad=True)
+    taken = [MODIFIERS[name] for name in MODIFIERS if (attention, kernel) in ways_of(MODIFIERS[name])]
+    modifiers = {name: value for each in taken for name, value in each.items() if name != "sinks"}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        given = {**modifiers, "sinks": sinks[0]} if sinks else {}
+        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **given)
+
+    assert gradcheck(attend, leaves, fast_mode=True) and gradcheck(attend, [*leaves, sinks], fast_mode=True)
+
+
+@pytest.mark.parametrize(("attention", "kernel"), [*EVERY_WAY, *(pytest.param(*way, marks=FULL) for way in TREE)])
+def test_plan_or_layout(attention: str, kernel: str) -> None:
+    """A plan, its layout, that layout carried in a batch, and one that carries tiles of another size."""
+    plan = plan_of(NESTED)
+    layout = TreeLayout.from_plan(plan)
+    carried = TreeLayout.from_batch(layout.to_batch())
+    tiled = TreeLayout.from_batch(TreeLayout.from_plan(plan, tiles=(32, 32)).to_batch())
+    tensors = inputs(plan, torch.float32 if attention == "tree" else torch.float64)
+    truth, again = by_tree(plan, tensors, "reference")[0], each_by_itself(plan, tensors)[0]
+    for tree in (plan, layout, carried, tiled):
+        out = tree_attention(*tensors[:3], tree, attention=attention, kernel=kernel)
+        if attention == "tree":
+            assert_within_noise(out, truth, again)
+        else:
+            assert relative_error(out, truth) <= 1e-12
+
+
+@pytest.mark.parametrize("attention", EVERYWHERE)
+def test_branches_do_not_see_each_other(attention: str) -> None:
+    """Other tokens in one branch leave every output outside of it as it was, and change every one inside."""
+    plan = plan_of(longer(NESTED, 3))
+    tensors, others = (inputs(plan, torch.float64, seed=seed) for seed in (0, 1))
+    for modifiers in (MODIFIERS["none"], MODIFIERS["sinks" if attention == "cascade" else "all"]):
+        before = by_tree(plan, tensors, attention, **modifiers)[0]
         for start, end in zip(plan.segment_starts.tolist(), plan.subtree_ends.tolist(), strict=False):
             changed = [x.clone() for x in tensors]
             for x, y in zip(changed[:3], others[:3], strict=True):
                 x[start:end] = y[start:end]
-            after = modified_by_tree(plan, changed, attention, "auto", MODIFIERS["all"])[0]
-            assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
-
-    @pytest.mark.parametrize("attention", ["cascade", "path", "expand", "reference"])
-    @pytest.mark.parametrize("sequences", [[], [[], []]])
-    def test_no_rows(self, attention: str, sequences: list[list[int]]) -> None:
-        plan = plan_of(sequences)
-        results = modified_by_tree(plan, inputs(plan, torch.float32), attention, "auto", {"sinks": True, "window": 1})
-        assert [x.shape for x in results] == [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8), (4,)]
-        assert not results[-1].any()
+            moved = (by_tree(plan, changed, attention, **modifiers)[0] - before).abs().amax((1, 2))
+            assert moved[:start].sum() + moved[end:].sum() <= 1e-12 and moved[start:end].min() > 1e-3
 
 
-class TopLeftKernel(EagerKernel):
-    """Causal from the wrong corner: the first query sees only the first key."""
+@FULL
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+def test_same_bits_every_time(attention: str) -> None:
+    plan = plan_of(longer(NESTED, 10))
+    tensors = inputs(plan, torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for kernel in ("torch", "eager"):
+            first, *others = (by_tree(plan, tensors, attention, kernel) for _ in range(5))
+            assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True)), kernel
+    finally:
+        torch.set_num_threads(threads)
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | float]:
-        scores, slope = super()._scores(q, k, None, scoring)
-        return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf")), slope
+
+def test_window_counts_tokens_not_positions() -> None:
+    """Positions that jump, as after a dropped span, do not change who is near."""
+    tokens = [1, 1, 2, 2, 3, 1, 1, 2, 2, 4]
+    jumping = build_prefix_plan(tokens, [0, 5, 10], position_ids=[0, 1, 50, 51, 52] * 2)
+    assert_ways_are_exact(jumping, inputs(jumping, torch.float64), {"window": 3})
 
 
-def top_left_causal(layout: TreeLayout):
-    return lambda q, k, v: path_attention(q, k, v, layout.path_keys, layout.paths, TopLeftKernel(), DEFAULT)
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"window": 3}, {"window": 2}),
+        ({"window": 3}, {"window": 4}),
+        ({"window": 3}, {}),
+        ({"softcap": 0.8}, {}),
+        ({"softcap": 0.8}, {"softcap": 0.9}),
+        ({"window": 3, "sinks": True}, {"window": 3}),
+    ],
+)
+def test_wrong_modifiers_are_caught(right: dict, wrong: dict) -> None:
+    plan = plan_of(longer(NESTED, 3))
+    tensors = inputs(plan, torch.float64)
+    truth = each_by_itself(plan, tensors, **right)[:4]
+    for tensor, exact in zip(by_tree(plan, tensors, "auto", "eager", **wrong)[:4], truth, strict=True):
+        assert relative_error(tensor, exact) > 1e-3
 
 
-def one_level(layout: TreeLayout):
+def masked(mask: Tensor) -> Callable[..., Tensor]:
+    return lambda q, k, v: reference_attention(q, k, v, mask, DEFAULT)
+
+
+def one_level(layout: TreeLayout) -> Callable[..., Tensor]:
     """The cascade of a tree of one level: only roots are seen by their descendants, deeper ancestors are not."""
     own, roots, *deeper = layout.packed_pieces()
     assert deeper
     return lambda q, k, v: cascade_attention(q, k, v, (own, roots), EagerKernel(), DEFAULT)
 
 
-def sibling_leak(layout: TreeLayout):
+def sibling_leak(layout: TreeLayout) -> Callable[..., Tensor]:
     """One leaf is seen by the branch after it."""
     ends, starts = layout.subtree_ends.clone(), layout.segment_starts
     leaf = next(i for i in range(len(ends)) if ends[i] == starts[i + 1])
     ends[leaf] += 1
-    wrong = dataclasses.replace(layout, subtree_ends=ends)
-    return lambda q, k, v: reference_attention(q, k, v, tree_mask(wrong.row_subtree_ends), DEFAULT)
+    return masked(tree_mask(dataclasses.replace(layout, subtree_ends=ends).row_subtree_ends))
 
 
-def plain_causal(layout: TreeLayout):
+def plain_causal(layout: TreeLayout) -> Callable[..., Tensor]:
     """All unique rows as one sequence: what stock attention makes of a radix batch."""
-    ends = torch.full((layout.num_rows,), layout.num_rows)
-    return lambda q, k, v: reference_attention(q, k, v, tree_mask(ends), DEFAULT)
+    return masked(tree_mask(torch.full((layout.num_rows,), layout.num_rows)))
 
 
-def shifted_segments(layout: TreeLayout):
+def shifted_segments(layout: TreeLayout) -> Callable[..., Tensor]:
     """Off by one: every segment's last row is taken for its descendant's first."""
     starts = layout.segment_starts.clone()
     starts[1:-1] -= 1
-    wrong = dataclasses.replace(layout, segment_starts=starts)
-    return lambda q, k, v: reference_attention(q, k, v, tree_mask(wrong.row_subtree_ends), DEFAULT)
+    return masked(tree_mask(dataclasses.replace(layout, segment_starts=starts).row_subtree_ends))
 
 
-@pytest.mark.parametrize("wrong", [top_left_causal, one_level, sibling_leak, plain_causal, shifted_segments])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_wrong_masks_are_caught(wrong, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("wrong", [one_level, sibling_leak, plain_causal, shifted_segments])
+def test_wrong_masks_are_caught(wrong: Callable[[TreeLayout], Any]) -> None:
     """The comparisons above fail for each of these, in every dtype and for every tensor."""
     plan = plan_of(longer(NESTED, 3))
-    layout, tensors = TreeLayout.from_plan(plan), inputs(plan, dtype)
-    truth = by_tree(plan, [x.double() for x in tensors], "reference")
-    reference, actual = each_by_itself(plan, *tensors), with_gradients(wrong(layout), plan, *tensors)
-    for name, *one in zip(NAMES, actual, reference, truth, strict=True):
-        with pytest.raises(AssertionError, match=f"{name} .* worst element at"):
-            assert_within_reference_error(*one, names=name)
-    if dtype == torch.float64:
-        with pytest.raises(AssertionError):
-            assert_equal_in_float64(actual, truth)
+    layout = TreeLayout.from_plan(plan)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        tensors = inputs(plan, dtype)
+        truth = by_tree(plan, [x.double() for x in tensors], "reference")
+        out, _, *grads = flash_attention_by_the_book(*tensors, tree_mask(layout.row_subtree_ends), 8**-0.5)
+        actual = with_gradients(wrong(layout), plan, tensors)
+        for name, *one in zip(NAMES, actual, [out, *grads], truth, strict=False):
+            with pytest.raises(AssertionError, match=f"{name} .* worst element at"):
+                assert_within_reference_error(*one, names=name)
+            assert relative_error(one[0], one[2]) > 1e-3
 
 
-class TestValidation:
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_row_that_broke_breaks_no_other_branch(broken: float) -> None:
+    """Branches that share a bundle and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
     plan = plan_of(NESTED)
-    U = plan.num_rows
+    q, k, v, dout = inputs(plan, torch.float64)
+    own = torch.tensor(plan.inverse_indices[plan.cu_seqlens[2] - 2 : plan.cu_seqlens[2]])  # 4, 4 of the second sequence
+    k[own[-1]], v[own[-1]] = broken, broken
+    dout[own] = 0
+    others = torch.ones(plan.num_rows, dtype=torch.bool).index_fill(0, own, False)
+    clean = by_tree(plan, [q, k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), dout], "reference")
+    for attention in ("cascade", "path", "expand"):
+        out, *_ = by_tree(plan, [q, k, v, dout], attention)
+        assert relative_error(out[others], clean[0][others]) <= 1e-12, attention
 
-    def attend(self, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], **options) -> Tensor:
-        return tree_attention(torch.zeros(q), torch.zeros(k), torch.zeros(v), self.plan, **options)
 
-    def test_rows(self) -> None:
-        good, short = (self.U, 2, 8), (self.U - 1, 2, 8)
-        for place, name in enumerate(("query", "key", "value")):
-            shapes = [good] * 3
-            shapes[place] = short
-            message = (
-                rf"{name} must be \(U, heads, head_dim\) with U = {self.U} rows, the plan's; got \({self.U - 1}, 2, 8\)"
-            )
-            with pytest.raises(ValueError, match=message):
-                self.attend(*shapes)
+ROWS = plan_of(NESTED).num_rows
+GOOD = (ROWS, 2, 8)
+NARROW, SHORT, FOUR_AXES = (ROWS, 2, 4), (ROWS - 1, 2, 8), (1, *GOOD)
+FIT = {"query": GOOD, "key": GOOD, "value": GOOD}
 
-    def test_dimensions(self) -> None:
-        with pytest.raises(ValueError, match=rf"query must be .* got \(1, {self.U}, 2, 8\)"):
-            self.attend((1, self.U, 2, 8), (self.U, 2, 8), (self.U, 2, 8))
 
-    @pytest.mark.parametrize("heads", [(3, 2, 2), (2, 4, 4), (2, 2, 1)])
-    def test_heads(self, heads: tuple[int, int, int]) -> None:
-        message = "must be a multiple of those of key and value: got {}, {} and {}".format(*heads)
-        with pytest.raises(ValueError, match=message):
-            self.attend(*((self.U, n, 8) for n in heads))
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        *(({name: SHORT}, {}, rf"{name} must be \(U, heads, head_dim\) with U = {ROWS} rows, .*; got \({ROWS - 1}, 2")
+          for name in FIT),
+        ({"query": FOUR_AXES}, {}, rf"query must be .* got \(1, {ROWS}, 2, 8\)"),
+        ({"query": (ROWS, 3, 8)}, {}, "must be a multiple of those of key and value: got 3, 2 and 2"),
+        ({"value": (ROWS, 1, 8)}, {}, "must be a multiple of those of key and value: got 2, 2 and 1"),
+        ({"key": NARROW}, {}, "head_dim must agree, got 8, 4 and 8"),
+        ({"value": NARROW}, {}, "head_dim must agree, got 8, 8 and 4"),
+        ({}, {"softcap": 0.0}, "softcap must be positive, or None for no soft-cap; got 0.0"),
+        ({}, {"window": 0}, r"window must be at least 1 \(a query sees itself\), or None for no window; got 0"),
+        ({}, {"sinks": torch.zeros(3)}, r"sinks must be \(2,\), one floating-point logit for each .* got \(3,"),
+        ({}, {"sinks": torch.zeros(2, dtype=torch.int64)}, r"sinks must be .* torch\.int64"),
+        ({}, {"sinks": torch.zeros(2, device="meta")}, "sinks are on meta, query on cpu"),
+        ({}, {"window": 2, "attention": "cascade"}, "'cascade' cannot be used: .* attention='auto' or 'path' keeps"),
+        ({}, {"softcap": 1.0, "kernel": "torch"}, "kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"),
+        ({}, {"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: needs CUDA, the tensors are on cpu"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(shapes: dict[str, tuple[int, ...]], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tree_attention(*(torch.zeros(shape) for shape in {**FIT, **shapes}.values()), plan_of(NESTED), **options)
 
-    def test_head_dim_of_key(self) -> None:
-        with pytest.raises(ValueError, match="head_dim must agree, got 8, 4 and 8"):
-            self.attend((self.U, 2, 8), (self.U, 2, 4), (self.U, 2, 8))
 
-    def test_head_dim_of_value(self) -> None:
-        """Key and value are (U, K, H) both; a torch kernel says so in words of its own, an eager one computes it."""
-        with pytest.raises(ValueError, match="head_dim"):
-            self.attend((self.U, 2, 8), (self.U, 2, 8), (self.U, 2, 4))
+def test_dtypes_and_devices_that_do_not_fit() -> None:
+    plan, q = plan_of(NESTED), torch.zeros(GOOD)
+    with pytest.raises(ValueError, match=r"value is torch\.bfloat16 on cpu, query is torch\.float32 on cpu"):
+        tree_attention(q, q, q.bfloat16(), plan)
+    with pytest.raises(ValueError, match=r"torch\.int64"):
+        tree_attention(q.long(), q.long(), q.long(), plan)
+    with pytest.raises(ValueError, match=r"key is torch\.float32 on meta, query is torch\.float32 on cpu"):
+        tree_attention(q, q.to("meta"), q, plan)
+    with pytest.raises(ValueError, match=r"the plan is on cpu, query on meta; move it with TreeLayout\.to\(device\)"):
+        tree_attention(*(q.to("meta"),) * 3, TreeLayout.from_plan(plan))
 
-    def test_dtypes(self) -> None:
-        q = torch.zeros(self.U, 2, 8)
-        with pytest.raises(ValueError, match=r"value is torch\.bfloat16 on cpu, query is torch\.float32 on cpu"):
-            tree_attention(q, q, q.bfloat16(), self.plan)
 
-    def test_integers(self) -> None:
-        q = torch.zeros(self.U, 2, 8, dtype=torch.int64)
-        with pytest.raises(ValueError, match=r"torch\.int64"):
-            tree_attention(q, q, q, self.plan)
-
-    def test_devices(self) -> None:
-        q = torch.zeros(self.U, 2, 8)
-        with pytest.raises(ValueError, match=r"key is torch\.float32 on meta, query is torch\.float32 on cpu"):
-            tree_attention(q, q.to("meta"), q, self.plan)
-        with pytest.raises(
-            ValueError, match=r"the plan is on cpu, query on meta; move it with TreeLayout\.to\(device\)"
-        ):
-            tree_attention(*(q.to("meta"),) * 3, TreeLayout.from_plan(self.plan))
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"softcap": 0.0}, "softcap must be positive, or None for no soft-cap; got 0.0"),
-            ({"window": 0}, r"window must be at least 1 \(a query sees itself\), or None for no window; got 0"),
-            (
-                {"sinks": torch.zeros(3)},
-                r"sinks must be \(2,\), one floating-point logit for each query head; got \(3,\)",
-            ),
-            ({"sinks": torch.zeros(2, dtype=torch.int64)}, r"sinks must be .* torch\.int64"),
-            ({"sinks": torch.zeros(2, device="meta")}, "sinks are on meta, query on cpu"),
-            (
-                {"window": 2, "attention": "cascade"},
-                "attention='cascade' cannot be used: .* attention='auto' or 'path' keeps",
-            ),
-            ({"softcap": 1.0, "kernel": "torch"}, "kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"),
-        ],
-    )
-    def test_modifiers(self, options: dict, message: str) -> None:
-        shape = self.U, 2, 8
-        with pytest.raises(ValueError, match=message):
-            self.attend(shape, shape, shape, **options)
-
-    def test_kernel_that_cannot_be_had(self) -> None:
-        shape = self.U, 2, 8
-        with pytest.raises(ValueError, match="kernel='flash_attn' cannot be used: needs CUDA, the tensors are on cpu"):
-            self.attend(shape, shape, shape, kernel="flash_attn")
+# What a machine has, beside the CUDA device that it may have: a package that is found, and why others cannot be used.
+MACHINES: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "tree": {"package": "triton"},
+    "flash-attn": {"package": "flash_attn"},
+    "Hopper": {"package": "flash_attn", "flash_3_missing": None},
+    "no Hopper": {"package": "flash_attn", "flash_3_missing": "needs a Hopper GPU"},
+    "cuDNN": {"cudnn_missing": None},
+    "no cuDNN": {"cudnn_missing": "needs cuDNN 9.10"},
+    "an older torch": {"cudnn_missing": None, "takes_window": False},
+}
+BF16, F32, SOFTCAP, WINDOW = torch.bfloat16, torch.float32, {"softcap": True}, {"window": True}
+NARROW_HEADS = "takes head dims that are multiples of 8 up to"
 
 
 class TestChoice:
     @pytest.fixture(autouse=True)
-    def nothing_chosen_yet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_chosen_yet(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """And nothing that a made-up machine ran is remembered afterwards."""
         attention_module._choice.cache_clear()
         monkeypatch.setattr(attention_module, "_LOGGED", set())
+        yield
+        attention_module._choice.cache_clear()
 
-    @pytest.fixture
-    def without_flash_attn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    def machine(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        has = dict(MACHINES[name])
+        package = has.pop("package", None)
+        monkeypatch.setattr("importlib.util.find_spec", lambda asked: object() if asked == package else None)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
+        for function, answer in has.items():
+            monkeypatch.setattr(f"radixtrain.kernels.refusals.{function}", lambda *_, answer=answer: answer)
 
-    @pytest.fixture
-    def with_flash_attn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "flash_attn" else None)
+    @pytest.mark.parametrize(
+        ("machine", "asked", "modifiers", "expected"),
+        [  # asked: attention, kernel, device, dtype, head dim. expected: strategy, kernel, what the reason says
+            *(("bare", ("auto", "auto", CPU, dtype, 17), {}, ("cascade", "torch", "no row is copied; torch: on cpu"))
+              for dtype in (torch.float64, F32, BF16)),
+            ("bare", ("path", "eager", CPU, F32, 64), {}, ("path", "eager", "path: as chosen; eager: as chosen")),
+            ("tree", ("tree", "auto", CPU, F32, 64), {}, ("tree", "triton", "one tiled kernel, by request")),
+            ("bare", ("reference", "auto", CPU, F32, 64), {}, ("reference", "none", "explicit mask, by request")),
+            ("bare", ("auto", "auto", CPU, F32, 64), SOFTCAP, ("cascade", "eager", "torch computes no soft-cap")),
+            ("bare", ("auto", "auto", CPU, F32, 64), WINDOW, ("path", "torch", "binds, which cascade cannot keep")),
+            ("bare", ("expand", "auto", CPU, F32, 64), WINDOW, ("expand", "torch", "as chosen")),
+            ("bare", ("auto", "auto", CUDA, torch.float16, 256), {}, ("cascade", "torch", "flash-attn is not inst")),
+            ("bare", ("auto", "auto", CUDA, BF16, 64), SOFTCAP, ("cascade", "eager", "torch computes no soft-cap")),
+            ("bare", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "torch", "on cuda")),
+            ("an older torch", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "eager", "takes no sliding window")),
+            ("flash-attn", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "on cuda")),
+            ("flash-attn", ("auto", "torch", CUDA, BF16, 128), {}, ("cascade", "torch", "as chosen")),
+            ("flash-attn", ("auto", "auto", CUDA, BF16, 64), SOFTCAP, ("cascade", "flash_attn", "on cuda")),
+            ("flash-attn", ("auto", "auto", CUDA, F32, 64), {}, ("cascade", "eager", "flash_attn takes float16 and")),
+            ("flash-attn", ("auto", "auto", CUDA, BF16, 264), {}, ("cascade", "eager", f"torch {NARROW_HEADS} 256")),
+            ("Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn_3", "on cuda")),
+            ("Hopper", ("auto", "auto", CUDA, BF16, 128), SOFTCAP, ("cascade", "flash_attn_3", "on cuda")),
+            ("Hopper", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "flash_attn_3", "on cuda")),
+            # Wider heads it cannot add up in a fixed order.
+            ("Hopper", ("auto", "auto", CUDA, BF16, 256), {}, ("cascade", "flash_attn", f"_3 {NARROW_HEADS} 192")),
+            ("no Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "_3 needs a Hopper GPU")),
+            ("cuDNN", ("auto", "cudnn", CUDA, BF16, 128), {}, ("cascade", "cudnn", "torch runs what cuDNN does not")),
+            ("cuDNN", ("path", "cudnn", CUDA, BF16, 128), WINDOW, ("path", "cudnn", "as chosen")),
+            # cuDNN is never chosen by auto.
+            ("cuDNN", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "torch", "on cuda")),
+            ("cuDNN", ("auto", "auto", CUDA, F32, 128), {}, ("cascade", "eager", "on cuda")),
+        ],
+    )  # fmt: skip
+    def test_what_runs(self, monkeypatch, machine: str, asked: tuple, modifiers: dict, expected: tuple) -> None:
+        self.machine(monkeypatch, machine)
+        choice = choose_attention(*asked, **modifiers)
+        assert (choice.strategy, choice.kernel) == expected[:2] and expected[2] in choice.reason
 
-    @pytest.fixture
-    def with_flash_attn_3(self, with_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("radixtrain.kernels.refusals.flash_3_missing", lambda device: None)
+    @pytest.mark.parametrize(
+        ("machine", "kernels", "call", "modifiers", "reason"),
+        [
+            ("bare", ["flash_attn"], (CUDA, BF16, 64), {}, r"the package flash-attn is not .*'radixtrain\[flash\]'.*"),
+            ("no Hopper", ["flash_attn_3"], (CUDA, BF16, 128), {}, "needs a Hopper GPU"),
+            ("flash-attn", ["torch", "flash_attn"], (CUDA, F32, 64), {}, "takes float16 and bfloat16, got .*float32"),
+            ("flash-attn", ["torch", "flash_attn"], (CUDA, BF16, 17), {}, f"{NARROW_HEADS} 256, got 17"),
+            ("cuDNN", ["cudnn"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
+            ("cuDNN", ["cudnn"], (CUDA, F32, 64), {}, "takes float16 and bfloat16, got torch.float32"),
+            ("cuDNN", ["cudnn"], (CUDA, BF16, 136), {}, f"{NARROW_HEADS} 128, got 136"),
+            ("cuDNN", ["cudnn"], (CUDA, BF16, 60), {}, f"{NARROW_HEADS} 128, got 60"),
+            ("cuDNN", ["cudnn"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
+            ("no cuDNN", ["cudnn"], (CUDA, BF16, 64), {}, r"needs cuDNN 9\.10"),
+            ("an older torch", ["torch", "cudnn"], (CUDA, BF16, 64), WINDOW, "takes no sliding window in torch 2.*"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_run(self, monkeypatch, machine: str, kernels: list, call: tuple, modifiers: dict, reason: str):
+        self.machine(monkeypatch, machine)
+        for kernel in kernels:
+            with pytest.raises(
+                UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto' takes what"
+            ):
+                choose_attention("auto", kernel, *call, **modifiers)
 
     def test_unknown_names(self) -> None:
-        names = "auto, cascade, path, expand, reference, tree"
-        with pytest.raises(UserError, match=f"attention must be {names}; got 'flex'"):
-            choose_attention("flex", "auto", CPU, torch.float32, 64)
         with pytest.raises(
-            UserError, match="kernel must be auto, torch, flash_attn, flash_attn_3, cudnn, eager; got 'triton'"
+            UserError, match="attention must be auto, cascade, path, expand, reference, tree; got 'flex'"
         ):
+            choose_attention("flex", "auto", CPU, torch.float32, 64)
+        kernels = "auto, torch, flash_attn, flash_attn_3, cudnn, eager"
+        with pytest.raises(UserError, match=f"kernel must be {kernels}; got 'triton'"):
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-    def test_on_cpu(self, dtype: torch.dtype) -> None:
-        choice = choose_attention("auto", "auto", CPU, dtype, 17)
-        assert (choice.strategy, choice.kernel) == ("cascade", "torch")
-
-    def test_by_name(self) -> None:
-        choice = choose_attention("path", "eager", CPU, torch.float32, 64)
-        assert str(choice) == "attention=path, kernel=eager (path: as chosen; eager: as chosen)"
-        assert choose_attention("reference", "auto", CPU, torch.float32, 64).kernel == "none"
-
-    def test_on_cuda(self, with_flash_attn: None) -> None:
-        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == "flash_attn"
-        assert choose_attention("auto", "torch", CUDA, torch.bfloat16, 128).kernel == "torch"
-
-    def test_on_hopper(self, with_flash_attn_3: None) -> None:
-        """Version 3 first; 2 for heads that 3 cannot add up in a fixed order."""
-        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == "flash_attn_3"
-        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128, softcap=True).kernel == "flash_attn_3"
-        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True).kernel == "flash_attn_3"
-        wide = choose_attention("auto", "auto", CUDA, torch.bfloat16, 256)
-        assert wide.kernel == "flash_attn"
-        assert "flash_attn_3 takes head dims that are multiples of 8 up to 192, got 256" in wide.reason
-
-    def test_on_another_gpu(self, with_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("radixtrain.kernels.refusals.flash_3_missing", lambda device: "needs a Hopper GPU")
-        choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 128)
-        assert choice.kernel == "flash_attn" and "flash_attn_3 needs a Hopper GPU" in choice.reason
-        with pytest.raises(UserError, match="kernel='flash_attn_3' cannot be used: needs a Hopper GPU; kernel='auto'"):
-            choose_attention("auto", "flash_attn_3", CUDA, torch.bfloat16, 128)
-
-    @pytest.fixture
-    def on_a_card(self, without_flash_attn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A GPU of compute capability 10.0 that has all that cuDNN's attention needs."""
-        monkeypatch.setattr("radixtrain.kernels.refusals.cudnn_missing", lambda device: None)
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
-
-    @pytest.mark.parametrize("attention", ["auto", "cascade", "path", "expand"])
-    def test_cudnn_by_request(self, on_a_card: None, attention: str) -> None:
-        choice = choose_attention(attention, "cudnn", CUDA, torch.bfloat16, 128)
-        assert choice.kernel == "cudnn"
-        assert choice.reason.endswith("cudnn: as chosen, and torch runs what cuDNN does not take")
-        windowed = choose_attention(
-            attention if attention != "cascade" else "path", "cudnn", CUDA, torch.bfloat16, 128, window=True
-        )
-        assert windowed.kernel == "cudnn", "torch runs those calls"
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    @pytest.mark.parametrize("modifier", [{}, {"window": True}, {"softcap": True}])
-    def test_cudnn_is_never_chosen_by_auto(
-        self, on_a_card: None, dtype: torch.dtype, modifier: dict[str, bool]
-    ) -> None:
-        choice = choose_attention("auto", "auto", CUDA, dtype, 128, **modifier)
-        assert choice.kernel in ("torch", "eager") and "cudnn" not in choice.reason
-
-    @pytest.mark.parametrize(
-        ("device", "dtype", "head_dim", "softcap", "reason"),
-        [
-            (CPU, torch.bfloat16, 64, False, "needs CUDA, the tensors are on cpu"),
-            (CUDA, torch.float32, 64, False, "takes float16 and bfloat16, got torch.float32"),
-            (CUDA, torch.bfloat16, 136, False, "takes head dims that are multiples of 8 up to 128, got 136"),
-            (CUDA, torch.bfloat16, 60, False, "takes head dims that are multiples of 8 up to 128, got 60"),
-            (CUDA, torch.bfloat16, 64, True, "computes no soft-cap"),
-        ],
-    )
-    def test_what_cudnn_does_not_take(
-        self, on_a_card, device, dtype, head_dim: int, softcap: bool, reason: str
-    ) -> None:
-        with pytest.raises(UserError, match=f"kernel='cudnn' cannot be used: {reason}; kernel='auto' takes what can"):
-            choose_attention("auto", "cudnn", device, dtype, head_dim, softcap=softcap)
-
-    def test_a_machine_without_cudnn(self, on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("radixtrain.kernels.refusals.cudnn_missing", lambda device: "needs cuDNN 9.10")
-        with pytest.raises(UserError, match=r"kernel='cudnn' cannot be used: needs cuDNN 9\.10; kernel='auto'"):
-            choose_attention("auto", "cudnn", CUDA, torch.bfloat16, 64)
-
-    def test_cudnn_with_a_window_on_a_torch_that_takes_none(self, on_a_card, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("radixtrain.kernels.refusals.takes_window", lambda: False)
-        with pytest.raises(UserError, match="kernel='cudnn' cannot be used: takes no sliding window in torch 2"):
-            choose_attention("auto", "cudnn", CUDA, torch.bfloat16, 64, window=True)
-
-    def test_on_cuda_without_flash_attn(self, without_flash_attn: None) -> None:
-        choice = choose_attention("auto", "auto", CUDA, torch.float16, 256)
-        assert choice.kernel == "torch"
-        assert "flash-attn is not installed" in choice.reason
-        with pytest.raises(UserError, match=r"flash-attn is not installed \(pip install 'radixtrain\[flash\]'"):
-            choose_attention("auto", "flash_attn", CUDA, torch.float16, 64)
-
-    @pytest.mark.parametrize(
-        ("dtype", "head_dim", "reason"),
-        [
-            (torch.float32, 64, "takes float16 and bfloat16, got torch.float32"),
-            (torch.bfloat16, 17, "takes head dims that are multiples of 8 up to 256, got 17"),
-            (torch.bfloat16, 264, "takes head dims that are multiples of 8 up to 256, got 264"),
-        ],
-    )
-    def test_what_cuda_kernels_do_not_take(
-        self, with_flash_attn, dtype: torch.dtype, head_dim: int, reason: str
-    ) -> None:
-        choice = choose_attention("auto", "auto", CUDA, dtype, head_dim)
-        assert choice.kernel == "eager"
-        assert f"flash_attn {reason}" in choice.reason and f"torch {reason}" in choice.reason
-        for kernel in ("torch", "flash_attn"):
-            with pytest.raises(UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto'"):
-                choose_attention("auto", kernel, CUDA, dtype, head_dim)
-
-    def test_soft_cap(self, with_flash_attn: None) -> None:
-        choice = choose_attention("auto", "auto", CPU, torch.float32, 64, softcap=True)
-        assert str(choice) == (
-            "attention=cascade, kernel=eager (cascade: no row is copied; eager: on cpu, torch computes no soft-cap)"
-        )
-        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, softcap=True).kernel == "flash_attn"
-
-    def test_soft_cap_on_cuda_without_flash_attn(self, without_flash_attn: None) -> None:
-        choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, softcap=True)
-        assert choice.kernel == "eager"
-        assert "flash-attn is not installed" in choice.reason and "torch computes no soft-cap" in choice.reason
-
-    def test_window(self) -> None:
-        choice = choose_attention("auto", "auto", CPU, torch.float32, 64, window=True)
-        assert str(choice) == (
-            "attention=path, kernel=torch (path: a sliding window binds, which cascade cannot keep; torch: on cpu)"
-        )
-        assert choose_attention("expand", "auto", CPU, torch.float32, 64, window=True).strategy == "expand"
-
-    def test_window_on_a_torch_that_takes_none(self, without_flash_attn, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True).kernel == "torch"
-        attention_module._choice.cache_clear()
-        monkeypatch.setattr("radixtrain.kernels.refusals.takes_window", lambda: False)
-        choice = choose_attention("auto", "auto", CUDA, torch.bfloat16, 64, window=True)
-        assert choice.kernel == "eager" and "torch takes no sliding window in torch 2" in choice.reason
-
     def test_logged_once_in_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Also after more calls of different head dims than are remembered; a refusal is not logged."""
         plan = plan_of(NESTED)
         with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
-            for _ in range(3):
-                q, k, v, _ = inputs(plan, torch.float32)
-                tree_attention(q, k, v, plan)
+            q, k, v, _ = inputs(plan, torch.float32)
+            tree_attention(q, k, v, plan)
+            with pytest.raises(UserError):
+                choose_attention("auto", "flash_attn", CPU, torch.float32, 64)
+            for head_dim in [*range(1, 100), *range(1, 100)]:
+                choose_attention("auto", "auto", CPU, torch.float32, head_dim)
         assert caplog.messages == ["attention=cascade, kernel=torch (cascade: no row is copied; torch: on cpu)"]
 
     def test_a_measurement_is_not_logged_and_counts_as_new(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -759,37 +541,6 @@ class TestChoice:
             for _ in range(2):
                 choose_attention("path", "auto", CPU, torch.float32, 8)
         assert caplog.messages == ["attention=path, kernel=torch (path: as chosen; torch: on cpu)"]
-
-    def test_a_choice_that_was_forgotten_is_not_logged_again(self, caplog: pytest.LogCaptureFixture) -> None:
-        """More calls of different head dims than are remembered, and one line."""
-        with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
-            for head_dim in [*range(1, 100), *range(1, 100)]:
-                choose_attention("auto", "auto", CPU, torch.float32, head_dim)
-        assert len(caplog.messages) == 1
-
-    def test_refusal_is_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO), pytest.raises(UserError, match="flash_attn"):
-            choose_attention("auto", "flash_attn", CPU, torch.bfloat16, 64)
-        assert not caplog.messages
-
-    def test_choice_reads_as_a_line(self) -> None:
-        assert str(AttentionChoice("path", "eager", "why")) == "attention=path, kernel=eager (why)"
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
-def test_a_row_that_broke_breaks_no_other_branch(attention: str, broken: float) -> None:
-    """Branches that share a bundle and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
-    plan = plan_of(NESTED)
-    q, k, v, dout = inputs(plan, torch.float32)
-    own = torch.tensor(plan.inverse_indices[plan.cu_seqlens[2] - 2 : plan.cu_seqlens[2]])  # 4, 4 of the second sequence
-    k[own[-1]], v[own[-1]] = broken, broken
-    dout[own] = 0
-    out, *_ = by_tree(plan, [q, k, v, dout], attention)
-    others = torch.ones(plan.num_rows, dtype=torch.bool).index_fill(0, own, False)
-    assert out[others].isfinite().all()
-    clean = by_tree(plan, [q, k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), dout], attention)
-    assert relative_error(out[others], clean[0][others]) <= 1e-6
 
 
 @with_tree
@@ -802,60 +553,43 @@ class TestTree:
         q, k, v, _ = inputs(self.plan, dtype, head_dim=head_dim)
         return tree_attention(q, k, v, self.plan, attention="tree", **options)
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @FULL
+    @settings(max_examples=tries(15, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(sequences=ragged_batches(min_length=0), pad_to_multiple_of=st.sampled_from([None, 8]))
     def test_generated(self, sequences: list[list[int]], pad_to_multiple_of: int | None) -> None:
         plan = plan_of([*sequences, [3] * 4], pad_to_multiple_of=pad_to_multiple_of)
         tensors = inputs(plan, torch.float32, (2, 1), 4)
-        truth = by_tree(plan, [x.double() for x in tensors], "reference")
-        for name, x, exact in zip(NAMES, by_tree(plan, tensors, "tree"), truth, strict=True):
+        truth = by_tree(plan, [x.double() for x in tensors], "reference", scale=0.7)
+        for name, x, exact in zip(NAMES, by_tree(plan, tensors, "tree", scale=0.7), truth, strict=False):
             # one bar for every try, small as they are: sums of at most a hundred terms of order one
             assert (x - exact).abs().max() <= 100 * torch.finfo(torch.float32).eps, name
-
-    def test_scale(self) -> None:
-        tensors = inputs(self.plan, torch.float32)
-        options = {"scale": 0.7}
-        truth = by_tree(self.plan, [x.double() for x in tensors], "reference", **options)
-        reference = by_tree(self.plan, tensors, "reference", **options)
-        assert_within_reference_error(by_tree(self.plan, tensors, "tree", **options), reference, truth, names=NAMES)
-
-    def test_never_by_auto(self) -> None:
-        assert (*EVERYWHERE, "tree") == STRATEGIES
-        for device, dtype in ((CPU, torch.float32), (CUDA, torch.bfloat16)):
-            assert choose_attention("auto", "auto", device, dtype, 64).strategy == "cascade"
-        choice = choose_attention("tree", "auto", CPU, torch.float32, 64)
-        assert str(choice) == "attention=tree, kernel=triton (one tiled kernel, by request)"
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"softcap": 1.0}, "computes no soft-cap"),
+            ({"softcap": 1.0}, "computes no soft-cap; attention='auto' takes what"),
             ({"window": 2}, "computes no sliding window, and one is shorter than the batch's longest sequence"),
             ({"sinks": torch.zeros(4)}, "computes no sinks"),
             ({"dtype": torch.float64}, "takes bfloat16, float16, float32, got torch.float64"),
             ({"head_dim": 257}, "takes head dims up to 256, got 257"),
             ({"dtype": torch.bfloat16}, "runs on a CPU under Triton's interpreter, which gets bfloat16 wrong"),
+            ({"kernel": "torch"}, "attention='tree' has a kernel of its own"),
         ],
     )
     def test_what_it_does_not_take(self, options: dict, message: str) -> None:
-        with pytest.raises(UserError, match=f"attention='tree' cannot be used: {message}; attention='auto' takes what"):
+        with pytest.raises(UserError, match=f"='(tree|torch)' cannot be used: {message}"):
             self.attend(**options)
 
-    def test_a_kernel_by_name(self) -> None:
-        with pytest.raises(UserError, match="kernel='torch' cannot be used: attention='tree' has a kernel of its own"):
-            self.attend(kernel="torch")
-
-    def test_a_cpu_without_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_machine_that_cannot_run_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for lacks, message in (
+            (lambda: monkeypatch.delenv("TRITON_INTERPRET"), r"Triton needs CUDA, the tensors are on cpu \(TRITON_INT"),
+            (lambda: monkeypatch.setattr("importlib.util.find_spec", lambda name: None), "Triton is not installed "),
+        ):
+            attention_module._choice.cache_clear()
+            lacks()
+            with pytest.raises(UserError, match=f"attention='tree' cannot be used: {message}"):
+                self.attend()
         attention_module._choice.cache_clear()
-        monkeypatch.delenv("TRITON_INTERPRET")
-        with pytest.raises(UserError, match=r"Triton needs CUDA, the tensors are on cpu \(TRITON_INTERPRET=1 runs it"):
-            self.attend()
-
-    def test_without_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        attention_module._choice.cache_clear()
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(UserError, match=r"attention='tree' cannot be used: Triton is not installed \(pip install"):
-            self.attend()
 
     @pytest.mark.parametrize(
         ("dtype", "head_dim", "sizes"),
@@ -875,6 +609,7 @@ class TestTree:
         fitting = TreeLayout.from_plan(self.plan, tiles=sizes).to("meta")
         assert tree_attention(q, q, q, fitting, attention="tree").shape == q.shape
 
+    @FULL
     @pytest.mark.parametrize("collator", [RadixCollator(tree_tiles=True), RadixCollator()], ids=["tiles", "none"])
     def test_a_model(self, tiny_qwen3: Callable[..., Any], collator: RadixCollator) -> None:
         """Every gradient of a tiny Qwen3, against ordinary Hugging Face. On a CPU tiles may be missing."""
@@ -882,19 +617,10 @@ class TestTree:
         report = verify_equivalence(tiny_qwen3(), features, attention="tree", collator=collator, precisions=["float32"])
         assert report.passed, str(report)
 
-    def test_a_model_really_runs_it(self, tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        from radixtrain.kernels import tree_triton
-
-        ran, run = [], tree_triton.tiled_tree_attention
-        monkeypatch.setattr(tree_triton, "tiled_tree_attention", lambda *args: ran.append(args[3].held) or run(*args))
-        model = prepare_model(tiny_qwen3(), attention="tree")
-        features = [{"input_ids": ids, "labels": ids} for ids in NESTED]
-        model(**RadixCollator(tree_tiles=True)(features)).loss.backward()
-        assert ran == [128, 128], "two layers, with the tiles of the batch"
-
     def test_a_model_on_a_device_says_how_to_ask_for_tiles(
         self, tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """So a model runs it: without tiles, no layer takes another strategy instead."""
         is_enabled = torch.is_autocast_enabled
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and is_enabled(*device))
         model = prepare_model(tiny_qwen3().to(torch.bfloat16).to("meta"), attention="tree")
@@ -943,7 +669,9 @@ class TestCached:
             max_seqlen=int(np.diff(plan.cu_seqlens).max()),
             written_rows=None,
             slots=slots[num_cached:],
-            shared=(shared_piece(np.arange(new.num_rows), slots[:num_cached].numpy(), CPU),),
+            shared=tuple(
+                shared_piece(np.arange(new.num_rows), part.numpy(), CPU) for part in slots[:num_cached].split(2)
+            ),
             paths=Paths(new.path_cu_seqlens_q, path),
             prompts=TreeLayout.from_plan(new),
         )
@@ -982,33 +710,20 @@ class TestCached:
     )
 
     @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "plain")
-    @pytest.mark.parametrize("kernel", ["auto", "eager"])
-    def test_against_the_whole_tree(self, options: dict, kernel: str) -> None:
+    def test_against_the_whole_tree(self, options: dict) -> None:
         prompts, answers = NESTED, [[*sequence, 40 + i] for i, sequence in enumerate(NESTED) if len(sequence) < 6]
-        for found, expected in (
-            self.prefill(prompts, kernel=kernel, **options),
-            self.decode(answers, kernel=kernel, **options),
-        ):
-            assert relative_error(found, expected) <= 1e-12
+        for kernel in ("auto", "eager"):
+            for found, expected in (
+                self.prefill(prompts, kernel=kernel, **options),
+                self.decode(answers, kernel=kernel, **options),
+            ):
+                assert relative_error(found, expected) <= 1e-12, kernel
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=tries(50, 10_000), deadline=None)
     @given(ragged_batches(max_length=6), st.sampled_from([None, 1, 3, 6]))
     def test_generated_prompts(self, sequences: list[list[int]], window: int | None) -> None:
         found, expected = self.prefill(sequences, window=window)
         assert relative_error(found, expected) <= 1e-12
-
-    def test_a_window_that_does_not_bind_asks_for_no_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It would copy every row that a sequence sees."""
-
-        def refuse(*arguments: object) -> None:
-            raise AssertionError("not needed")
-
-        monkeypatch.setattr(CachedLayout, "windowed", refuse)
-        for attend in (self.prefill, self.decode):
-            sequences = [[1, 1, 2, 3], [1, 2, 2, 2, 2, 4]]
-            assert torch.equal(attend(sequences, window=11)[0], attend(sequences)[0])
-            with pytest.raises(AssertionError, match="not needed"):
-                attend(sequences, window=10)
 
     def test_no_gradient(self) -> None:
         q = torch.randn(1, 2, 8, requires_grad=True)
@@ -1021,25 +736,19 @@ class TestCached:
         )
 
     @pytest.mark.parametrize(
-        ("shapes", "options", "error", "message"),
+        ("shapes", "options", "message"),
         [
-            (
-                [(2, 2, 8)] * 3,
-                {},
-                ValueError,
-                r"query must be \(U, heads, head_dim\) with U = 1 rows, .* got \(2, 2, 8\)",
-            ),
-            ([(1, 2, 8), (1, 2, 4), (1, 2, 8)], {}, ValueError, "head_dim must agree, got 8, 4 and 8"),
-            ([(1, 3, 8), (1, 2, 8), (1, 2, 8)], {}, ValueError, "heads of query must be a multiple"),
-            ([(1, 2, 8)] * 3, {"softcap": 0.0}, ValueError, r"softcap must be positive, .* got 0\.0"),
-            ([(1, 2, 8)] * 3, {"window": 0}, ValueError, "window must be at least 1 .* got 0"),
-            ([(1, 2, 8)] * 3, {"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(2,\), .* got \(3,\)"),
-            ([(1, 2, 8)] * 3, {"kernel": "tree"}, UserError, "kernel must be auto, .*; got 'tree'"),
-            ([(1, 2, 8)] * 3, {"kernel": "flash_attn"}, UserError, "kernel='flash_attn' cannot be used"),
-            ([(1, 2, 8)] * 3, {"kernel": "torch", "softcap": 1.0}, UserError, "kernel='torch' cannot be used"),
+            ([(2, 2, 8)] * 3, {}, r"query must be \(U, heads, head_dim\) with U = 1 rows, .* got \(2, 2, 8\)"),
+            ([(1, 2, 8), (1, 2, 4), (1, 2, 8)], {}, "head_dim must agree, got 8, 4 and 8"),
+            ([(1, 3, 8), (1, 2, 8), (1, 2, 8)], {}, "heads of query must be a multiple"),
+            ([(1, 2, 8)] * 3, {"softcap": 0.0}, r"softcap must be positive, .* got 0\.0"),
+            ([(1, 2, 8)] * 3, {"window": 0}, "window must be at least 1 .* got 0"),
+            ([(1, 2, 8)] * 3, {"sinks": torch.zeros(3)}, r"sinks must be \(2,\), .* got \(3,\)"),
+            ([(1, 2, 8)] * 3, {"kernel": "tree"}, "kernel must be auto, .*; got 'tree'"),
+            ([(1, 2, 8)] * 3, {"kernel": "torch", "softcap": 1.0}, "kernel='torch' cannot be used"),
         ],
     )
-    def test_errors(self, shapes: list, options: dict, error: type[Exception], message: str) -> None:
+    def test_errors(self, shapes: list, options: dict, message: str) -> None:
         q, k, v = (torch.zeros(shape) for shape in shapes)
-        with pytest.raises(error, match=message):
+        with pytest.raises(ValueError, match=message):
             cached_attention(q, k, v, (k, v), self.one_row(), **options)

@@ -6,24 +6,10 @@ from datetime import timedelta
 import pytest
 import torch
 from forked_ranks import on_ranks
+from tiers import FULL
 
-from radixtrain.distributed import Ranks, ranks
+from radixtrain.distributed import ranks
 from radixtrain.errors import EndedElsewhere, UserError
-
-
-class TestOneProcess:
-    def test_it_is_the_first_of_one(self):
-        assert ranks() == Ranks(0, 1)
-        assert ranks().is_first
-
-    def test_it_asks_nobody(self):
-        alone, value = ranks(), torch.ones(2)
-        assert alone.largest(3, 4) == (3, 4)
-        assert alone.any(True) and not alone.any(False)
-        assert alone.sum(value) is value
-        assert alone.gather("a") == ["a"]
-        assert alone.from_first(lambda: 5) == alone.first_before_others(lambda: 5) == 5
-        alone.barrier()
 
 
 def test_all_ranks_get_the_same_answers():
@@ -51,7 +37,7 @@ def test_rank_0_comes_first(tmp_path):
             path = tmp_path / "made"
             if not path.exists():
                 assert rank == 0
-                time.sleep(0.2)
+                time.sleep(0.2)  # in which the other one would come, if it did not wait
                 path.write_text("by rank 0")
             return f"{rank}: {path.read_text()}"
 
@@ -84,24 +70,30 @@ IMPATIENT = {
 }
 
 
+@FULL
 @pytest.mark.parametrize("ask", IMPATIENT.values(), ids=IMPATIENT)
-def test_a_rank_that_hangs_is_not_waited_for_longer_than_a_step(ask):
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_a_step(ask, tmp_path):
     def wait(rank: int) -> str:
         if rank == 0:
-            time.sleep(3.0)
+            while not (tmp_path / "gave up").exists():
+                time.sleep(0.01)
             return "slept"
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):  # and not that rank 0 has ended
             ask()
+        (tmp_path / "gave up").touch()
         return "gave up"
 
     assert on_ranks(2, wait, timeout=timedelta(seconds=1)) == ["slept", "gave up"]
 
 
+@FULL
 def test_rank_0_may_work_for_hours():
+    """Longer than a step may take, that is."""
+
     def wait(rank: int) -> int:
         here = ranks()
         return here.from_first(lambda: time.sleep(1.5) or 5, is_patient=True) + here.first_before_others(
-            lambda: time.sleep(0.8) or 1
+            lambda: time.sleep(1.5 * here.is_first) or 1
         )
 
     assert on_ranks(2, wait, timeout=timedelta(seconds=1)) == [6, 6]

@@ -1,14 +1,15 @@
 """R predictor rows, P predictions, D hidden, V vocabulary."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from tiers import FULL, tries
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd import gradcheck
 from torch.nn.functional import cross_entropy, linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain.bench.memory import peak_bytes
 from radixtrain.kernels import loss_chunks
@@ -23,14 +24,17 @@ from radixtrain.testing import assert_within_reference_error, relative_error
 
 NAMES = ("loss", "d_hidden", "d_weight", "d_bias")
 R, D, V = 13, 6, 11
+CPU = torch.device("cpu")
 
 # Three predictions at row 4, the same label twice at row 0, none at rows 2 and 7; in no order.
 ROWS = torch.tensor([4, 0, 1, 4, 3, 12, 0, 4, 5, 6, 8, 9, 10, 11])
 LABELS = torch.tensor([1, 7, 0, 10, 3, 3, 7, 2, 5, 5, 9, 0, 4, 6])
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0, 0.5, 1.0, 2.0, 1.0, 1.0, 4.0, 1.0, 7.0, 1.0])
 
+CHUNKS = (1, 4, 13, 100)  # rows of a chunk
+
 biases = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-chunks = pytest.mark.parametrize("rows_per_chunk", [1, 4, 13, 100])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def parameters(
@@ -66,15 +70,14 @@ def by_torch(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEI
     return total
 
 
+def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor]) -> None:
+    errors = [relative_error(x, y) for x, y in zip(actual, truth, strict=True)]
+    assert max(errors) <= 1e-12, errors
+
+
 def cut_into(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
     monkeypatch.setattr(loss_chunks, "CHUNK_ROWS", (rows_per_chunk, rows_per_chunk))
     monkeypatch.setattr(loss_chunks, "MIN_CHUNK_ELEMENTS", {"cpu": 1, "other": 1})
-
-
-@pytest.fixture
-def chunked(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> int:
-    cut_into(monkeypatch, rows_per_chunk)
-    return rows_per_chunk
 
 
 @pytest.fixture
@@ -90,6 +93,13 @@ def dealt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> st
     return request.param
 
 
+def random_predictions(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Labels, rows and weights of 300 predictions at 200 rows, of a vocabulary of 150: luck averages out."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
+    return labels, rows, torch.randint(1, 5, (300,), generator=generator).float()
+
+
 def test_three_targets_at_one_row_literally() -> None:
     """Logits (0, ln 2, ln 3): probabilities 1/6, 2/6, 3/6. Labels 0, 1, 2 stand for 1, 2 and 4 tokens."""
     hidden = torch.tensor([[1.0]], dtype=torch.float64, requires_grad=True)
@@ -97,104 +107,83 @@ def test_three_targets_at_one_row_literally() -> None:
     rows, labels, weights = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.tensor([1.0, 2.0, 4.0])
     loss = linear_cross_entropy(hidden, weight, labels, rows, weights)
     loss.backward()
-    assert loss.item() == pytest.approx(math.log(6) + 2 * math.log(3) + 4 * math.log(2), abs=1e-14)
+    assert loss.item() == pytest.approx(math.log(6) + 2 * math.log(3) + 4 * math.log(2), abs=1e-12)
     d_logits = [7 / 6 - 1, 7 * 2 / 6 - 2, 7 * 3 / 6 - 4]
-    assert weight.grad.flatten().tolist() == pytest.approx(d_logits, abs=1e-14)
-    assert hidden.grad.item() == pytest.approx(d_logits[1] * math.log(2) + d_logits[2] * math.log(3), abs=1e-14)
+    assert weight.grad.flatten().tolist() == pytest.approx(d_logits, abs=1e-12)
+    assert hidden.grad.item() == pytest.approx(d_logits[1] * math.log(2) + d_logits[2] * math.log(3), abs=1e-12)
 
 
 @biases
-@chunks
-def test_cross_entropy_of_torch(chunked: int, dealt: str, bias: bool) -> None:
+def test_cross_entropy_of_torch(monkeypatch: pytest.MonkeyPatch, dealt: str, bias: bool) -> None:
     given = parameters(torch.float64, bias=bias)
     truth = with_gradients(by_torch(), given)
-    errors = [relative_error(x, y) for x, y in zip(with_gradients(ours(), given), truth, strict=True)]
-    assert max(errors) <= 1e-12, errors
+    for rows_per_chunk in CHUNKS:
+        cut_into(monkeypatch, rows_per_chunk)
+        assert_equal_in_float64(with_gradients(ours(), given), truth)
 
 
-@biases
-@pytest.mark.parametrize("rows_per_chunk", [40, 10_000])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
-)
-def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, rows_per_chunk: int) -> None:
+@dtypes
+def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Losses of 16 draws together: the rounding of a single one is luck."""
-    cut_into(monkeypatch, rows_per_chunk)
-    given = parameters(dtype, 200, 64, 150, bias)
-    results: list[list[list[Tensor]]] = [[], [], []]
-    for seed in range(16):
-        generator = torch.Generator().manual_seed(seed)
-        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
-        predictions = labels, rows, torch.randint(1, 5, (300,), generator=generator).float()
+    for rows_per_chunk, bias in ((40, True), (10_000, False)):
+        cut_into(monkeypatch, rows_per_chunk)
+        given = parameters(dtype, 200, 64, 150, bias)
         in_float64 = [None if x is None else x.double() for x in given]
-        results[0].append(with_gradients(ours(*predictions), given))
-        results[1].append(with_gradients(by_torch(*predictions), given))
-        results[2].append(with_gradients(by_torch(*predictions), in_float64))
-    actual, reference, truth = ([torch.stack(x) for x in zip(*draws, strict=True)] for draws in results)
-    assert [x.dtype for x in actual] == [torch.float32] + [dtype] * (len(actual) - 1)
-    assert_within_reference_error(actual, reference, truth, names=NAMES[: len(actual)])
+        results: list[list[list[Tensor]]] = [[], [], []]
+        for seed in range(16):
+            predictions = random_predictions(seed)
+            results[0].append(with_gradients(ours(*predictions), given))
+            results[1].append(with_gradients(by_torch(*predictions), given))
+            results[2].append(with_gradients(by_torch(*predictions), in_float64))
+        actual, reference, truth = ([torch.stack(x) for x in zip(*draws, strict=True)] for draws in results)
+        assert [x.dtype for x in actual] == [torch.float32] + [dtype] * (len(actual) - 1)
+        assert_within_reference_error(actual, reference, truth, names=NAMES[: len(actual)])
 
 
-@chunks
-def test_chunks_add_up(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
-    given = parameters(torch.float64)
-    whole = with_gradients(ours(), given)
-    cut_into(monkeypatch, rows_per_chunk)
-    errors = [relative_error(x, y) for x, y in zip(with_gradients(ours(), given), whole, strict=True)]
-    assert max(errors) <= 1e-14, errors
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_any_predictions(monkeypatch: pytest.MonkeyPatch, dealt: str, seed: int) -> None:
+def test_any_predictions(monkeypatch: pytest.MonkeyPatch, dealt: str) -> None:
     """Any number of rows, some of them in many predictions and some in none, in any order, in chunks of any size."""
-    generator = torch.Generator().manual_seed(seed)
-    num_rows, num_predictions, rows_per_chunk = torch.randint(1, 40, (3,), generator=generator).tolist()
-    cut_into(monkeypatch, rows_per_chunk)
-    rows, labels = (torch.randint(0, n, (num_predictions,), generator=generator) for n in (num_rows, 4))
-    given = parameters(torch.float64, num_rows, vocab_size=4)
-    predictions = labels, rows, torch.randint(0, 4, (num_predictions,), generator=generator).double()
-    pairs = zip(*(with_gradients(f(*predictions), given) for f in (ours, by_torch)), strict=True)
-    errors = [relative_error(actual, truth) for actual, truth in pairs]
-    assert max(errors) <= 1e-12, errors
+    for seed in range(tries(50, 10_000)):
+        generator = torch.Generator().manual_seed(seed)
+        num_rows, num_predictions, rows_per_chunk = torch.randint(1, 40, (3,), generator=generator).tolist()
+        cut_into(monkeypatch, rows_per_chunk)
+        rows, labels = (torch.randint(0, n, (num_predictions,), generator=generator) for n in (num_rows, 4))
+        given = parameters(torch.float64, num_rows, vocab_size=4)
+        weights = torch.randint(0, 4, (num_predictions,), generator=generator).double()
+        weights[0] += 1  # some prediction counts, or there is no relative error
+        assert_equal_in_float64(*(with_gradients(f(labels, rows, weights), given) for f in (ours, by_torch)))
 
 
 def test_weight_of_a_prediction_is_how_often_it_is_listed() -> None:
+    """Integer weights and a weight of zero too."""
     given, times = parameters(torch.float64), WEIGHTS.to(torch.int64)  # the half becomes none
     listed = ours(LABELS.repeat_interleave(times), ROWS.repeat_interleave(times), torch.ones(int(times.sum())))
-    merged = ours(weights=times.float())
-    errors = [relative_error(*pair) for pair in zip(*(with_gradients(f, given) for f in (merged, listed)), strict=True)]
-    assert max(errors) <= 1e-14, errors
+    for weights in (times.float(), times):
+        assert_equal_in_float64(with_gradients(ours(weights=weights), given), with_gradients(listed, given))
 
 
-def test_integer_weights_and_a_weight_of_zero() -> None:
-    hidden, weight, bias = parameters(torch.float64)
-    labels, rows = LABELS[:3], ROWS[:3]
-    dropped = linear_cross_entropy(hidden, weight, labels, rows, torch.tensor([2, 0, 1]), bias)
-    kept = linear_cross_entropy(hidden, weight, labels[[0, 2]], rows[[0, 2]], torch.tensor([2.0, 1.0]), bias)
-    assert relative_error(dropped, kept) <= 1e-15
-
-
-def test_rows_without_a_prediction_get_no_gradient() -> None:
-    _, d_hidden, *_ = with_gradients(ours(), parameters(torch.float32))
-    named = torch.zeros(R, dtype=torch.bool).index_fill_(0, ROWS, True)
-    assert not d_hidden[~named].any()
-    assert d_hidden[named].any(-1).all()
-
-
-@pytest.mark.parametrize("scale", [1e4, 3e4])
-def test_large_logits_stay_finite(scale: float) -> None:
+def test_large_logits_stay_finite() -> None:
     hidden, weight, _ = parameters(torch.float32)
-    results = with_gradients(
-        lambda h, w, b: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS), [hidden * scale, weight, None]
-    )
-    assert all(x.isfinite().all() for x in results)
+    for scale in (1e4, 3e4):
+        results = with_gradients(
+            lambda h, w, b: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS), [hidden * scale, weight, None]
+        )
+        assert all(x.isfinite().all() for x in results)
 
 
-@biases
-@chunks
-def test_gradcheck(chunked: int, dealt: str, bias: bool) -> None:
-    leaves = [x.requires_grad_() for x in parameters(torch.float64, bias=bias) if x is not None]
-    assert gradcheck(lambda h, w, b=None: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS, b), leaves)
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, dealt: str) -> None:
+    """Of the loss and of log-likelihoods, from hidden states and from logits. ROWS names some rows several times."""
+    leaves = [x.requires_grad_() for x in parameters(torch.float64)]
+    logits = linear(*leaves).detach().requires_grad_()
+    functions: list[tuple[Any, list[Tensor]]] = [
+        (lambda h, w, b=None: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS, b), leaves),
+        (lambda h, w, b=None: linear_cross_entropy(h, w, LABELS, ROWS, WEIGHTS, b), leaves[:2]),
+        (lambda h, w, b=None: linear_logprobs(h, w, LABELS, ROWS, b), leaves),
+        (lambda z: logits_cross_entropy(z, LABELS, ROWS, WEIGHTS), [logits]),
+        (lambda z: logits_logprobs(z, LABELS, ROWS), [logits]),
+    ]
+    for rows_per_chunk in (1, 4, 100):
+        cut_into(monkeypatch, rows_per_chunk)
+        assert all(gradcheck(function, given, fast_mode=True) for function, given in functions)
 
 
 def test_differentiating_twice_is_refused() -> None:
@@ -220,19 +209,6 @@ class TestBackwardInPlace:
                 x.grad.zero_()  # if it is ours, the next time finds zeros
                 x.grad = None
 
-    def test_twice_where_it_is_not_raises(self) -> None:
-        leaves = [x.requires_grad_() for x in parameters(torch.float64)]
-        loss = ours()(*leaves)
-        loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            loss.backward()
-
-    def test_unknown_whether_the_graph_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = parameters(torch.float64)
-        expected = with_gradients(ours(), given)
-        monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-        assert all(torch.equal(x, y) for x, y in zip(with_gradients(ours(), given), expected, strict=True))
-
     def test_gradients_accumulate(self) -> None:
         """Over micro-batches, and over two losses and an embedding that share the weight."""
         given = parameters(torch.float64)
@@ -243,185 +219,132 @@ class TestBackwardInPlace:
         (ours()(*leaves) + leaves[1][LABELS].sum() + 3 * ours()(*leaves)).backward()
         d_weight = 7 * d_weight + torch.bincount(LABELS, minlength=V)[:, None]
         for leaf, expected in zip(leaves, (7 * d_hidden, d_weight, 7 * d_bias), strict=True):
-            assert relative_error(leaf.grad, expected) <= 1e-14
+            assert relative_error(leaf.grad, expected) <= 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradient_is_scaled_by_what_comes_from_above(dtype: torch.dtype) -> None:
-    given = parameters(dtype)
-    once = with_gradients(ours(), given)
-    half = with_gradients(lambda *x: ours()(*x) / 2, given)
-    assert all(torch.equal(x / 2, y) for x, y in zip(once, half, strict=True))
-
-
-@pytest.mark.parametrize(
-    "trained", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
-)
-def test_some_are_frozen(trained: tuple[bool, bool, bool]) -> None:
+def test_some_are_frozen() -> None:
     """A frozen head (LoRA) gets no gradient, and what is trained gets the same."""
     given = parameters(torch.float64)
     expected = with_gradients(ours(), given)
-    leaves = [x.clone().requires_grad_(flag) for x, flag in zip(given, trained, strict=True)]
-    ours()(*leaves).backward()
-    for leaf, flag, gradient in zip(leaves, trained, expected[1:], strict=True):
-        assert leaf.grad is None if not flag else torch.equal(leaf.grad, gradient)
+    for trained in ((True, False, False), (False, True, False), (False, False, True), (True, False, True)):
+        leaves = [x.clone().requires_grad_(flag) for x, flag in zip(given, trained, strict=True)]
+        ours()(*leaves).backward()
+        for leaf, flag, gradient in zip(leaves, trained, expected[1:], strict=True):
+            assert relative_error(leaf.grad, gradient) <= 1e-12 if flag else leaf.grad is None
+    hidden, weight, bias = parameters(torch.float64)
+    linear_logprobs(hidden.requires_grad_(), weight, LABELS, ROWS, bias).sum().backward()
+    assert hidden.grad is not None and weight.grad is None and bias.grad is None
 
 
 def test_strided_parameters() -> None:
     hidden, weight, bias = parameters(torch.float64)
     views = [hidden.t().contiguous().t(), weight.t().contiguous().t(), bias.repeat_interleave(2)[::2]]
-    errors = [
-        relative_error(*p)
-        for p in zip(*(with_gradients(ours(), x) for x in (views, [hidden, weight, bias])), strict=True)
-    ]
-    assert max(errors) <= 1e-14, errors
+    assert not any(x.is_contiguous() for x in views)
+    assert_equal_in_float64(*(with_gradients(ours(), given) for given in (views, [hidden, weight, bias])))
 
 
 def test_given_tensors_are_left_alone() -> None:
-    given = [*parameters(torch.float32), LABELS, ROWS, WEIGHTS]
+    given = [*parameters(torch.float32), LABELS, ROWS, WEIGHTS, linear(*parameters(torch.float32))]
     before = [x.clone() for x in given]
     with_gradients(ours(), given[:3])
+    of_logits(given[-1], LABELS, ROWS, WEIGHTS)
     assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
 
 
-@pytest.mark.parametrize("num_rows", [0, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_predictions(num_rows: int, dtype: torch.dtype) -> None:
+def test_no_predictions() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    results = with_gradients(ours(none, none, torch.zeros(0)), parameters(dtype, num_rows))
-    assert results[0].dtype == torch.float32
-    assert [x.shape for x in results] == [(), (num_rows, D), (V, D), (V,)]
-    assert not any(x.any() for x in results)
+    for num_rows in (0, 5):
+        for dtype in (torch.float32, torch.bfloat16):
+            given = parameters(dtype, num_rows)
+            results = with_gradients(ours(none, none, torch.zeros(0)), given)
+            assert results[0].dtype == torch.float32
+            assert [x.shape for x in results] == [(), (num_rows, D), (V, D), (V,)]
+            assert not any(x.any() for x in results)
+            logits = linear(*given)
+            for logprobs in (linear_logprobs(*given[:2], none, none, given[2]), logits_logprobs(logits, none, none)):
+                assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
+            loss, d_logits = of_logits(logits, none, none, torch.zeros(0))
+            assert not loss and not d_logits.any() and d_logits.shape == logits.shape
 
 
 def test_same_bits_every_time() -> None:
     given = parameters(torch.float32)
-    first, *others = (with_gradients(ours(), given) for _ in range(20))
+    first, *others = (with_gradients(ours(), given) for _ in range(5))
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
 class TestAutocast:
-    def test_is_the_loss_of_bfloat16_parameters(self) -> None:
-        given = parameters(torch.float32)
-        expected = with_gradients(ours(), [x.bfloat16() for x in given])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            actual = with_gradients(ours(), given)
-        assert [x.dtype for x in actual] == [torch.float32] * 4  # gradients have the dtype of the parameters
-        assert all(torch.equal(x, y.float()) for x, y in zip(actual, expected, strict=True))
-
     def test_within_the_error_of_torch_under_autocast(self) -> None:
-        """As many rows as make luck average out. The reference runs `linear` under autocast and casts, as HF does."""
-        generator = torch.Generator().manual_seed(0)
-        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
-        given = parameters(torch.float32, 200, 64, 150)
-        predictions = labels, rows, torch.ones(300)
+        """The reference runs `linear` under autocast and casts, as HF does. Backward also outside of it."""
+        labels, rows, _ = random_predictions()
+        given, predictions = parameters(torch.float32, 200, 64, 150), (labels, rows, torch.ones(300))
         truth = with_gradients(by_torch(*predictions), [x.double() for x in given])
+        leaves = [x.clone().requires_grad_() for x in given]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             reference = with_gradients(by_torch(*predictions), given)
-            actual = with_gradients(ours(*predictions), given)
+            loss = ours(*predictions)(*leaves)
+        loss.backward()
+        actual = [loss.detach(), *(x.grad for x in leaves)]
+        assert [x.dtype for x in actual] == [torch.float32] * 4
         assert_within_reference_error(actual, reference, truth, names=NAMES)
 
-    def test_backward_outside_of_it(self) -> None:
-        leaves = [x.requires_grad_() for x in parameters(torch.float32)]
+    def test_logits_are_taken_to_float32(self) -> None:
+        logits = linear(*parameters(torch.float64)).bfloat16()
+        expected = of_logits(logits, LABELS, ROWS, WEIGHTS)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = ours()(*leaves)
-        loss.backward()
-        assert all(x.grad.dtype == torch.float32 for x in leaves)
-
-
-class LargestTensor(TorchDispatchMode):
-    """How many elements the largest tensor has that any operation made; views and in-place results do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[int, str, tuple[int, ...]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        for x in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
-                self.made.append((x.numel(), str(func), tuple(x.shape)))
-        return results
-
-    @property
-    def largest(self) -> int:
-        return max(self.made)[0]
-
-
-@pytest.mark.usefixtures("chunked_by_four")
-class TestMemory:
-    num_rows, hidden_size, vocab_size, num_predictions = 64, 8, 100, 90
-
-    def given(self, requires_grad: bool) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
-        leaves = parameters(torch.float32, self.num_rows, self.hidden_size, self.vocab_size)
-        rows, labels = (torch.randint(0, n, (self.num_predictions,)) for n in (self.num_rows, self.vocab_size))
-        return [x.requires_grad_(requires_grad) for x in leaves], (labels, rows, torch.ones(self.num_predictions))
-
-    def test_probe_sees_the_logits(self) -> None:
-        leaves, predictions = self.given(requires_grad=True)
-        with LargestTensor() as probe:
-            by_torch(*predictions)(*leaves).backward()
-        assert probe.largest == self.num_predictions * self.vocab_size
-
-    def test_logits_never_exist_as_a_whole(self) -> None:
-        leaves, predictions = self.given(requires_grad=True)
-        with LargestTensor() as probe:
-            ours(*predictions)(*leaves).backward()
-        largest_that_must_be = max(self.vocab_size * self.hidden_size, self.num_rows * self.hidden_size)
-        assert probe.largest == largest_that_must_be < self.num_rows * self.vocab_size
-
-    def test_frozen_head_has_no_gradient_buffer(self) -> None:
-        leaves, predictions = self.given(requires_grad=False)
-        leaves[0].requires_grad_()
-        with LargestTensor() as probe:
-            ours(*predictions)(*leaves).backward()
-        assert probe.largest == self.num_rows * self.hidden_size
-
-    @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
-    def test_no_gradient_is_computed_where_none_is_asked_for(self, grad_mode) -> None:
-        """Validation: a chunk of logits, and no buffer in the shape of the head."""
-        leaves, predictions = self.given(requires_grad=True)
-        with grad_mode(), LargestTensor() as probe:
-            loss = ours(*predictions)(*leaves)
-        assert not loss.requires_grad
-        assert probe.largest == 4 * self.vocab_size, max(probe.made)
-
-    def test_logprobs(self) -> None:
-        (hidden, weight, bias), (labels, rows, _) = self.given(requires_grad=True)
-        with LargestTensor() as probe:
-            linear_logprobs(hidden, weight, labels, rows, bias)
-        assert probe.largest == 4 * self.vocab_size
+            actual = of_logits(logits, LABELS, ROWS, WEIGHTS)
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 class TestPeak:
     """Bytes at the highest point of forward and backward, the gradients among them. Exact, and the same every time."""
 
-    def peak(self, num_rows: int, hidden_size: int, vocab_size: int, dtype=torch.float32, times: int = 1) -> int:
+    num_rows, hidden_size, vocab_size = 1024, 64, 4096
+    chunk = 4 * 128 * vocab_size
+
+    def leaves(self, hidden_size: int, vocab_size: int, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(num_rows, hidden_size, generator=generator).to(dtype).requires_grad_()
         weight = (torch.randn(vocab_size, hidden_size, generator=generator) * hidden_size**-0.5).to(dtype)
-        weight.requires_grad_()
-        labels = torch.randint(0, vocab_size, (num_rows,), generator=generator)
-        rows, ones = torch.arange(num_rows), torch.ones(num_rows)
+        return [hidden, weight.requires_grad_()]
+
+    def predictions(self, num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.arange(num_rows) % vocab_size, torch.arange(num_rows), torch.ones(num_rows)
+
+    def peak(self, num_rows: int, hidden_size: int, vocab_size: int, dtype=torch.float32, times: int = 1) -> int:
+        hidden, weight = self.leaves(hidden_size, vocab_size, num_rows, dtype)
         for _ in range(times):
             hidden.grad = None
             peak = peak_bytes(
-                lambda: (linear_cross_entropy(hidden, weight, labels, rows, ones) / num_rows).backward(),
-                torch.device("cpu"),
+                lambda: linear_cross_entropy(hidden, weight, *self.predictions(num_rows, vocab_size)).backward(), CPU
             )
         return peak
 
-    @pytest.mark.parametrize("times", [1, 2], ids=["no grad yet", "grad is there"])
+    @pytest.mark.parametrize("times", [1, pytest.param(2, marks=FULL)], ids=["no grad yet", "grad is there"])
     def test_one_gradient_and_one_chunk(self, times: int) -> None:
         """With a `.grad` there is one gradient more than that, the one to be added: counted here, since it is new."""
-        num_rows, hidden_size, vocab_size = 1024, 64, 4096
-        gradients = 4 * hidden_size * (vocab_size + num_rows)
-        chunk = 4 * 128 * vocab_size
-        beyond = self.peak(num_rows, hidden_size, vocab_size, times=times) - gradients
-        assert chunk < beyond < 1.1 * chunk, (beyond, chunk)
-        assert beyond < num_rows * vocab_size * 4 / 7
+        gradients = 4 * self.hidden_size * (self.vocab_size + self.num_rows)
+        beyond = self.peak(self.num_rows, self.hidden_size, self.vocab_size, times=times) - gradients
+        assert self.chunk < beyond < 1.1 * self.chunk, (beyond, self.chunk)
+        assert beyond < self.num_rows * self.vocab_size * 4 / 7
 
+    def test_what_needs_no_gradient_has_no_buffer(self) -> None:
+        """A frozen head (LoRA), and validation: a chunk of logits, and nothing in the shape of the head."""
+        hidden, weight = self.leaves(self.hidden_size, self.vocab_size, self.num_rows, torch.float32)
+        predictions = self.predictions(self.num_rows, self.vocab_size)
+        frozen = peak_bytes(lambda: linear_cross_entropy(hidden, weight.detach(), *predictions).backward(), CPU)
+        assert self.chunk < frozen < 4 * self.hidden_size * self.num_rows + 1.1 * self.chunk
+        logits = (hidden @ weight.t()).detach().requires_grad_()
+        for grad_mode in (torch.no_grad, torch.inference_mode):
+            for loss_of in (
+                lambda: linear_cross_entropy(hidden, weight, *predictions),
+                lambda: linear_logprobs(hidden, weight, *predictions[:2]),
+                lambda: logits_cross_entropy(logits, *predictions),
+            ):
+                with grad_mode():
+                    assert 0 < peak_bytes(loss_of, CPU) < 1.1 * self.chunk
+
+    @FULL
     def test_half_precision_sums_in_float32(self) -> None:
         num_rows, hidden_size, vocab_size = 512, 256, 4096
         in_float32, chunk = 4 * hidden_size * vocab_size, 4 * 128 * vocab_size
@@ -430,15 +353,31 @@ class TestPeak:
         peak = self.peak(num_rows, hidden_size, vocab_size, torch.bfloat16)
         assert backward <= peak < 1.01 * max(forward, backward), (peak, forward, backward)
 
+    @FULL
     def test_grows_with_the_rows_by_their_gradient_alone(self) -> None:
         one, two = (self.peak(num_rows, 32, 4096) for num_rows in (1024, 2048))
         assert two - one < 2 * 1024 * 32 * 4
 
-    @pytest.mark.full
+    @FULL
+    def test_logprobs_and_logits(self) -> None:
+        """A gradient of what is given, and a chunk."""
+        predictions = self.predictions(self.num_rows, self.vocab_size)
+        hidden, weight = self.leaves(self.hidden_size, self.vocab_size, self.num_rows, torch.float32)
+        gradients = 4 * self.hidden_size * (self.vocab_size + self.num_rows)
+        peak = peak_bytes(lambda: linear_logprobs(hidden, weight, *predictions[:2]).sum().backward(), CPU)
+        assert gradients + self.chunk < peak < gradients + 1.1 * self.chunk, (peak, gradients, self.chunk)
+        logits, gradient = (
+            (hidden @ weight.t()).detach().bfloat16().requires_grad_(),
+            2 * self.num_rows * self.vocab_size,
+        )
+        peak = peak_bytes(lambda: logits_cross_entropy(logits, *predictions).backward(), CPU)
+        assert gradient < peak < gradient + 1.1 * self.chunk, (peak, gradient, self.chunk)
+
+    @FULL
     def test_qwen3(self) -> None:
         """4,096 predictions, whose logits would take 2.5 GB. An eighth of them, to save time: chunks are as large."""
         num_rows, hidden_size, vocab_size = 512, 1024, 151_936
-        sizes = {loss_chunks.rows_per_chunk(n, vocab_size, hidden_size, torch.device("cpu")) for n in (num_rows, 4096)}
+        sizes = {loss_chunks.rows_per_chunk(n, vocab_size, hidden_size, CPU) for n in (num_rows, 4096)}
         assert sizes == {256}
         peak = self.peak(num_rows, hidden_size, vocab_size)
         d_hidden_of_the_others = 4 * hidden_size * (4096 - num_rows)
@@ -461,6 +400,10 @@ def test_nothing_waits_for_the_device(
         logprobs = linear_logprobs(hidden, weight, labels, rows, bias)
         assert logprobs.shape == LABELS.shape
         clipped_policy_loss(logprobs, weights, weights, logprobs.detach()).backward()
+        logits = linear(hidden, weight, bias).detach().requires_grad_()
+        logits_cross_entropy(logits, labels, rows, weights).backward()
+        assert logits.grad.shape == (R, V)
+        logits_logprobs(logits, labels, rows).sum().backward()
 
 
 @pytest.mark.gpu
@@ -479,110 +422,56 @@ def test_on_cuda_nothing_waits_and_the_result_is_the_same(chunked_by_four: None)
     assert max(errors) <= 1e-12, errors
 
 
-def test_no_grad_gives_the_same_loss() -> None:
-    given = parameters(torch.float32)
-    with torch.no_grad():
-        loss = ours()(*(x.requires_grad_() for x in given))
-    assert not loss.requires_grad
-    assert torch.equal(loss, with_gradients(ours(), given)[0])
-
-
 class TestLogprobs:
     @biases
-    @chunks
-    def test_log_softmax_of_torch(self, chunked: int, dealt: str, bias: bool) -> None:
+    def test_log_softmax_of_torch(self, monkeypatch: pytest.MonkeyPatch, dealt: str, bias: bool) -> None:
         hidden, weight, offset = parameters(torch.float64, bias=bias)
-        truth = linear(hidden, weight, offset).log_softmax(-1)[ROWS, LABELS]
-        assert relative_error(linear_logprobs(hidden, weight, LABELS, ROWS, offset), truth) <= 1e-12
+        logits = linear(hidden, weight, offset)
+        truth = logits.log_softmax(-1)[ROWS, LABELS]
+        for rows_per_chunk in CHUNKS:
+            cut_into(monkeypatch, rows_per_chunk)
+            found = linear_logprobs(hidden, weight, LABELS, ROWS, offset), logits_logprobs(logits, LABELS, ROWS)
+            assert_equal_in_float64(found, [truth] * 2)
+        assert logits_logprobs(logits.bfloat16(), LABELS, ROWS).dtype == torch.float32
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_lower_precision(self, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
-        hidden, weight, bias = parameters(dtype, 200, 64, 150)
-        truth = linear(hidden.double(), weight.double(), bias.double()).log_softmax(-1)[rows, labels]
-        reference = linear(hidden, weight, bias).float().log_softmax(-1)[rows, labels]
-        assert_within_reference_error(linear_logprobs(hidden, weight, labels, rows, bias), reference, truth)
-
-    @biases
-    @chunks
-    def test_gradcheck(self, chunked: int, dealt: str, bias: bool) -> None:
-        leaves = [x.requires_grad_() for x in parameters(torch.float64, bias=bias) if x is not None]
-        assert gradcheck(lambda h, w, b=None: linear_logprobs(h, w, LABELS, ROWS, b), leaves)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_gradients_in_lower_precision(self, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(0)
-        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
-        factors, given = torch.randn(300, generator=generator), parameters(dtype, 200, 64, 150)
+        labels, rows, _ = random_predictions()
+        factors = torch.randn(300, generator=torch.Generator().manual_seed(0))
+        given = parameters(dtype, 200, 64, 150)
 
         def by_torch(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             wide = torch.promote_types(hidden.dtype, torch.float32)
-            return (factors * linear(hidden, weight, bias).to(wide).log_softmax(-1)[rows, labels]).sum()
+            return linear(hidden, weight, bias).to(wide).log_softmax(-1)[rows, labels]
 
-        truth = with_gradients(by_torch, [x.double() for x in given])
-        actual = with_gradients(lambda h, w, b: (factors * linear_logprobs(h, w, labels, rows, b)).sum(), given)
-        assert [x.dtype for x in actual] == [torch.float32] + [dtype] * 3
-        # Not the sum itself, which is one number: its rounding is luck.
-        assert_within_reference_error(actual[1:], with_gradients(by_torch, given)[1:], truth[1:], names=NAMES[1:])
+        def ours(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return linear_logprobs(hidden, weight, labels, rows, bias)
 
-    def test_gradients_under_autocast(self) -> None:
-        given = parameters(torch.float32)
-        expected = with_gradients(
-            lambda *x: linear_logprobs(*x[:2], LABELS, ROWS, x[2]).sum(), [x.bfloat16() for x in given]
-        )
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            actual = with_gradients(lambda *x: linear_logprobs(*x[:2], LABELS, ROWS, x[2]).sum(), given)
-        assert [x.dtype for x in actual] == [torch.float32] * 4
-        assert all(torch.equal(x, y.float()) for x, y in zip(actual, expected, strict=True))
-
-    def test_a_frozen_head_gets_no_gradient(self) -> None:
-        hidden, weight, bias = parameters(torch.float64)
-        linear_logprobs(hidden.requires_grad_(), weight, LABELS, ROWS, bias).sum().backward()
-        assert hidden.grad is not None and weight.grad is None and bias.grad is None
-
-    def test_twice_where_the_graph_is_kept(self) -> None:
-        leaves = [x.requires_grad_() for x in parameters(torch.float64)]
-        total = linear_logprobs(*leaves[:2], LABELS, ROWS, leaves[2]).sum()
-        first, second = (torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2))
-        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+        results = []
+        for function, tensors in ((ours, given), (by_torch, given), (by_torch, [x.double() for x in given])):
+            _, *grads = with_gradients(lambda *x, function=function: (factors * function(*x)).sum(), tensors)
+            results.append([function(*tensors), *grads])  # not the sum, which is one number: its rounding is luck
+        assert [x.dtype for x in results[0]] == [torch.float32] + [dtype] * 3
+        assert_within_reference_error(*results, names=("logprobs", *NAMES[1:]))
 
     def test_without_gradients(self) -> None:
-        hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float64))
+        leaves = [x.requires_grad_() for x in parameters(torch.float64)]
         with torch.no_grad():
-            assert not linear_logprobs(hidden, weight, LABELS, ROWS, bias).requires_grad
+            assert not linear_logprobs(*leaves[:2], LABELS, ROWS, leaves[2]).requires_grad
+            assert not logits_logprobs(linear(*leaves).requires_grad_(), LABELS, ROWS).requires_grad
+            loss = ours()(*leaves)
+        assert not loss.requires_grad and relative_error(loss, ours()(*leaves)) <= 1e-12
 
-    def test_holds_the_gradients_and_a_chunk(self) -> None:
-        num_rows, hidden_size, vocab_size = 1024, 64, 4096
-        hidden, weight, _ = (x.requires_grad_() for x in parameters(torch.float32, num_rows, hidden_size, vocab_size))
-        labels, rows = torch.randint(0, vocab_size, (num_rows,)), torch.arange(num_rows)
-        peak = peak_bytes(lambda: linear_logprobs(hidden, weight, labels, rows).sum().backward(), torch.device("cpu"))
-        gradients, chunk = 4 * hidden_size * (vocab_size + num_rows), 4 * 128 * vocab_size
-        assert gradients + chunk < peak < gradients + 1.1 * chunk, (peak, gradients, chunk)
 
-    def test_is_the_loss(self) -> None:
-        hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float64))
-        logprobs = linear_logprobs(hidden, weight, LABELS, ROWS, bias)
-        assert relative_error(-(logprobs * WEIGHTS).sum(), ours()(hidden, weight, bias)) <= 1e-12
-
-    @pytest.mark.parametrize("num_rows", [0, 5])
-    def test_no_predictions(self, num_rows: int) -> None:
-        none = torch.zeros(0, dtype=torch.int64)
-        hidden, weight, bias = parameters(torch.bfloat16, num_rows)
-        logprobs = linear_logprobs(hidden, weight, none, none, bias)
-        assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
+def of_logits(logits: Tensor, *predictions: Tensor) -> list[Tensor]:
+    """Loss and its gradient."""
+    leaf = logits.detach().requires_grad_()
+    loss = logits_cross_entropy(leaf, *predictions)
+    return [loss.detach(), *torch.autograd.grad(loss, leaf)]
 
 
 class TestOfLogits:
     """The same formula on logits that a model computed itself."""
-
-    def logits(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        return linear(*parameters(torch.float64)).to(dtype)
-
-    def with_gradient(self, logits: Tensor, *predictions: Tensor) -> list[Tensor]:
-        leaf = logits.detach().requires_grad_()
-        loss = logits_cross_entropy(leaf, *predictions)
-        return [loss.detach(), *torch.autograd.grad(loss, leaf)]
 
     def by_torch(self, logits: Tensor, labels: Tensor, rows: Tensor, weights: Tensor) -> list[Tensor]:
         leaf = logits.detach().requires_grad_()
@@ -590,118 +479,37 @@ class TestOfLogits:
         loss = (weights.to(wide) * cross_entropy(leaf[rows].to(wide), labels, reduction="none")).sum()
         return [loss.detach(), *torch.autograd.grad(loss, leaf)]
 
-    def test_three_targets_at_one_row_literally(self) -> None:
-        logits = torch.tensor([[0.0, math.log(2), math.log(3)]], dtype=torch.float64)
-        labels, weights = torch.tensor([0, 1, 2]), torch.tensor([1.0, 2.0, 4.0])
-        loss, d_logits = self.with_gradient(logits, labels, torch.zeros(3, dtype=torch.int64), weights)
-        assert loss.item() == pytest.approx(math.log(6) + 2 * math.log(3) + 4 * math.log(2), abs=1e-14)
-        assert d_logits[0].tolist() == pytest.approx([7 / 6 - 1, 7 * 2 / 6 - 2, 7 * 3 / 6 - 4], abs=1e-14)
-
-    @chunks
-    def test_gradcheck(self, chunked: int, dealt: str) -> None:
-        logits = self.logits().requires_grad_()
-        assert gradcheck(lambda z: logits_cross_entropy(z, LABELS, ROWS, WEIGHTS), logits)
-
-    @chunks
-    def test_is_the_fused_loss(self, chunked: int, dealt: str) -> None:
+    def test_is_the_fused_loss(self, monkeypatch: pytest.MonkeyPatch, dealt: str) -> None:
         given = parameters(torch.float64)
-        of_logits = with_gradients(lambda *x: logits_cross_entropy(linear(*x), LABELS, ROWS, WEIGHTS), given)
-        errors = [relative_error(x, y) for x, y in zip(of_logits, with_gradients(ours(), given), strict=True)]
-        assert max(errors) <= 1e-14, errors
+        for rows_per_chunk in CHUNKS:
+            cut_into(monkeypatch, rows_per_chunk)
+            found = with_gradients(lambda *x: logits_cross_entropy(linear(*x), LABELS, ROWS, WEIGHTS), given)
+            assert_equal_in_float64(found, with_gradients(ours(), given))
 
-    @pytest.mark.parametrize("rows_per_chunk", [40, 10_000])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_lower_precision(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows_per_chunk: int) -> None:
-        cut_into(monkeypatch, rows_per_chunk)
-        generator = torch.Generator().manual_seed(0)
-        rows, labels = (torch.randint(0, n, (300,), generator=generator) for n in (200, 150))
-        predictions = labels, rows, torch.randint(1, 5, (300,), generator=generator).float()
-        logits = torch.randn(200, 150, generator=generator).to(dtype)
-        actual = self.with_gradient(logits, *predictions)
-        assert [x.dtype for x in actual] == [torch.float32, dtype]
-        reference, truth = self.by_torch(logits, *predictions), self.by_torch(logits.double(), *predictions)
-        assert_within_reference_error(actual, reference, truth, names=("loss", "d_logits"))
+    def test_lower_precision(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+        """Of the losses of 16 draws together, as above."""
+        logits = torch.randn(200, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for rows_per_chunk in (40, 10_000):
+            cut_into(monkeypatch, rows_per_chunk)
+            draws = [
+                (of_logits(logits, *each), self.by_torch(logits, *each), self.by_torch(logits.double(), *each))
+                for each in map(random_predictions, range(16))
+            ]
+            results = [[torch.stack(x) for x in zip(*arm, strict=True)] for arm in zip(*draws, strict=True)]
+            assert [x.dtype for x in results[0]] == [torch.float32, dtype]
+            assert_within_reference_error(*results, names=("loss", "d_logits"))
 
     @pytest.mark.parametrize("view", ["transposed", "every other row", "one row for all"])
     def test_strided_logits(self, chunked_by_four: None, view: str) -> None:
-        logits = self.logits()
+        logits = linear(*parameters(torch.float64))
         strided = {
             "transposed": logits.t().contiguous().t(),
             "every other row": logits.repeat_interleave(2, 0)[::2],
             "one row for all": logits[:1].expand(R, V),
         }[view]
         expected = self.by_torch(strided.contiguous(), LABELS, ROWS, WEIGHTS)
-        actual = self.with_gradient(strided, LABELS, ROWS, WEIGHTS)
-        assert max(relative_error(x, y) for x, y in zip(actual, expected, strict=True)) <= 1e-14
-
-    def test_given_tensors_are_left_alone(self) -> None:
-        for dtype in (torch.float32, torch.bfloat16):
-            given = [self.logits(dtype), LABELS, ROWS, WEIGHTS]
-            before = [x.clone() for x in given]
-            self.with_gradient(*given)
-            logits_logprobs(*given[:3])
-            assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
-
-    @pytest.mark.parametrize("num_rows", [0, 5])
-    def test_no_predictions(self, num_rows: int) -> None:
-        none, logits = torch.zeros(0, dtype=torch.int64), torch.randn(num_rows, V, dtype=torch.bfloat16)
-        loss, d_logits = self.with_gradient(logits, none, none, torch.zeros(0))
-        assert loss.dtype == torch.float32 and not loss and not d_logits.any() and d_logits.shape == logits.shape
-        assert logits_logprobs(logits, none, none).shape == (0,)
-
-    def test_logprobs(self, chunked_by_four: None, dealt: str) -> None:
-        logits = self.logits().requires_grad_()
-        logprobs = logits_logprobs(logits, LABELS, ROWS)
-        assert relative_error(logprobs, logits.log_softmax(-1)[ROWS, LABELS]) <= 1e-14
-        assert logits_logprobs(logits.bfloat16(), LABELS, ROWS).dtype == torch.float32
-
-    @chunks
-    def test_gradcheck_of_logprobs(self, chunked: int, dealt: str) -> None:
-        logits = self.logits().requires_grad_()
-        assert gradcheck(lambda z: logits_logprobs(z, LABELS, ROWS), logits)
-        assert not torch.no_grad()(logits_logprobs)(logits, LABELS, ROWS).requires_grad
-
-    def test_no_gradient_is_computed_where_none_is_asked_for(self, chunked_by_four: None) -> None:
-        logits = self.logits(torch.float32).requires_grad_()
-        with torch.no_grad(), LargestTensor() as probe:
-            loss = logits_cross_entropy(logits, LABELS, ROWS, WEIGHTS)
-        assert not loss.requires_grad
-        assert probe.largest == 5 * V, max(probe.made)  # 13 rows evenly cut
-
-    def test_twice_where_the_graph_is_kept(self) -> None:
-        _, expected = self.with_gradient(self.logits(), LABELS, ROWS, WEIGHTS)
-        leaf = self.logits().requires_grad_()
-        loss = 3 * logits_cross_entropy(leaf, LABELS, ROWS, WEIGHTS)
-        for retain_graph in (True, False):
-            leaf.grad = None
-            loss.backward(retain_graph=retain_graph)
-            assert relative_error(leaf.grad, 3 * expected) <= 1e-15
-
-    def test_under_autocast_it_is_computed_in_float32(self) -> None:
-        logits = self.logits(torch.bfloat16)
-        expected = self.with_gradient(logits, LABELS, ROWS, WEIGHTS)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            actual = self.with_gradient(logits, LABELS, ROWS, WEIGHTS)
-        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
-
-    def test_holds_a_gradient_and_a_chunk(self) -> None:
-        num_rows, vocab_size = 1024, 4096
-        logits = torch.randn(num_rows, vocab_size, dtype=torch.bfloat16).requires_grad_()
-        labels, rows, ones = torch.randint(0, vocab_size, (num_rows,)), torch.arange(num_rows), torch.ones(num_rows)
-        peak = peak_bytes(lambda: logits_cross_entropy(logits, labels, rows, ones).backward(), torch.device("cpu"))
-        gradient, chunk = 2 * num_rows * vocab_size, 4 * 128 * vocab_size
-        assert gradient < peak < gradient + 1.1 * chunk, (peak, gradient, chunk)
-
-    def test_nothing_waits_for_the_device(self, chunked_by_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loss_chunks, "_deal_on_host", loss_chunks._deal_to_all)
-        with FakeTensorMode() as mode:
-            logits, labels, rows, weights = (mode.from_tensor(x) for x in (self.logits(), LABELS, ROWS, WEIGHTS))
-            loss = logits_cross_entropy(logits.requires_grad_(), labels, rows, weights)
-            loss.backward()
-            assert logits.grad.shape == (R, V)
-            logprobs = logits_logprobs(logits, labels, rows)
-            assert logprobs.shape == LABELS.shape
-            logprobs.sum().backward()
+        assert_equal_in_float64(of_logits(strided, LABELS, ROWS, WEIGHTS), expected)
 
 
 class TestClippedPolicyLoss:
@@ -715,8 +523,8 @@ class TestClippedPolicyLoss:
         logprobs = self.LOGPROBS.clone().requires_grad_()
         loss = clipped_policy_loss(logprobs, self.ADVANTAGES, self.WEIGHTS, self.OLD, epsilon=0.25, epsilon_high=1.0)
         loss.backward()
-        assert loss.item() == pytest.approx(-(2 + 2 - 2 * math.e + 1 / math.e - 3 * 0.75), abs=1e-14)
-        assert logprobs.grad.tolist() == pytest.approx([-2, 0, 2 * math.e, -1 / math.e, 0], abs=1e-14)
+        assert loss.item() == pytest.approx(-(2 + 2 - 2 * math.e + 1 / math.e - 3 * 0.75), abs=1e-12)
+        assert logprobs.grad.tolist() == pytest.approx([-2, 0, 2 * math.e, -1 / math.e, 0], abs=1e-12)
 
     def test_the_bounds_are_alike_unless_it_is_said(self) -> None:
         given = self.LOGPROBS, self.ADVANTAGES, self.WEIGHTS, self.OLD
@@ -743,5 +551,5 @@ class TestClippedPolicyLoss:
         logprobs = self.LOGPROBS.clone().requires_grad_()
         loss = clipped_policy_loss(logprobs, self.ADVANTAGES, self.WEIGHTS)
         loss.backward()
-        assert loss.item() == pytest.approx(-(self.WEIGHTS * self.ADVANTAGES).sum().item())
+        assert loss.item() == pytest.approx(-(self.WEIGHTS * self.ADVANTAGES).sum().item(), abs=1e-12)
         assert torch.equal(logprobs.grad, -self.WEIGHTS * self.ADVANTAGES)

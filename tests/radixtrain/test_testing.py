@@ -27,17 +27,11 @@ def truth() -> Tensor:
 
 
 def test_relative_error_literally() -> None:
-    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+    """In L2; a truth of zero has no relative error, and NaN passes no bar."""
+    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == 0.5 / 5
     assert relative_error(torch.tensor(2.0).bfloat16(), torch.tensor(1.0, dtype=torch.float64)) == 1.0
-
-
-def test_relative_error_to_a_truth_of_zero() -> None:
-    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0
+    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0 == relative_error(torch.zeros(0, 3), torch.zeros(0, 3))
     assert relative_error(torch.full((3,), 1e-30), torch.zeros(3)) == float("inf")
-    assert relative_error(torch.zeros(0, 3), torch.zeros(0, 3)) == 0.0
-
-
-def test_relative_error_of_nan_passes_no_bar() -> None:
     for truth in (torch.zeros(2), torch.ones(2)):
         assert not relative_error(torch.tensor([1.0, float("nan")]), truth) <= 1e300
 
@@ -59,16 +53,13 @@ def test_bar_is_twice_the_reference_and_one_rounding(truth: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_exact_reference_leaves_one_rounding(truth: Tensor, dtype: torch.dtype) -> None:
+    """Rounding to the dtype always passes."""
     eps = torch.finfo(dtype).eps
     assert_within_reference_error(truth.to(dtype), truth.to(dtype), truth)
     with pytest.raises(AssertionError):
         assert_within_reference_error((truth * (1 + eps)).to(dtype), truth.to(dtype), truth)
-
-
-def test_rounding_to_the_dtype_always_passes() -> None:
-    truth = torch.randn(50, 20, dtype=torch.float64)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert_within_reference_error(truth.to(dtype), truth.to(dtype), truth, factor=0.0)
+    other = torch.randn(50, 20, dtype=torch.float64)
+    assert_within_reference_error(other.to(dtype), other.to(dtype), other, factor=0.0)
 
 
 def test_one_wrong_element_fails_and_is_named(truth: Tensor) -> None:

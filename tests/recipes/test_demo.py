@@ -6,33 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import demo
 import pytest
+import qwen3_5
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiers import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, VALIDATION_ROWS = 1200, 120
 
 
 @pytest.fixture(scope="module")
-def demo_module() -> Any:
-    """`recipes/demo.py` as a module, with its folder on the path as when it runs as a script."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "recipes")
-        yield importlib.import_module("demo")
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_demo(tmp_path_factory.mktemp("demo") / "runs" / "demo", "0")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder / "model")
 
 
 def run_demo(folder: Path, hash_seed: str) -> Path:
@@ -49,100 +37,100 @@ def read_chats(path: Path) -> list[list[dict[str, str]]]:
     return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@FULL
+class TestFolder:
+    def test_chats_with_one_system_prompt(self, folder: Path) -> None:
+        train, validation = read_chats(folder / "train.jsonl"), read_chats(folder / "validation.jsonl")
+        assert (len(train), len(validation)) == (ROWS, VALIDATION_ROWS)
+        chats = train + validation
+        assert all([message["role"] for message in chat] == ["system", "user", "assistant"] for chat in chats)
+        assert len({chat[0]["content"] for chat in chats}) == 1
+        assert len({chat[1]["content"] for chat in chats}) == ROWS + VALIDATION_ROWS, "a question appears twice"
+        codes = {line.split()[0] for line in chats[0][0]["content"].splitlines() if line[1:2] == "-"}
+        answers = {chat[2]["content"].split("code: ")[1] for chat in chats}
+        assert len(codes) == 60 and answers == codes
+
+    def test_only_what_the_config_names_is_left(self, folder: Path) -> None:
+        assert [path.name for path in folder.parent.iterdir()] == ["demo"]
+        config = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+        named = [config["model"]["model_name_or_path"], config["data"]["train_file"], config["data"]["validation_file"]]
+        assert sorted(named) == sorted(f"runs/demo/{path.name}" for path in folder.iterdir())
+
+    def test_same_seed_same_bytes(self, folder: Path, tmp_path: Path) -> None:
+        again = run_demo(tmp_path / "again", "1")
+        files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        assert len(files) == sum(path.is_file() for path in again.rglob("*"))
+        assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in files)
+
+    def test_model_loads_and_generates(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        config = model.config
+        assert config.model_type == "qwen3" and config.tie_word_embeddings and config.max_position_embeddings == 4096
+        assert config.vocab_size % 64 == 0 and len(tokenizer) <= config.vocab_size <= 2048
+        assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        inputs = tokenizer("Where is my lamp?", return_tensors="pt")
+        assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
+
+    def test_lengths_and_generation_prompts(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        chats = read_chats(folder / "validation.jsonl")
+        rows = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
+        first, *_, last = sorted(rows)
+        shared = next(number for number, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+        assert 500 <= shared <= 700 and all(20 <= len(row) - shared <= 60 for row in rows)
+        for chat, row in zip(chats, rows, strict=True):
+            prompt = tokenizer.apply_chat_template(chat[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+            assert row[: len(prompt)] == prompt and len(row) > len(prompt)
+            assert tokenizer.decode(row).endswith(f"<think>\n\n</think>\n\n{chat[2]['content']}<|im_end|>\n")
 
 
-def test_writes_chats_with_one_system_prompt(folder: Path) -> None:
-    train, validation = read_chats(folder / "train.jsonl"), read_chats(folder / "validation.jsonl")
-    assert (len(train), len(validation)) == (ROWS, VALIDATION_ROWS)
-    chats = train + validation
-    assert all([message["role"] for message in chat] == ["system", "user", "assistant"] for chat in chats)
-    assert len({chat[0]["content"] for chat in chats}) == 1
-    assert len({chat[1]["content"] for chat in chats}) == ROWS + VALIDATION_ROWS, "a question appears twice"
+def test_seed_decides() -> None:
+    assert demo.make_chats(60, seed=0) == demo.make_chats(60, seed=0)
+    assert demo.make_chats(60, seed=0) != demo.make_chats(60, seed=1)
 
 
-def test_every_answer_is_a_code_of_the_prompt(folder: Path) -> None:
-    chats = read_chats(folder / "train.jsonl")
-    codes = {line.split()[0] for line in chats[0][0]["content"].splitlines() if line[1:2] == "-"}
-    answers = {chat[2]["content"].split("code: ")[1] for chat in chats}
-    assert len(codes) == 60 and answers == codes
-
-
-def test_only_the_folder_is_left(folder: Path) -> None:
-    assert [path.name for path in folder.parent.iterdir()] == ["demo"]
-    assert sorted(path.name for path in folder.iterdir()) == ["model", "train.jsonl", "validation.jsonl"]
-
-
-def test_the_config_names_what_is_written(folder: Path) -> None:
-    config = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
-    named = [config["model"]["model_name_or_path"], config["data"]["train_file"], config["data"]["validation_file"]]
-    assert sorted(named) == sorted(f"runs/demo/{path.name}" for path in folder.iterdir())
-
-
-def test_same_seed_same_bytes(folder: Path, tmp_path: Path) -> None:
-    assert files_of(run_demo(tmp_path / "again", "1")) == files_of(folder)
-
-
-def test_seed_decides(demo_module: ModuleType) -> None:
-    assert demo_module.make_chats(60, seed=0) == demo_module.make_chats(60, seed=0)
-    assert demo_module.make_chats(60, seed=0) != demo_module.make_chats(60, seed=1)
-
-
-def test_more_chats_than_wordings_are_refused(demo_module: ModuleType) -> None:
+def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="suffice for"):
-        demo_module.make_chats(demo_module.MAX_CHATS + 1, seed=0)
-
-
-def test_refuses_a_folder_in_use(demo_module: ModuleType, tmp_path: Path) -> None:
+        demo.make_chats(demo.MAX_CHATS + 1, seed=0)
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(SystemExit, match="already there"):
-        demo_module.write_demo(tmp_path)
+        demo.write_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_interrupted_leaves_nothing(demo_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    class Interrupted:
+        def save_pretrained(self, *_: object, **__: object) -> None:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_module, "write_model", interrupt)
+    make: Any = lambda *_, **__: Interrupted()  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        demo_module.write_demo(tmp_path / "demo", rows=60, validation_rows=6)
+        demo.write_demo(tmp_path / "demo", rows=60, validation_rows=6, make_model=make)
     assert not list(tmp_path.iterdir())
 
 
-def test_model_loads_and_generates(folder: Path, tokenizer: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    config = model.config
-    assert config.model_type == "qwen3" and config.tie_word_embeddings and config.max_position_embeddings == 4096
-    assert config.vocab_size % 64 == 0 and len(tokenizer) <= config.vocab_size <= 2048
-    assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    inputs = tokenizer("Where is my lamp?", return_tensors="pt")
-    assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
+class TestTokenizer:
+    """That of any number of rows."""
 
+    @pytest.fixture(scope="class")
+    def tokenizer(self) -> Any:
+        return demo.train_tokenizer(["a", "b"], 300)
 
-def test_tokenizer_is_lossless_and_knows_its_special_tokens(folder: Path, tokenizer: Any) -> None:
-    text = "Grüße, 北京! \t 3.14\n\n  <b>don't</b>"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
-    for token in ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]:
-        assert len(tokenizer(token)["input_ids"]) == 1
+    def test_lossless_and_knows_its_special_tokens(self, tokenizer: Any) -> None:
+        text = "Grüße, 北京! \t 3.14\n\n  <b>don't</b>"
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+        for token in ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]:
+            assert len(tokenizer(token)["input_ids"]) == 1
 
-
-def test_lengths_are_as_promised(folder: Path, tokenizer: Any) -> None:
-    chats = read_chats(folder / "train.jsonl")
-    rows = sorted(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats)
-    shared = next(number for number, (a, b) in enumerate(zip(rows[0], rows[-1], strict=False)) if a != b)
-    assert 500 <= shared <= 700
-    assert all(20 <= len(row) - shared <= 60 for row in rows)
-
-
-def test_generation_prompt_is_a_prefix(folder: Path, tokenizer: Any) -> None:
-    for chat in read_chats(folder / "validation.jsonl"):
-        prompt = tokenizer.apply_chat_template(chat[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
-        full = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-        assert full[: len(prompt)] == prompt and len(full) > len(prompt)
-        assert tokenizer.decode(full).endswith(f"<think>\n\n</think>\n\n{chat[2]['content']}<|im_end|>\n")
+    def test_template_refuses_what_it_does_not_know(self, tokenizer: Any) -> None:
+        with pytest.raises(Exception, match="no role tool"):
+            tokenizer.apply_chat_template([turn("user", "u"), turn("tool", "t")], tokenize=False)
 
 
 def turn(role: str, content: str, **more: str) -> dict[str, str]:
@@ -160,20 +148,29 @@ CHATS = {
     "two answers": [turn("user", "u"), turn("assistant", "\na"), turn("assistant", "b")],
     "late system": [turn("user", "u"), turn("system", "s"), turn("user", "v"), turn("assistant", "a")],
 }
+OPTIONS: list[dict[str, bool]] = [{}, {"add_generation_prompt": True}]
+THINKING = [{"enable_thinking": value, "add_generation_prompt": True} for value in (False, True)]
+NO_LATE_SYSTEM = CHATS.keys() - {"no system", "late system"}
 
 
-@pytest.mark.parametrize("generation", [{}, {"add_generation_prompt": True}, {"enable_thinking": False}])
-@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
-def test_template_renders_as_the_stock_one(tokenizer: Any, chat: list[dict[str, str]], generation: dict) -> None:
+@pytest.mark.parametrize(
+    ("make", "stock", "chats", "options"),
+    [
+        (demo.train_tokenizer, "qwen3", CHATS.keys(), [*OPTIONS, THINKING[0]]),
+        (qwen3_5.tiny_tokenizer, "qwen3_5_nothink", NO_LATE_SYSTEM, [*OPTIONS, THINKING[1]]),
+    ],
+    ids=["demo", "qwen3_5"],
+)
+def test_template_renders_as_the_stock_one(make: Any, stock: str, chats: Any, options: Any) -> None:
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
         pytest.skip("TRL carries the stock template: pip install -e '.[dev]'")
-    stock = (Path(spec.origin).parent / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
-    options = {"tokenize": False, "add_generation_prompt": "enable_thinking" in generation, **generation}
-    ours = tokenizer.apply_chat_template(chat, **options)
-    assert ours == tokenizer.apply_chat_template(chat, chat_template=stock, **options)
-
-
-def test_template_refuses_what_it_does_not_know(tokenizer: Any) -> None:
-    with pytest.raises(Exception, match="no role tool"):
-        tokenizer.apply_chat_template([turn("user", "u"), turn("tool", "t")], tokenize=False)
+    template = (Path(spec.origin).parent / "chat_templates" / f"{stock}.jinja").read_text(encoding="utf-8")
+    tokenizer = make(["a", "b"], 300)
+    for name in chats:
+        for each in options:
+            ours = tokenizer.apply_chat_template(CHATS[name], tokenize=False, **each)
+            assert ours == tokenizer.apply_chat_template(CHATS[name], tokenize=False, chat_template=template, **each), (
+                name,
+                each,
+            )

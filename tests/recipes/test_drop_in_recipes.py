@@ -3,10 +3,10 @@
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import FULL, cases
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSS = re.compile(r"(?<!_)loss'?:? '?(\d[\d.e-]*)")
@@ -32,32 +32,24 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The same in this process, which has the trainers imported already: half the time."""
-
-    def run_it(recipe: str, *flags: str) -> str:
-        monkeypatch.setattr(sys, "argv", [recipe, *flags])
-        monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-        runpy.run_path(str(ROOT / recipe), run_name="__main__")
-        return capsys.readouterr().out
-
-    return run_it
-
-
 def assert_falls(printed: str) -> None:
     losses = [float(loss) for loss in LOSS.findall(printed)]
     assert len(losses) > 1 and losses[-1] < 0.6 * losses[0], printed
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_trains_and_saves(demo, tmp_path, recipe, run_here):
+@pytest.mark.parametrize("recipe", cases(RECIPES, ["hf_trainer"]))
+def test_trains_and_saves(demo, tmp_path, recipe, monkeypatch, capsys):
+    """In this process, which has the trainers imported already: half the time."""
     length, left = RECIPES[recipe]
     files = (f"--model={demo / 'model'}", f"--train_file={demo / 'train.jsonl'}", f"--output_dir={tmp_path / 'out'}")
-    assert_falls(run_here(f"recipes/{recipe}.py", *files, length))
+    monkeypatch.setattr(sys, "argv", [recipe, *files, length])
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"), run_name="__main__")
+    assert_falls(capsys.readouterr().out)
     assert (tmp_path / "out" / left).is_file()
 
 
+@FULL
 def test_plain_loop_in_a_process_of_its_own(demo, start_script):
     files = (f"--model={demo / 'model'}", f"--train_file={demo / 'train.jsonl'}")
     run = start_script("recipes/plain_loop.py", *files, "--max_steps=11")
@@ -67,16 +59,12 @@ def test_plain_loop_in_a_process_of_its_own(demo, start_script):
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "plain_loop"])
 def test_teaches_by_difference(recipe):
-    """The lines that differ are marked, and a recipe is read on one screen."""
+    """The lines that differ are marked, and a recipe is read on one screen. The demo's weights are random: a command
+    for a checkpoint of the user's own names a rate for fine-tuning.
+    """
     text = (ROOT / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
     assert text.count("# <-") >= 2 and f"python recipes/{recipe}.py" in text
     assert len(text.splitlines()) <= 72
-
-
-@pytest.mark.parametrize("recipe", [*RECIPES, "plain_loop"])
-def test_a_trained_checkpoint_does_not_train_at_the_demos_rate(recipe):
-    """The demo's weights are random. A command for a checkpoint of the user's own names a rate for fine-tuning."""
-    text = (ROOT / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
     assert '"--learning_rate"' in text
     for command in re.findall(r"^python recipes/.*--model .*$", text, re.MULTILINE):
         assert float(command.split("--learning_rate ")[1]) <= 2e-4

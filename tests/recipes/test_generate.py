@@ -5,40 +5,43 @@ import runpy
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiers import FULL
 
 from radixtrain.data.formats import read_rows
+from radixtrain.verification.oracle import float64_arithmetic
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "generate.py"
 THINKING = {"enable_thinking": False}
 
 
-@pytest.fixture
-def printed(shop, monkeypatch, capsys) -> str:
+@FULL
+def test_prints_what_the_model_says(shop, monkeypatch, capsys):
+    """In float64, so that two tokens nearly as likely are told apart. Every use shares."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     files = (f"--model={shop / 'model'}", f"--file={shop / 'validation.jsonl'}")
     monkeypatch.setattr(sys, "argv", [RECIPE.name, *files, "--max_new_tokens=4"])
-    runpy.run_path(str(RECIPE), run_name="__main__")
-    return capsys.readouterr().out
-
-
-def test_prints_what_the_model_says(shop, printed):
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
-    model = AutoModelForCausalLM.from_pretrained(shop / "model")
-    chats = [row.fields["messages"] for row in read_rows(shop / "validation.jsonl")]
-    lines = [line for line in printed.splitlines() if re.match(r" +\d+ +\d+  (stop|length)", line)]
-    for chat, line in zip(chats, lines[: len(chats)], strict=True):
-        prompt = tokenizer.apply_chat_template(
-            chat[:-1], add_generation_prompt=True, return_dict=True, return_tensors="pt", **THINKING
-        )
-        with torch.no_grad():
+    loaded, from_pretrained = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda path: loaded.append(from_pretrained(path).double()) or loaded[0]
+    )
+    with float64_arithmetic():
+        runpy.run_path(str(RECIPE), run_name="__main__")
+        printed = capsys.readouterr().out
+        tokenizer, (model,) = AutoTokenizer.from_pretrained(shop / "model"), loaded
+        chats = [row.fields["messages"] for row in read_rows(shop / "validation.jsonl")]
+        lines = [line for line in printed.splitlines() if re.match(r" +\d+ +\d+  (stop|length)", line)]
+        for chat, line in zip(chats, lines[: len(chats)], strict=True):
+            prompt = tokenizer.apply_chat_template(
+                chat[:-1], add_generation_prompt=True, return_dict=True, return_tensors="pt", **THINKING
+            )
             answer = model.generate(**prompt, max_new_tokens=4)[0, prompt["input_ids"].shape[1] :]
-        assert line.endswith(" ".join(tokenizer.decode(answer, skip_special_tokens=True).split())), line
+            assert line.endswith(" ".join(tokenizer.decode(answer, skip_special_tokens=True).split())), line
     assert len(lines) == len(chats) + 2 * 4, "an answer to each, and 4 samples of 2"
+    assert_shares(printed)
 
 
-def test_every_use_shares(printed):
+def assert_shares(printed: str) -> None:
     ratios = [float(r) for r in re.findall(r"\(r ([\d.]+)\)", printed)]
     assert len(ratios) == 2 and min(ratios) > 2
     assert re.search(r"\d choices for each prompt: [\d.]+% are right", printed)

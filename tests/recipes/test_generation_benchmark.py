@@ -1,34 +1,33 @@
 """The benchmark of generation: its arms give the same answers, its ideal is counted right, and each part runs."""
 
 import csv
-from pathlib import Path
 
+import generation as benchmark
+import generation_arms as arms
 import pytest
 import torch
-
-from radixtrain.bench.flops import StepFlops
-
-FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-import generation as benchmark  # noqa: E402
-import generation_arms as arms  # noqa: E402
+from tiers import FULL, cases
 
 SMALL = ["--layers=1", "--hidden=64", "--max_new_tokens=3", "--repeats=2", "--batch_sizes", "2", "4"]
 COMMON = [3, 11, 4, 14, 5, 9, 2, 6]
 PROMPTS = [[*COMMON, 7, 8], [*COMMON, 7], COMMON, [*COMMON, 20, 21, 22], [40, 41]]
+ROUNDING = 1e-4  # a gap of two logits of order one below which float32 may choose either; rounding moves it by 1e-6
 
 
 @pytest.fixture
 def model(tiny_qwen3):
-    return tiny_qwen3(dtype="float32").eval()
+    return tiny_qwen3().eval()
 
 
-@pytest.mark.parametrize("arm", [arms.padded(1), arms.padded(2), arms.padded(8), arms.blocks(4), arms.blocks(256)])
+@pytest.mark.parametrize("arm", cases(["padded 1", "padded 8", "blocks 4", "blocks 256"], ["padded 8"]))
 def test_arms_agree(model, arm):
+    kind, size = arm.split()
     answers = arms.radix(model, PROMPTS, 6)
     model.generation_config.eos_token_id = answers[0][2]
     answers = arms.radix(model, PROMPTS, 6)
     assert len(answers[0]) <= 3 and max(map(len, answers)) == 6, "one answer ends early"
-    assert arms.agreement(model, PROMPTS, answers, arm(model, PROMPTS, 6)) == (0, 0.0)
+    found = arms.agreement(model, PROMPTS, answers, getattr(arms, kind)(int(size))(model, PROMPTS, 6))
+    assert found.largest_gap <= ROUNDING, found
 
 
 def test_a_wrong_answer_is_found(model):
@@ -52,36 +51,12 @@ def test_ideal_counts_what_each_arm_computes(model):
     assert found.speedup == found.ordinary.total / found.radix.total
 
 
-def test_equal_prompts_are_computed_once_and_their_answers_are_not():
-    class Config:
-        vocab_size = 10
-
-        def get_text_config(self):
-            return self
-
-    seen = []
-
-    def count(config, plan, num_predictions):
-        seen.append((plan.num_tokens, plan.num_unique_tokens, num_predictions))
-        return StepFlops(1.0, 0.0, 0.0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arms, "ordinary_flops", count)
-        patch.setattr(arms, "unique_flops", count)
-        arms.ideal_of(Config(), [[1, 2, 3]] * 4, [[5, 6]] * 4)
-    assert seen == [(16, 3 + 4, 8)] * 2
-
-
-def test_trial_leaves_out_batches_that_no_prompts_fill(model):
-    assert list(arms.best_batch_size(model, PROMPTS, 2, [2, 4, 8])) == [2, 4]
-    assert list(arms.best_batch_size(model, PROMPTS, 2, [8, 16])) == [len(PROMPTS)]
-
-
 def test_end_token_stays():
     assert arms.until_end([4, 5, 6, 5], [5]) == [4, 5]
     assert arms.until_end([4, 5, 6], []) == [4, 5, 6]
 
 
+@FULL
 @pytest.mark.parametrize("part", ["grid", "apart"])
 def test_random_prompts(part, tmp_path, capsys):
     flags = ["--batches", "1", "4", "--own", "8", *(["--shared", "0", "32"] if part == "grid" else [])]
@@ -90,7 +65,7 @@ def test_random_prompts(part, tmp_path, capsys):
     assert [row["work"] for row in rows] == [
         f"{number} x ({shared} + 8)" for shared in ((0, 32) if part == "grid" else (0,)) for number in (1, 4)
     ]
-    assert all(row["num_different"] == "0" and float(row["speedup"]) > 0 and row["torch"] for row in rows)
+    assert all(float(row["largest_gap"]) <= ROUNDING and float(row["speedup"]) > 0 and row["torch"] for row in rows)
     assert float(rows[0]["ideal"]) == float(rows[1]["ideal"]) == 1.0, "nothing is shared"
     if part == "grid":
         assert float(rows[3]["ideal"]) > 1.5
@@ -98,13 +73,14 @@ def test_random_prompts(part, tmp_path, capsys):
     assert capsys.readouterr().out.count("| generate, batches of ") == len(rows)
 
 
+@FULL
 def test_real_rows(shop, tmp_path, capsys):
     flags = [f"--model={shop / 'model'}", f"--file={shop / 'validation.jsonl'}", "--block_prompts=2", "--page_size=16"]
     assert benchmark.main(["real", *flags, *SMALL, f"--csv={tmp_path / 'found.csv'}"]) == 0
     padded, blocks = csv.DictReader((tmp_path / "found.csv").open())
     assert (padded["arm"], padded["prompts_timed"], padded["batch_size"] in "24") == ("generate", "5", True)
     assert (blocks["arm"], blocks["prompts_timed"], blocks["page_size"]) == ("generate_batch", "2", "16")
-    assert (padded["num_different"], blocks["num_different"]) == ("0", "0")
+    assert max(float(row["largest_gap"]) for row in (padded, blocks)) <= ROUNDING
     assert "exact match: 0.0%" in capsys.readouterr().out
 
 
@@ -113,6 +89,7 @@ def test_real_without_a_file(capsys):
     assert "--file" in capsys.readouterr().err
 
 
+@FULL
 def test_a_start_is_made_from_the_file(shop):
     options = benchmark.parse(["real", "--model=start", f"--file={shop / 'validation.jsonl'}", "--prompts=2"])
     model, work = benchmark.real_work(options)

@@ -1,86 +1,90 @@
-"""The GPU's benchmark on a CPU: the command, its clock, its files, and what it does without a device or packages."""
+"""The GPU's benchmark on a CPU, with tiny shapes: the whole command, its bars, its rivals, and what fails or is killed.
 
+Times and speeds are not looked at: they say nothing here.
+"""
+
+import csv
+import json
+import math
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import gpu
 import pytest
 import torch
+from gpu_parts import arms as gpu_arms
+from gpu_parts import bars as gpu_bars
+from gpu_parts import page as gpu_page
+from gpu_parts import steps as gpu_steps
+from gpu_parts.run import Run, read_csv
+from tiers import FULL
 
+from radixtrain.bench.arms import OrdinaryArm, RadixArm
+from radixtrain.bench.cells import GivenBatch, build_model
+from radixtrain.bench.work import work_of
+from radixtrain.testing import relative_error
+from radixtrain.verification.oracle import float64_arithmetic
+
+pytestmark = FULL
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "benchmarks"
-import gpu  # noqa: E402
-from gpu_parts import run as gpu_run  # noqa: E402
-
-TINY = ["--device", "cpu", "--tiny"]
+TINY_RUN = ["--device", "cpu", "--tiny"]
+# Neither the interpreter of Triton nor threads that wait for each other beside other load: both take minutes.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+ENVIRONMENT["OMP_NUM_THREADS"] = "1"
 CPU = torch.device("cpu")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # minutes, in a part
+TINY, CASCADE = gpu_steps.TINY_MODELS[0], ("cascade",)
 
 
-def run_of(seconds: float = 100.0, **options: Any) -> gpu_run.Run:
-    return gpu_run.Run(CPU, seconds, {"date": "today"}, **options)
+def run_of(seconds: float = 1000.0) -> Run:
+    return Run(CPU, seconds, {"date": "today"})
 
 
-class TestCommandLine:
-    @pytest.fixture(scope="class")
-    def done(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str], str]:
-        """With only torch, transformers and what they need: the output, the lines of the file, and the page."""
-        path = tmp_path_factory.mktemp("gpu") / "gpu.csv"
-        missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "plotly", "wandb")
-        missing += ("flash_attn", "peft", "trl", "hypothesis", "triton")
-        code = f"""
+def cases(run: Run, part: str) -> dict[str, dict[str, Any]]:
+    return {case: measures for row_part, case, measures in run.results if row_part == part}
+
+
+def test_the_one_call(tmp_path: Path) -> None:
+    """With only torch, transformers and what they need: every part measures, and the bars of exactness are judged."""
+    path = tmp_path / "gpu.csv"
+    missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "plotly", "wandb")
+    missing += ("flash_attn", "peft", "trl", "hypothesis", "triton")
+    code = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({missing!r}))
-sys.argv = ["gpu.py", *{TINY!r}, "--csv", {str(path)!r}, "--attention", "cascade", "path"]
+sys.path[0] = {str(FOLDER)!r}
+sys.argv = ["gpu.py", *{TINY_RUN!r}, "--csv", {str(path)!r}, "--attention", "cascade", "path", "--seconds", "800"]
 runpy.run_path({str(FOLDER / "gpu.py")!r}, run_name="__main__")
 """
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-        assert done.returncode == 0, done.stderr[-3000:]
-        page = path.with_suffix(".md").read_text(encoding="utf-8")
-        return done.stdout, path.read_text(encoding="utf-8").splitlines(), page
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines, page = path.read_text("utf-8").splitlines(), path.with_suffix(".md").read_text("utf-8")
+    assert done.stdout.endswith(f"{page}\n"), "the page is printed last"
+    assert all(f"\n## {part}\n" in page for part in gpu.PARTS)
+    assert "| tiny, step, cascade |" in page and "| tiny, forward, path |" in page
+    left_out = [line.removeprefix("# left out: ") for line in lines if line.startswith("# left out: ")]
+    assert not [line for line in left_out if line.split(":")[0] in gpu.PARTS or "Error" in line], "no part failed"
+    header = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+    assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn"} <= {*header}
+    assert header["packed arm"] == "torch_varlen"
+    assert str(ROOT) not in "".join(lines) + page, "no paths of this machine"
 
-    def test_every_part_has_its_table(self, done: tuple[str, list[str], str]) -> None:
-        for part in gpu.PARTS:
-            assert f"\n## {part}\n" in done[2], part
-        assert "| tiny, step, cascade |" in done[2] and "| tiny, forward, path |" in done[2]
-        assert done[0].endswith(f"{done[2]}\n"), "the page is printed last"
-
-    def test_no_part_failed(self, done: tuple[str, list[str], str]) -> None:
-        left_out = [line for line in done[1] if line.startswith("# left out: ")]
-        assert not [line for line in left_out if any(line.startswith(f"# left out: {part}: ") for part in gpu.PARTS)]
-        assert not [line for line in left_out if "Error" in line], "an exception by name"
-
-    def test_the_file_names_machine_and_date(self, done: tuple[str, list[str], str]) -> None:
-        header = dict(line[2:].split(": ", 1) for line in done[1] if line.startswith("# "))
-        assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn", "packed arm"} <= {*header}
-        assert header["torch"] == torch.__version__
-        assert header["packed arm"] == "torch_varlen"
-        assert str(ROOT) not in "".join(done[1]) + done[2], "no paths of this machine"
-
-    def test_the_file_has_a_line_for_every_measure(self, done: tuple[str, list[str], str]) -> None:
-        rows = [line for line in done[1] if not line.startswith("# ")]
-        assert rows[0] == "part,case,measure,value"
-        measured = {(line.split(",")[0], line.rsplit(",", 2)[1]) for line in rows[1:]}
-        steps = ("ideal", "measured", "efficiency", "radix_peak_gigabytes", "over_padded", "over_packed")
-        expected = {("rows", "share_of_copy"), ("unshared", "slowdown"), ("sync", "finite")}
-        expected |= {(part, measure) for part in ("step", "unequal") for measure in steps}
-        expected |= {("equivalence", measure) for measure in ("passed", "median_ratio")}
-        expected |= {("attention", measure) for measure in ("forward_milliseconds", "error_ratio", "mask_milliseconds")}
-        assert expected <= measured
-
-    def test_the_bars_of_exactness_are_judged_and_those_of_speed_are_not(
-        self, done: tuple[str, list[str], str]
-    ) -> None:
-        bars = [line.split("|")[1:5] for line in done[2].splitlines() if line.count("|") == 6 and "**" in line]
-        verdicts = {asked.strip(): verdict.strip(" *") for asked, _, _, verdict in bars}
-        assert verdicts["gradients in bfloat16: every tensor within its bar"] == "pass"
-        assert verdicts["attention: error over that of an ordinary kernel"] == "pass"
-        assert verdicts["nothing shared: time over that of the fastest rival"] == "left out"
+    measured = {(part, measure) for part, _, measures in read_csv(path)[0] for measure in measures}
+    steps = ("ideal", "measured", "efficiency", "radix_peak_gigabytes", "over_padded", "over_packed")
+    expected = {("rows", "share_of_copy"), ("unshared", "slowdown"), ("sync", "finite")}
+    expected |= {(part, measure) for part in ("step", "unequal") for measure in steps}
+    expected |= {("equivalence", measure) for measure in ("passed", "median_ratio")}
+    expected |= {("attention", measure) for measure in ("forward_milliseconds", "error_ratio", "mask_milliseconds")}
+    assert expected <= measured
+    bars = [line.split("|")[1:5] for line in page.splitlines() if line.count("|") == 6 and "**" in line]
+    verdicts = {asked.strip(): verdict.strip(" *") for asked, _, _, verdict in bars}
+    assert verdicts["gradients in bfloat16: every tensor within its bar"] == "pass"
+    assert verdicts["attention: error over that of an ordinary kernel"] == "pass"
+    assert verdicts["nothing shared: time over that of the fastest rival"] == "left out"
 
 
 def test_without_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,21 +93,19 @@ def test_without_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert capsys.readouterr().err.startswith("error: torch sees no CUDA device; --device cpu --tiny")
 
 
-def test_a_wrong_gradient_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "equivalence", lambda run, *_: run.found("equivalence", "cascade", passed=False))
-    assert gpu.main([*TINY, "--parts", "equivalence"]) == 1
-
-
-def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_fails_leaves_the_others_and_a_wrong_gradient_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no kernel image is available\nand a long trace")
 
-    monkeypatch.setattr(gpu, "equivalence", broken)
+    monkeypatch.setattr(gpu, "sync", broken)
+    monkeypatch.setattr(gpu, "equivalence", lambda run, *_: run.found("equivalence", "cascade", passed=False))
     file = tmp_path / "gpu.csv"
-    assert gpu.main([*TINY, "--parts", "equivalence", "rows", "--csv", str(file)]) == 0
-    results, left_out = gpu_run.read_csv(file)
-    assert {result.part for result in results} == {"rows"}
-    assert left_out[0] == "equivalence: RuntimeError: no kernel image is available"
+    assert gpu.main([*TINY_RUN, "--parts", "sync", "equivalence", "rows", "--csv", str(file)]) == 1
+    results, left_out = read_csv(file)
+    assert {result.part for result in results} == {"equivalence", "rows"}
+    assert left_out[0] == "sync: RuntimeError: no kernel image is available"
 
 
 def test_a_device_that_is_gone_leaves_the_others_to_a_fresh_process(
@@ -119,59 +121,121 @@ def test_a_device_that_is_gone_leaves_the_others_to_a_fresh_process(
     monkeypatch.setattr(os, "execv", execv)
     file = tmp_path / "gpu.csv"
     with pytest.raises(Replaced) as replaced:
-        gpu.main([*TINY, "--parts", "rows", "equivalence", "attention", "--csv", str(file), "--seconds", "300"])
+        gpu.main([*TINY_RUN, "--parts", "rows", "equivalence", "attention", "--csv", str(file), "--seconds", "3000"])
     command = replaced.value.args[0]
     options = gpu.parse(command[2:])
     assert command[1].endswith("gpu.py") and options.parts == ["rows", "attention"] and options.go_on
-    assert options.tiny and options.csv == file and 0 < options.seconds < 300
-    found = gpu_run.read_csv(file)[0]
+    assert options.tiny and options.csv == file and 0 < options.seconds < 3000
+    found = read_csv(file)[0]  # written after every result
     monkeypatch.undo()
-    assert gpu.main([*TINY, "--parts", "rows", "--csv", str(file), "--go_on"]) == 0
-    results = gpu_run.read_csv(file)[0]
+    assert gpu.main([*TINY_RUN, "--parts", "rows", "--csv", str(file), "--go_on"]) == 0
+    results = read_csv(file)[0]
     assert results[: len(found)] == found and {result.part for result in results} == {"equivalence", "rows"}
 
 
-def test_a_killed_run_leaves_its_files(tmp_path: Path) -> None:
-    """Killed by a signal that nothing can catch, after its first results."""
-    file = tmp_path / "gpu.csv"
-    command = [sys.executable, str(FOLDER / "gpu.py"), *TINY, "--parts", "rows", "step", "--csv", str(file)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-    try:
-        deadline = time.monotonic() + 300
-        while not file.exists() or len(gpu_run.read_csv(file)[0]) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    results, _ = gpu_run.read_csv(file)
-    assert len(results) >= 2 and all(result.measures for result in results)
-    assert f"| {results[0].case} |" in file.with_suffix(".md").read_text(encoding="utf-8")
-
-
-def test_a_part_has_its_share_of_the_time() -> None:
-    run = run_of(seconds=100.0)
-    with run.part("rows", 0.25):
-        assert 24 < run.seconds_left <= 25
-    assert 99 < run.seconds_left <= 100, "what a part does not need is left to the others"
+def test_without_time_everything_is_left_out() -> None:
+    run = run_of(seconds=0.0)
+    for part in gpu.calls(run, gpu.parse(TINY_RUN)).values():
+        part()
+    assert not run.results
+    assert len([line for line in run.left_out if "0 of 0 seconds were left" in line]) >= len(gpu.PARTS)
     assert sum(gpu.PARTS.values()) < gpu.parse([]).seconds <= 540, "the estimates fit, and one call of ten minutes"
 
 
-def test_results_are_written_at_once(tmp_path: Path) -> None:
-    run = run_of(csv=tmp_path / "gpu.csv")
-    run.found("step", "a case, an arm", measured=2.5, turns=3, finite=True, where="x.py:3")
-    run.leave_out("another case", "CUDA out of memory\nand a long trace")
-    assert (tmp_path / "gpu.csv").read_text(encoding="utf-8").splitlines()[:4] == [
-        "# date: today",
-        "# left out: another case: CUDA out of memory",
-        "part,case,measure,value",
-        'step,"a case, an arm",measured,2.5',
+GOOD: list[tuple[str, str, dict[str, Any]]] = [
+    ("equivalence", "cascade, torch", {"passed": True, "median_ratio": 1.02}),
+    ("sync", "cascade, own loss", {"waits": 0}),
+    *(("step", f"{name}, step, cascade", {"efficiency": 0.9}) for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B")),
+    ("step", "Qwen3-0.6B, forward, cascade", {"measured": 4.0}),
+    ("step", "Qwen3-8B, forward, cascade", {"measured": 4.98}),  # on the limit
+    ("rows", "gather [1, 2] x 3 float32, torch index_select", {"share_of_copy": 0.95}),
+    ("rows", "segment sum [1, 2] x 3 float32, torch index_add_", {"share_of_copy": 0.3}),
+    ("rows", "segment sum [1, 2] x 3 float32, sorted index_put_ in float32", {"share_of_copy": 0.5}),
+    ("rows", "segment sum [1, 2] x 3 float32, Triton in float32", {"share_of_copy": 0.85}),
+    ("unshared", "Qwen3-0.6B, step, cascade", {"slowdown": 1.01}),
+    ("attention", "one prompt, cascade torch", {"error_ratio": 1.1}),
+]
+
+
+def test_bars_are_judged() -> None:
+    """All good, nothing measured, and shapes whose speed says nothing."""
+    found = gpu_bars.verdicts(GOOD)
+    assert {verdict.verdict for verdict in found} == {"pass"} and len(found) == 12
+    nothing = gpu_bars.verdicts([])
+    assert {(verdict.verdict, verdict.found, verdict.case) for verdict in nothing} == {("left out", None, "")}
+    judged = [verdict.bar.asked for verdict in gpu_bars.verdicts(GOOD, tiny=True) if verdict.verdict == "pass"]
+    assert len(judged) == 4 and not any("share" in asked or "speed" in asked or "time" in asked for asked in judged)
+    page = gpu_page.page({"date": "2026-11-23", "commit": "abc"}, GOOD, ["flash_attn_3: not installed"])
+    row = "| Qwen3-8B: share of the ideal of a step | at least 0.85 | 0.9 | **pass** | Qwen3-8B, step, cascade |"
+    assert row in page and "- flash_attn_3: not installed" in page
+
+
+@pytest.mark.parametrize(
+    ("place", "measures", "asked"),
+    [
+        (0, {"passed": False, "median_ratio": 1.0}, "gradients in bfloat16: every tensor within its bar"),
+        (0, {"passed": True, "median_ratio": 2.01}, "gradients in bfloat16: median error over"),
+        (1, {"waits": 1}, "a step waits for the device"),
+        (3, {"efficiency": 0.849}, "Qwen3-4B: share of the ideal"),
+        (5, {"measured": 2.73}, "Qwen3-0.6B: speed-up of the forward pass"),
+        (6, {"measured": 4.97}, "Qwen3-8B: speed-up of the forward pass"),
+        (7, {"share_of_copy": 0.79}, "gather"),
+        (10, {"share_of_copy": 0.79}, "segment sum in float32"),  # the best arm of the shape counts
+        (11, {"slowdown": 1.031}, "nothing shared"),
+        (12, {"error_ratio": 2.1}, "attention"),
+        (12, {"error_ratio": math.nan}, "attention"),
+    ],
+)
+def test_one_figure_below_its_bar(place: int, measures: dict[str, Any], asked: str) -> None:
+    results = [*GOOD, ("attention", "another", {"error_ratio": 1.2})]  # a NaN is worse than any number
+    results[place] = (*GOOD[place][:2], measures)
+    failed = [verdict for verdict in gpu_bars.verdicts(results) if verdict.verdict == "fail"]
+    assert [verdict.bar.asked.startswith(asked) for verdict in failed] == [True]
+    assert failed[0].case == GOOD[place][1]
+
+
+def test_rivals_compute_the_same_gradient() -> None:
+    """On sequences of unequal lengths, in float64, also in several micro-batches: or they would be no rivals."""
+    arms = OrdinaryArm(plain_head=True), packed_arm(), RadixArm(attention="cascade", plain_head=True)
+    with float64_arithmetic():
+        model = build_model(TINY, CPU, torch.float64, "sdpa")
+        for batch_size in (None, 2):
+            features = gpu_steps.features_of_unequal_lengths(TINY, 12, 64, 6)
+            work = work_of(GivenBatch(TINY, "six", 6), features, batch_size)
+            gradients = []
+            for arm, of_arm in zip(arms, (work, gpu_arms.packed_work(work), work), strict=True):
+                arm.prepare(gpu_arms.as_loaded(model))
+                model.zero_grad(set_to_none=True)
+                arm.run_step(model, of_arm)
+                gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            for found in gradients[1:]:
+                assert max(relative_error(*pair) for pair in zip(found, gradients[0], strict=True)) <= 1e-12
+
+
+def packed_arm() -> gpu_arms.PackedArm:
+    return gpu_arms.PackedArm(plain_head=True, implementation=gpu_arms.packed_implementation(CPU))
+
+
+def test_both_runs_of_fit(tmp_path: Path) -> None:
+    """The real run, with and without deduplication: 24 rows after one system prompt, three steps."""
+    system = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 6
+    chats, folder = tmp_path / "chats.jsonl", tmp_path / "out"
+    with chats.open("w", encoding="utf-8") as file:
+        for n in range(24):
+            turns = ("system", system), ("user", f"Where is thing {n}?"), ("assistant", f"Shelf {n % 3}.")
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+    flags = ["--train_file", str(chats), "--output_dir", str(folder), "--tiny", "--max_steps", "3", "--batch_size", "8"]
+    command = [sys.executable, str(FOLDER / "gpu_fit.py"), *flags, "--precision", "32-true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with (folder / "losses.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["dedup"], row["step"]) for row in rows] == [
+        (name, str(n)) for name in ("on", "off") for n in (1, 2, 3)
     ]
-    assert gpu_run.read_csv(tmp_path / "gpu.csv") == (run.results, run.left_out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.csv", "gpu.md"]
-
-
-def test_short_rounds_do_not_count() -> None:
-    calls = []
-    seconds = gpu_run.seconds_of(lambda: (calls.append(1), time.sleep(0.001)), CPU, at_least=0.004)
-    assert 0.0009 < seconds < 0.1 and len(calls) > 5
+    on, off = ([float(row["loss"]) for row in rows if row["dedup"] == name] for name in ("on", "off"))
+    learned = on[0] - on[2]  # two runs in float32 on the same rows are far closer than a step moves the loss
+    assert learned > 0 and max(abs(a - b) for a, b in zip(on, off, strict=True)) < learned / 10
+    page = (folder / "gpu_fit.md").read_text(encoding="utf-8")
+    assert "A step with deduplication is" in page and str(tmp_path) not in page, "no paths of this machine"
+    assert not [*folder.glob("dedup-*/model"), *folder.glob("dedup-*/checkpoints")], "gigabytes are not kept"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-__all__ = ["MUTATIONS", "USUAL"]
+__all__ = ["MUTATIONS"]
 
 
 def mean_not_scaled() -> None:
@@ -99,9 +99,11 @@ def loss_of_the_rank_is_logged() -> None:
     _set(distributed.Ranks, "sum", lambda here, tensor: tensor)
 
 
-USUAL = [mean_not_scaled, labels_of_the_rank, weightless_is_weighted, only_the_first_is_synchronised]
 MUTATIONS: list[Callable[[], None]] = [
-    *USUAL,
+    mean_not_scaled,
+    labels_of_the_rank,
+    weightless_is_weighted,
+    only_the_first_is_synchronised,
     whole_step_on_every_rank,
     other_rows_on_every_rank,
     first_rank_twice,

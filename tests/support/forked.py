@@ -17,7 +17,6 @@ import gc
 import inspect
 import json
 import os
-import resource
 import runpy
 import select
 import signal
@@ -30,7 +29,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOT_OURS", "Run", "Server"]
+__all__ = ["NOT_OURS", "ONE_THREAD", "Run", "Server"]
 
 IMPORTED = (
     *("radixtrain.commands.lightning", "radixtrain.commands.export"),
@@ -39,6 +38,7 @@ IMPORTED = (
 NOT_OURS = ("numpy", "torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SECONDS_TO_IMPORT = 300
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # unless the tests run with more: the same in every run, so that bits agree
 SECONDS = 180  # that a run may take
 
 
@@ -94,13 +94,12 @@ class Run:
                 found.append(int(path.parent.name))
         return sorted(found)
 
-    def wait_for_workers(self, seconds: float = 10.0) -> float:
-        """Seconds until nothing of its group is alive. AssertionError if something still is after `seconds`."""
+    def wait_for_workers(self, seconds: float = 60.0) -> None:
+        """Until nothing of its group is alive. AssertionError if something still is after `seconds`."""
         begin = time.monotonic()
         while self.left():
             assert time.monotonic() - begin < seconds, f"alive {seconds} s later: {self.left()}"
             time.sleep(0.02)
-        return time.monotonic() - begin
 
 
 class Server:
@@ -119,7 +118,11 @@ class Server:
 
     def __enter__(self) -> Server:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *self.imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, *self.imported],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ONE_THREAD | os.environ,
         )
         threading.Thread(target=self._listen, daemon=True).start()
         self._answer(SECONDS_TO_IMPORT)
@@ -138,21 +141,20 @@ class Server:
         arguments: Sequence[str],
         stderr: Path,
         environment: Mapping[str, str] | None = None,
-        largest_file: int | None = None,
         draws: bool = True,
-        before: Callable[[], object] | None = None,
+        before: Callable[[], object] | Sequence[Callable[[], object]] = (),
     ) -> Run:
         """Start `python -m radixtrain` with these arguments.
 
-        largest_file: bytes, as `ulimit -f` sets it. draws: False for no `loss.png`, which takes longer than a run.
-        before: a function at the top level of a file, which is called in the new process first: a mutation.
+        draws: False for no `loss.png`, which takes longer than a run.
+        before: functions at the top level of a file, which are called in the new process first: see `changed_runs.py`.
         """
+        before = [before] if callable(before) else before
         asked = {
             "arguments": list(map(str, arguments)),
-            "environment": {**os.environ, **(environment or {})},
-            "largest_file": largest_file,
+            "environment": {**ONE_THREAD, **os.environ, **(environment or {})},
             "draws": draws,
-            "before": before and [inspect.getfile(before), before.__name__],
+            "before": [[inspect.getfile(each), each.__name__] for each in before],
         }
         return self._start(asked, stderr)
 
@@ -233,13 +235,10 @@ def _start(asked: dict[str, Any]) -> None:
         sys.argv = ["-c"]
         exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
         sys.exit()
-    if asked["largest_file"]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (asked["largest_file"],) * 2)
     if not asked["draws"]:
         vars(sys.modules["radixtrain.training.results.summary"])["write_curves"] = lambda *_: False
     sys.argv = ["radixtrain", *asked["arguments"]]
-    if asked["before"]:
-        path, name = asked["before"]
+    for path, name in asked["before"]:
         runpy.run_path(path)[name]()
     from radixtrain.__main__ import main
 

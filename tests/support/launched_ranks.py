@@ -40,11 +40,6 @@ class Launched:
         """Whether every rank is."""
         return all(run.is_running for run in self.runs)
 
-    @property
-    def ended(self) -> float:
-        """When the last rank ended, on the clock `time.monotonic`."""
-        return max(run.ended for run in self.runs)
-
     def wait(self, seconds: float = SECONDS) -> list[int]:
         """The exit codes by rank. After `seconds` all are killed, and TimeoutError raised with what they have said."""
         deadline = time.monotonic() + seconds

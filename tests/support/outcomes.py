@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 from radixtrain.checkpoints.choice import newest_valid
 from radixtrain.checkpoints.folder import read_checkpoint
 
-__all__ = ["EXACT", "assert_nothing_left", "assert_same_run", "assert_same_state", "values"]
+__all__ = [
+    *("EXACT", "assert_equal", "assert_nothing_left", "assert_same_run", "assert_same_state", "conclusions"),
+    *("num_batches", "steps_saved", "values"),
+]
 
 # Else a run that is killed before its first checkpoint measures again what is fastest, and may choose another order of
 # sums.
@@ -82,6 +86,27 @@ def assert_equal(one: Any, other: Any, name: str) -> None:
             assert_equal(*pair, f"{name}[{place}]")
     else:
         assert one == other, name
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step=")) for path in (folder / "checkpoints").glob("step=*"))
+
+
+def num_batches(checkpoint: Path) -> int:
+    """Until a checkpoint; they are what a logger counts by."""
+    return state_of(checkpoint)["position"]["num_batches"]
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "state.json").read_text())["radixtrain"]
+
+
+def conclusions(folder: Path) -> dict[str, Any]:
+    """Of the weights in `model/`, of the best ones, why the run ended, and the steps that were left out."""
+    found = json.loads((folder / "summary.json").read_text())
+    best = {key: value for key, value in (found["best"] or {}).items() if key != "path"}
+    skipped = state_of(folder / "checkpoints" / "last")["skipped"]
+    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], **skipped}
 
 
 def assert_nothing_left(folder: Path, *temporary: Path) -> None:

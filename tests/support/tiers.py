@@ -23,7 +23,8 @@ def tries(usual: int, most: int) -> int:
 
 
 def cases(every: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: every one, of which `make test` runs those in `quick`."""
+    """Parameters of a test: every one, of which `make test` runs those in `quick`. A tuple is of several arguments."""
     every, chosen = list(every), list(quick)
     assert chosen and all(case in every for case in chosen)
-    return [case if case in chosen else pytest.param(case, marks=FULL) for case in every]
+    values = [case if isinstance(case, tuple) else (case,) for case in every]
+    return [pytest.param(*each, marks=() if case in chosen else FULL) for case, each in zip(every, values, strict=True)]

@@ -128,14 +128,14 @@ def _default(config_class: Any, settings: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _one_layer_of_each_kind(config_class: Any, values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """`layer_types` and their like: the distinct ones of the default, at least two layers."""
+    """`layer_types` and their like: the distinct ones of the default, at least two layers unless a number is given."""
     kinds: dict[str, list[str]] = {}
     for name in KINDS_OF_LAYERS:
         given = settings.get(name) or list(dict.fromkeys(values.get(name) or ()))
         attribute = inspect.getattr_static(config_class, config_class.attribute_map.get(name, name), None)
         if given and not isinstance(attribute, property):
             kinds[name] = given
-    layers = max([2, *map(len, kinds.values())])
+    layers = settings.get("num_hidden_layers", max([2, *map(len, kinds.values())]))
     chosen: dict[str, Any] = {name: (given + [given[-1]] * layers)[:layers] for name, given in kinds.items()}
     return {**chosen, "num_hidden_layers": layers} if layers > 2 else chosen
 

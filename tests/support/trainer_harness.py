@@ -18,18 +18,24 @@ float32 two ordinary runs differ too, by what the processor, its libraries and t
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, set_seed
 
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
+from radixtrain.testing import relative_error
+from radixtrain.verification.bars import MEDIAN_FACTOR
 from radixtrain.verification.oracle import float64_arithmetic
+
+if TYPE_CHECKING:  # it imports for 4 s, so tests and their fixtures import trainers in functions
+    from transformers import Trainer
 
 BAR = 1e-10
 STEPS = 3
@@ -38,7 +44,7 @@ TIMINGS = re.compile("runtime|per_second|flos|time|memory")
 
 Entry = dict[str, float]
 Share = Callable[[Any], Any]
-Build = Callable[[Share], Trainer]
+Build = Callable[[Share], "Trainer"]
 
 
 def settings(folder: Path, **others: Any) -> dict[str, Any]:
@@ -140,29 +146,39 @@ def compare(
     )
 
 
-def run(build: Build, share: Share, evaluate: bool) -> Run:
-    """Train what `build` makes, from seed 0, in float64."""
+def run(build: Build, share: Share, evaluate: bool = False, dtype: torch.dtype = torch.float64) -> Run:
+    """Train what `build` makes, from seed 0, in float64 or in another dtype."""
+    from transformers import set_seed
+
     set_seed(0)
-    keeper = GradientKeeper()
-    with float64_arithmetic():
-        trainer = build(lambda model: share(model.double()))
-        assert {p.dtype for p in trainer.model.parameters()} == {torch.float64}
-        trainer.add_callback(keeper)
+    gradients: list[Tensor] = []
+    with float64_arithmetic() if dtype == torch.float64 else nullcontext():
+        trainer = build(lambda model: share(model.to(dtype)))
+        assert {p.dtype for p in trainer.model.parameters()} == {dtype}
+        keep_gradients(trainer, gradients)
         trainer.train()
         if evaluate:
             trainer.evaluate()
-    return Run([numbers(entry) for entry in trainer.state.log_history], keeper.gradients)
+    return Run([numbers(entry) for entry in trainer.state.log_history], gradients)
 
 
-class GradientKeeper(TrainerCallback):
-    """Keeps the gradient of every optimizer step, after clipping, as one vector."""
+def keep_gradients(trainer: "Trainer", gradients: list[Tensor]) -> None:
+    """Append the gradient of every optimizer step, after clipping, as one vector."""
+    from transformers import TrainerCallback
 
-    def __init__(self) -> None:
-        self.gradients: list[Tensor] = []
+    class Keeper(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            parts = [p.grad.flatten() for p in others["model"].parameters() if p.grad is not None]
+            gradients.append(torch.cat(parts))
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        parts = [p.grad.flatten() for p in others["model"].parameters() if p.grad is not None]
-        self.gradients.append(torch.cat(parts))
+    trainer.add_callback(Keeper())
+
+
+def mean_log_probability(seen: Any) -> dict[str, float]:
+    """A `compute_metrics` of the labels that whole logits `[B, L, V]` predict."""
+    logits, labels = torch.tensor(seen.predictions)[:, :-1], torch.tensor(seen.label_ids)[:, 1:]
+    logps = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return {"logp": float(logps[labels != -100].mean()), "rows": len(labels)}
 
 
 def numbers(entry: dict[str, Any]) -> Entry:
@@ -194,18 +210,26 @@ def sequences_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
     return [part.tolist() for part in ids[0].tensor_split(starts)] if len(ids) == 1 else ids.tolist()
 
 
-def differences_of(plain: Run, shared: Run, skipped: Collection[str] = ()) -> dict[str, float]:
-    """By metric, the worst difference of all steps. AssertionError at the first that is above BAR."""
+def differences_of(
+    plain: Run, shared: Run, skipped: Collection[str] = (), zero_gradient: bool = False
+) -> dict[str, float]:
+    """By metric, the worst difference of all steps. AssertionError at the first that is above BAR.
+
+    zero_gradient: both have one, so there is no relative difference.
+    """
     assert len(plain.entries) == len(shared.entries) > 0
     worst: dict[str, float] = {}
     for step, (one, other) in enumerate(zip(plain.entries, shared.entries, strict=True)):
         assert one.keys() == other.keys(), (
             f"entry {step}: {sorted(one.keys() ^ other.keys())} is in only one of the runs"
         )
-        for name in one.keys() - set(skipped):
+        for name in (name for name in one if name not in skipped):
             difference = distance(one[name], other[name])
             assert difference <= BAR, f"{name}, entry {step}: {one[name]!r} untouched, {other[name]!r} shared"
             worst[name] = max(worst.get(name, 0.0), difference)
+    if zero_gradient:
+        assert all(gradient.norm() <= BAR for gradient in (*plain.gradients, *shared.gradients))
+        return worst
     worst["gradient"] = max(gradient_distances(plain, shared))
     assert worst["gradient"] <= BAR, f"the gradients of a step differ by {worst['gradient']:.2g} of their norm"
     return worst
@@ -224,6 +248,17 @@ def gradient_distances(plain: Run, shared: Run) -> list[float]:
     assert len(plain.gradients) == len(shared.gradients) > 0
     pairs = zip(plain.gradients, shared.gradients, strict=True)
     return [float((one - other).norm() / one.norm()) for one, other in pairs]
+
+
+def assert_as_near(truth: list[Tensor], ordinary: list[Tensor], shared: list[Tensor]) -> None:
+    """Assert that gradients in bfloat16 are as near to the truth in float64 as ordinary ones are.
+
+    Those of several steps or models: a single one has luck, of both signs (`radixtrain.verification.bars`).
+    """
+    errors = [relative_error(one, exact) for one, exact in zip(ordinary, truth, strict=True)]
+    assert min(errors) > 1e-3, f"not bfloat16: {errors}"
+    ratios = [relative_error(o, exact) / e for o, exact, e in zip(shared, truth, errors, strict=True)]
+    assert statistics.median(ratios) <= MEDIAN_FACTOR, ratios
 
 
 def assert_shared(model: Any, expected: Counts) -> None:

@@ -6,13 +6,14 @@ def build(share):
 found = compare(build)
 """
 
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from trainer_harness import STEPS
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -24,13 +25,20 @@ Metrics = dict[str, Tensor]
 Step = Callable[[Any, Batch], Metrics]  # `loss` is what the loop differentiates
 
 
+@dataclass
+class History:
+    """What a loop has logged, where a `Trainer` has it."""
+
+    log_history: list[dict[str, float]] = field(default_factory=list)
+
+
 class Loop:
     """One optimizer step a batch, with clipping. What it logs: the metrics of `step`, and grad_norm."""
 
     def __init__(self, model: nn.Module, batches: Iterable[Batch], step: Step, learning_rate: float = 1e-4):
         self.model, self.batches, self.step = model.train(), batches, step
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-        self.state = SimpleNamespace(log_history=[])
+        self.state = History()
         self.callbacks: list[Any] = []
 
     def add_callback(self, callback: Any) -> None:
@@ -83,14 +91,18 @@ def fill(row: list[int], filler: int, length: int, side: str) -> list[int]:
     return [filler] * left + row + [filler] * (missing - left)
 
 
-def order_one(model: Any, seed: int = 0) -> Any:
-    """The same model with random weights that keep hidden states of order one, equal for equal seeds."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale, shift = (0.2, 1.0) if parameter.ndim == 1 else (parameter.shape[-1] ** -0.5, 0.0)
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + shift)
-    return model
+class Stream(IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, rows: list[Any]):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def without_labels(batch: Batch) -> Batch:
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
 def own_loss(model: Any, batch: Batch) -> Metrics:

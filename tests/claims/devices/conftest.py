@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from launched_ranks import Launched, ranks_of
 from outcomes import EXACT
 
 NUM_ROWS = 21  # five steps of four rows and one of a single row: three of four ranks have no sequence then
+STEPS = 12  # two epochs
 SETTINGS = {
-    **{"data__max_tokens": 64, "data__max_length": 64, "trainer__max_epochs": None, "trainer__max_steps": 20},
+    **{"data__max_tokens": 64, "data__max_length": 64, "trainer__max_epochs": None, "trainer__max_steps": STEPS},
     **{"model__learning_rate": 1e-4, "trainer__accelerator": "cpu", **EXACT},
 }
 
@@ -41,7 +42,7 @@ def tokens(draw: random.Random, count: int) -> list[int]:
 def line(arguments: Callable[..., list[str]], rows: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """`line("name", flag=...)`: the command line of a run that writes into that folder.
 
-    Without flags: 20 steps of the tiny model on `rows`, deterministic, in micro-batches of at most 64 tokens.
+    Without flags: 12 steps of the tiny model on `rows`, deterministic, in micro-batches of at most 64 tokens.
     """
 
     def build(name: str | Path, command: str = "fit", strategy: str | None = None, **flags: Any) -> list[str]:
@@ -64,7 +65,7 @@ def launch(server: Server, line: Callable[..., list[str]], tmp_path: Path) -> Ca
     def start(
         name: str | Path,
         ranks: int = 1,
-        before: Callable[[], object] | None = None,
+        before: Sequence[Callable[[], object]] = (),
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> Launched:

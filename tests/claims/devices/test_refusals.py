@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from device_changes import fail_on_rank_1
+from changed_runs import fail_on_rank_1, go_on_after_pause, pause, wait_until_paused
 from launched_ranks import Launched
 from outcomes import assert_nothing_left
-from tiers import cases
-
-SECONDS_TO_END = 30.0
+from tiers import FULL
 
 WRONG: dict[str, tuple[int, dict[str, Any], str]] = {
     "a key": (2, {"model__learning_rat": 1}, "learning_rat"),
@@ -43,14 +39,15 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 def assert_told_once(launched: Launched, code: int, text: str) -> None:
     """The first rank ends with that code, no other with success; one of them has said why, in one line."""
-    codes = launched.wait(SECONDS_TO_END)
+    codes = launched.wait()
     assert codes[0] == code and all(codes), f"{codes}\n{launched.said()}"
     (line,) = launched.errors()
     assert text in line and "Traceback" not in launched.said(), launched.said()
     launched.wait_for_workers()
 
 
-@pytest.mark.parametrize("wrong", cases(WRONG, ["a key", "a row", "the weights", "a loss"]))
+@FULL
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_told_once(launch, files, tmp_path, wrong):
     code, flags, text = WRONG[wrong]
     flags = {key: files.get(value, value) if isinstance(value, str) else value for key, value in flags.items()}
@@ -60,25 +57,21 @@ def test_what_is_wrong_is_told_once(launch, files, tmp_path, wrong):
 
 def test_an_error_on_one_rank_ends_all(launch, tmp_path):
     """A bug or a broken disk on rank 1 only, in the middle of a step."""
-    launched = launch("run", ranks=2, strategy="ddp", before=fail_on_rank_1)
-    codes = launched.wait(SECONDS_TO_END)
+    launched = launch("run", ranks=2, strategy="ddp", before=[fail_on_rank_1])
+    codes = launched.wait()
     assert all(codes), launched.said()
     assert "the disk of rank 1 is broken" in launched.runs[1].said()
     assert "Traceback" not in launched.runs[0].said(), launched.said()
     launched.wait_for_workers()
 
 
+@FULL
 def test_a_second_run_in_the_folder_says_no(launch, tmp_path):
-    """While the ranks of the first are stopped."""
+    """While the first waits before a step."""
     folder = tmp_path / "run"
-    first = launch(folder, ranks=2, strategy="ddp")
-    while not ((folder / ".lock").exists() and (folder / ".lock").read_text().strip()):
-        assert first.is_running, first.said()
-        time.sleep(0.001)
-    first.send(signal.SIGSTOP)
-    try:
-        assert_told_once(launch(folder, ranks=2, strategy="ddp"), 1, f"process {first.runs[0].pid} on")
-    finally:
-        first.send(signal.SIGCONT)
+    first = launch(folder, ranks=2, strategy="ddp", before=[pause], environment={"PAUSE": "step 2"})
+    wait_until_paused(folder, first, 2)
+    assert_told_once(launch(folder, ranks=2, strategy="ddp"), 1, f"process {first.runs[0].pid} on")
+    go_on_after_pause(folder)
     assert first.wait() == [0, 0], first.said()
     assert_nothing_left(folder, tmp_path / "temporary")

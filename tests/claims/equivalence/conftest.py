@@ -15,6 +15,11 @@ from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import radix_batch
 
+MODELS = {
+    "tied": {},
+    "untied, biased": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4},
+    "LoRA": {},
+}
 LOSSES = ["own, micro-batches", "fused, micro-batches", "own, one batch"]
 
 
@@ -62,6 +67,20 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundles and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
     monkeypatch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
     monkeypatch.setattr("radixtrain.kernels.rectangles.STRIP", 6)
+
+
+@pytest.fixture(scope="session")
+def build(tiny_qwen3: Callable[..., Any]) -> Callable[..., Any]:
+    """`build(kind, seed=0)`: a model to train, of a kind of MODELS."""
+
+    def model_of(kind: str, seed: int = 0) -> Any:
+        model = tiny_qwen3(seed, **MODELS[kind]).train()
+        if kind != "LoRA":
+            return model
+        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+
+    return model_of
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ single try is held to the looser bar of `Rung`, since one batch of a model with 
 """
 
 import math
-import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import FULL, TRIES
 
 from radixtrain import prepare_model, restore_model, verify_equivalence
 from radixtrain.attention import EVERYWHERE
@@ -22,26 +22,22 @@ from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Features, float64_truth, gradients_of, ordinary_padded
 from radixtrain.verification.report import Rung
 
-TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50"))
 BATCHES = labelled_features(vocab_size=50, max_sequences=16, max_length=40)
-MODELS = {"tied": {}, "untied, biased": {"tie_word_embeddings": False, "attention_bias": True}, "LoRA": {}}
+KINDS = ["tied", "untied, biased", "LoRA"]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@FULL
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_rounding(
-    tiny_qwen3: Callable[..., Any],
+    build: Callable[..., Any],
     ways: Callable[..., Any],
     set_checkpointing: Callable[[Any, bool], None],
     dtype: torch.dtype,
     kind: str,
     print_after: Callable[[str, str], None],
 ) -> None:
-    model = tiny_qwen3(seed=1, **MODELS[kind]).train()
-    if kind == "LoRA":
-        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    model = model.to(dtype)
+    model = build(kind, seed=1).to(dtype)
     rungs: dict[str, list[Rung]] = {attention: [] for attention in EVERYWHERE}
     # In one piece, as the ordinary batch: gradients that are added up over micro-batches round once more for each.
     whole = ways(max_tokens=st.none())

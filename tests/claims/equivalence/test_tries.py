@@ -4,44 +4,33 @@ The oracle is Hugging Face's own model on one sequence at a time. Each try runs 
 relative L2 error of 1e-12 for every parameter tensor and for the loss. RADIXTRAIN_TRIES sets how many tries are drawn.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
+from tiers import TRIES, cases
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import prepare_model, restore_model
 from radixtrain.attention import EVERYWHERE
 from radixtrain.testing import labelled_features
 from radixtrain.verification.equivalence import compare_gradients
-from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
+from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from radixtrain.verification.report import Rung
 
-TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50"))
 BAR = 1e-12
+KINDS = ["tied", "untied, biased", "LoRA"]
 
 
-MODELS = {
-    "tied": {},
-    "untied, biased": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4},
-    "LoRA": {},
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", cases(KINDS, ["tied", "LoRA"]))
 def test_generated_tries(
-    tiny_qwen3: Callable[..., Any],
+    build: Callable[..., Any],
     ways: Callable[..., Any],
     set_checkpointing: Callable[[Any, bool], None],
     kind: str,
     print_after: Callable[[str, str], None],
 ) -> None:
-    model = tiny_qwen3(**MODELS[kind]).train()
-    if kind == "LoRA":
-        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model = build(kind)
     worst = dict.fromkeys(EVERYWHERE, 0.0)
     cuts: list[int] = []
 
@@ -73,21 +62,6 @@ def climb(model: Any, features: Any, way: Any) -> Iterator[tuple[str, Rung]]:
             prepare_model(model, attention=attention)
             radix = gradients_of(model, lambda: way.terms(model, features))
         yield attention, compare_gradients("float64", truth, truth, radix)
-
-
-@pytest.mark.full
-def test_under_torch_compile(tiny_qwen3: Callable[..., Any]) -> None:
-    """The whole prepared model, compiled."""
-    torch._dynamo.reset()
-    model = tiny_qwen3(num_hidden_layers=1)
-    features = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3], [7, 8, 5, 6, 4, 4])]
-    truth = float64_truth(model, features)
-    batch = RadixCollator()(features)
-    plain = gradients_of(prepare_model(model), lambda: radix_batch(model, batch))
-    compiled = torch.compile(model, dynamic=True)
-    fast = gradients_of(model, lambda: radix_batch(compiled, batch))
-    rung = compare_gradients("float32", truth, plain, fast)
-    assert rung.passed, rung.worst
 
 
 def test_a_try_can_fail(tiny_qwen3: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import FULL
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
@@ -45,6 +46,7 @@ MISTAKES: dict[str, Any] = {
     "backward": 1,
 }
 pytestmark = [
+    FULL,
     pytest.mark.skipif(shutil.which("g++") is None, reason="with g++ installed this runs"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that is built for the CPU runs this"),
 ]
@@ -70,7 +72,6 @@ def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("group", "number"), [("strategies", 21), ("commands", 9)])
 def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str, number: int) -> None:
     found = ran(library, group)
@@ -80,7 +81,6 @@ def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str,
     assert {name: case["waits"] for name, case in found.items()} == {name: WAITS.get(name, {}) for name in found}
 
 
-@pytest.mark.full
 def test_mistakes_are_seen(library: Path) -> None:
     found = ran(library, "mistakes")
     assert found.keys() == MISTAKES.keys()

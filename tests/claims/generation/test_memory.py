@@ -62,7 +62,11 @@ def test_a_shared_prompt_is_stored_once(
 
 
 def test_its_rows_exist_once(tiny_qwen3: Callable[..., Any]) -> None:
-    """Keys of a shared token are nowhere else in the store, not in a lane either: no two tokens have equal keys."""
+    """Keys of a shared token are nowhere else in the store, not in a lane either: no two tokens have equal keys.
+
+    Those of one row in two places would be a copy, or computed twice and a rounding apart; those of others are of order
+    one, and none of them is as close as 1e-4.
+    """
     model, prompts = tiny_qwen3().eval(), prompts_of(PROMPTS)
     _, cache = slots_in_use(model, prompts, do_sample=False)
     slots = cache.match_prefix(prompts[0][:SHARED]).slots
@@ -96,3 +100,11 @@ def test_later_prompts_evict_earlier_ones(tiny_qwen3: Callable[..., Any]) -> Non
         patch.setattr(sys.modules["radixtrain.generation.prefill"], "RadixCache", Watched)
         generate(tiny_qwen3().eval(), prompts, max_new_tokens=NEW, batch_size=4, eos_token_id=None, do_sample=False)
     assert max(seen) <= 2 * SHARED + 4 * LANE, seen
+
+
+def test_in_half_precision_they_take_half(tiny_qwen3: Callable[..., Any]) -> None:
+    bytes_of_a_token = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        _, cache = slots_in_use(tiny_qwen3().to(dtype).eval(), prompts_of(2), do_sample=False)
+        bytes_of_a_token[dtype] = cache.store.bytes_per_slot
+    assert bytes_of_a_token[torch.float32] == 2 * bytes_of_a_token[torch.bfloat16] == 2 * 2 * 2 * 8 * 4

@@ -14,6 +14,7 @@ import pytest
 import torch
 from answers import answered, texts_of, with_pieces_of, worst_errors
 from families import CORE
+from tiers import FULL, cases
 from torch import Tensor
 
 import radixtrain.generation.active
@@ -44,15 +45,17 @@ Runs = list[tuple[list[int], np.ndarray]]
 
 
 def worst(name: str) -> float:
-    """The largest error of a logit in the scenario."""
+    """The largest error of a logit in the scenario, or in its beginning, if that is wrong."""
     model = next(family for family in CORE if family.name == name).build().eval()
-    cache, errors = RadixCache(), []
+    cache, errors = RadixCache(), list[float]()
     with float64_throughout(model), with_pieces_of(2):
         prompts, batch_size = FIRST, 4
         for _ in range(3):
             options = {"cache": cache, "batch_size": batch_size, "max_new_tokens": 6, "eos_token_id": ENDS}
             found = answered(model, prompts, do_sample=False, **options)
             errors += worst_errors(model, found)
+            if not max(errors) <= BAR:
+                break
             poison(cache)
             continued = [[*prompt, *answer, 3] for prompt, answer in texts_of(found.generated)]
             prompts, batch_size = (SECOND, 4) if prompts is FIRST else ([*continued, *FIRST, *SECOND, *UNLIKE], 6)
@@ -76,11 +79,12 @@ def is_faithful(name: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Mistral", "gpt-oss"])
+@pytest.mark.parametrize("name", cases(["Mistral", "Qwen3", "gpt-oss"], ["Mistral"]))
 def test_without_a_mutation(name: str) -> None:
     assert worst(name) <= BAR
 
 
+@FULL
 def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
     """Lanes move, several at once, kept rows have several readers, nodes split, and sequences leave before others."""
     seen: dict[str, int] = {"moved": 0, "moved at once": 0, "runs": 0, "splits": 0, "left": 0}
@@ -125,22 +129,6 @@ def change_runs(patch: Patch, owner: Any, name: str, change: Callable[[Runs], Ru
     patch.setattr(owner, name, staticmethod(wrong) if owner is SharedRows else wrong)
 
 
-def leave_out_a_shared_run(patch: Patch) -> None:
-    change_runs(patch, SharedRows, "of", lambda runs: runs[1:])
-
-
-def leave_out_a_shared_run_of_prompts(patch: Patch) -> None:
-    change_runs(patch, PromptPlan, "_shared", lambda runs: runs[1:])
-
-
-def count_a_shared_run_twice(patch: Patch) -> None:
-    change_runs(patch, SharedRows, "of", lambda runs: [*runs, *runs[:1]])
-
-
-def count_a_shared_run_of_prompts_twice(patch: Patch) -> None:
-    change_runs(patch, PromptPlan, "_shared", lambda runs: [*runs, *runs[:1]])
-
-
 def mix_up_two_readers(patch: Patch) -> None:
     """The runs of two sequences are read by each other."""
     of = SharedRows.of
@@ -151,37 +139,35 @@ def change_decoding(patch: Patch, change: Callable[[Pass], Pass]) -> None:
     patch.setattr(radixtrain.generation.active, "decoding_pass", lambda *arguments: change(decoding_pass(*arguments)))
 
 
+def change_masks(patch: Patch, change: Callable[[Tensor, Tensor], None]) -> None:
+    """change: of the mask of all lanes, (n, longest), and how many slots of each are filled, (n,)."""
+
+    def changed(step: Pass) -> Pass:
+        lanes = step.layout.lanes
+        assert lanes is not None
+        mask = lanes.mask.clone()
+        change(mask, (mask == 0).sum(1))
+        step.layout.lanes = replace(lanes, mask=mask)
+        return step
+
+    change_decoding(patch, changed)
+
+
 def show_a_slot_too_many(patch: Patch) -> None:
     """The mask of every lane is one slot longer."""
 
-    def change(step: Pass) -> Pass:
-        lanes = step.layout.lanes
-        assert lanes is not None
-        mask = lanes.mask.clone()
-        filled = (mask == 0).sum(1)
+    def change(mask: Tensor, filled: Tensor) -> None:
         for row, length in enumerate(filled.tolist()):
             mask[row, length : length + 1] = 0
-        step.layout.lanes = replace(lanes, mask=mask)
-        return step
 
-    change_decoding(patch, change)
+    change_masks(patch, change)
 
 
 def hide_the_first_slot(patch: Patch) -> None:
-    def change(step: Pass) -> Pass:
-        lanes = step.layout.lanes
-        assert lanes is not None
-        mask = lanes.mask.clone()
-        mask[(mask == 0).sum(1) > 1, 0] = -torch.inf
-        step.layout.lanes = replace(lanes, mask=mask)
-        return step
+    def change(mask: Tensor, filled: Tensor) -> None:
+        mask[filled > 1, 0] = -torch.inf
 
-    change_decoding(patch, change)
-
-
-def count_a_position_twice(patch: Patch) -> None:
-    """A new token gets the position after its own."""
-    change_decoding(patch, lambda step: replace(step, position_ids=step.position_ids + 1))
+    change_masks(patch, change)
 
 
 def count_prompts_from_the_cached_end(patch: Patch) -> None:
@@ -193,10 +179,6 @@ def count_prompts_from_the_cached_end(patch: Patch) -> None:
         return replace(step, position_ids=(step.position_ids - start).clamp(min=0))
 
     patch.setattr(PromptPlan, "pass_of", wrong)
-
-
-def leave_lanes_where_they_are(patch: Patch) -> None:
-    patch.setattr(Active, "_move", lambda self, *arguments: None)
 
 
 def swap_lanes_that_move(patch: Patch) -> None:
@@ -220,10 +202,6 @@ def keep_stale_runs(patch: Patch) -> None:
             self.shared = of(before[: len(self)], self.newest.device)
 
     patch.setattr(Active, "_leave", stale)
-
-
-def leave_lanes_as_they_are(patch: Patch) -> None:
-    patch.setattr(KeyValueStore, "zero", lambda self, slots: None)
 
 
 def split_at_the_wrong_end(patch: Patch) -> None:
@@ -251,40 +229,73 @@ def keep_the_last_token(patch: Patch) -> None:
     patch.setattr(Active, "_keep", wrong)
 
 
-PLAIN = [
-    *(leave_out_a_shared_run, leave_out_a_shared_run_of_prompts),
-    *(count_a_shared_run_twice, count_a_shared_run_of_prompts_twice, mix_up_two_readers),
-    *(show_a_slot_too_many, hide_the_first_slot, count_a_position_twice, count_prompts_from_the_cached_end),
-    *(leave_lanes_where_they_are, swap_lanes_that_move, keep_stale_runs, leave_lanes_as_they_are),
-    *(split_at_the_wrong_end, keep_the_last_token),
-]
+OF_QWEN3: dict[str, Callable[[Patch], None]] = {
+    "a shared run is left out": lambda patch: change_runs(patch, SharedRows, "of", lambda runs: runs[1:]),
+    "a shared run is counted twice": lambda patch: change_runs(
+        patch, SharedRows, "of", lambda runs: [*runs, *runs[:1]]
+    ),
+    "a shared run of prompts is left out": lambda patch: change_runs(
+        patch, PromptPlan, "_shared", lambda runs: runs[1:]
+    ),
+    "a shared run of prompts is counted twice": lambda patch: change_runs(
+        patch, PromptPlan, "_shared", lambda runs: [*runs, *runs[:1]]
+    ),
+    "two readers are mixed up": mix_up_two_readers,
+    "a mask shows a slot too many": show_a_slot_too_many,
+    "a mask hides the first slot": hide_the_first_slot,
+    "a new token gets the position after its own": lambda patch: change_decoding(
+        patch, lambda step: replace(step, position_ids=step.position_ids + 1)
+    ),
+    "positions of a prompt begin after what is cached": count_prompts_from_the_cached_end,
+    "lanes do not move": lambda patch: patch.setattr(Active, "_move", lambda self, *arguments: None),
+    "lanes that move are swapped": swap_lanes_that_move,
+    "runs are stale": keep_stale_runs,
+    "lanes are not made zero": lambda patch: patch.setattr(KeyValueStore, "zero", lambda self, slots: None),
+    "a split is at the wrong end": split_at_the_wrong_end,
+    "the last token is kept": keep_the_last_token,
+}
 
 
-@pytest.mark.parametrize("mutate", PLAIN, ids=lambda mutate: mutate.__name__)
-def test_a_mutation(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize("mutation", cases(OF_QWEN3, ["runs are stale"]))
+def test_a_mutation(mutation: str, monkeypatch: Patch) -> None:
+    OF_QWEN3[mutation](monkeypatch)
     assert not is_faithful("Qwen3")
 
 
-@pytest.mark.parametrize("by", [-1, 1])
-def test_a_window_off_by_one(by: int, monkeypatch: Patch) -> None:
-    def wrong(*arguments: Any, window: int | None = None, **options: Any) -> Tensor:
-        off = None if window is None else window + by
-        return cached_attention(*arguments, window=off, **options)
+def change_attention(patch: Patch, change: Callable[[dict[str, Any]], None]) -> None:
+    """change: of the options of every call."""
 
-    monkeypatch.setattr("radixtrain.hf.attention.cached_attention", wrong)
-    assert not is_faithful("Mistral")
-
-
-def test_copied_windows_that_are_too_short(monkeypatch: Patch) -> None:
-    within = Paths.within
-    monkeypatch.setattr(Paths, "within", lambda self, window: within(self, window - 1))
-    assert not is_faithful("Mistral")
-
-
-def test_forgotten_sinks(monkeypatch: Patch) -> None:
-    def without(*arguments: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+    def wrong(*arguments: Any, **options: Any) -> Tensor:
+        change(options)
         return cached_attention(*arguments, **options)
 
-    monkeypatch.setattr("radixtrain.hf.attention.cached_attention", without)
-    assert not is_faithful("gpt-oss")
+    patch.setattr("radixtrain.hf.attention.cached_attention", wrong)
+
+
+def window_off_by(by: int) -> Callable[[Patch], None]:
+    def change(options: dict[str, Any]) -> None:
+        if options.get("window") is not None:
+            options["window"] += by
+
+    return lambda patch: change_attention(patch, change)
+
+
+def copy_too_short_windows(patch: Patch) -> None:
+    within = Paths.within
+    patch.setattr(Paths, "within", lambda self, window: within(self, window - 1))
+
+
+ATTENTION: dict[str, tuple[str, Callable[[Patch], None]]] = {
+    "a window is one shorter": ("Mistral", window_off_by(-1)),
+    "a window is one longer": ("Mistral", window_off_by(1)),
+    "copied windows are too short": ("Mistral", copy_too_short_windows),
+    "sinks are forgotten": ("gpt-oss", lambda patch: change_attention(patch, lambda options: options.pop("sinks"))),
+}
+
+
+@FULL
+@pytest.mark.parametrize("mutation", ATTENTION)
+def test_a_mutation_of_attention(mutation: str, monkeypatch: Patch) -> None:
+    name, mutate = ATTENTION[mutation]
+    mutate(monkeypatch)
+    assert not is_faithful(name)

@@ -1,10 +1,9 @@
 """In float64 the gradient under `share_prefixes` is the ordinary one, family by family, over generated padded batches.
 
-The oracle is the model as it came from Hugging Face, on the same padded batch. Each family has TRIES batches, which the
-strategies take in turn; the bar is a relative L2 error of 1e-12 for every parameter tensor. Every parameter must have a
-gradient in some of them. `sharing_report` must say of each batch that it was shared, and of those that this family
-cannot share exactly that they were not. RADIXTRAIN_TRIES sets how many there are; with RADIXTRAIN_FUZZ=1 every run
-draws others.
+The oracle is the model as it came from Hugging Face, on the same padded batch. The strategies take the batches of a
+family in turn; the bar is a relative L2 error of 1e-12 for every parameter tensor. Every parameter must have a gradient
+in some of them. `sharing_report` must say of each batch that it was shared, and of those that this family cannot share
+exactly that they were not. With RADIXTRAIN_FUZZ=1 every run draws others.
 """
 
 import inspect
@@ -19,13 +18,14 @@ import torch
 from families import CORE, CORE_MULTIMODAL, REST, Family
 from padded_batches import draw_batch, packed, pad
 from shared_runs import Pair, Reads, in_float64
+from tiers import TRIES, cases
 
 from radixtrain import sharing_report
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import gradients_of
 
-TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "100"))
+NUM_BATCHES = 2 * TRIES
 SEED = int.from_bytes(os.urandom(4), "little") if os.environ.get("RADIXTRAIN_FUZZ") else 0
 STRATEGIES = ["auto", "path", "expand", "reference"]
 # Of `Family.what`: its positions are learned, so left padding without position_ids is another function.
@@ -34,7 +34,7 @@ LEARNED = "learned positions"
 WITHOUT_PACKING = {"gpt-oss", "OPT", "Qwen2.5-VL"}
 # Each kind of attention and of positions.
 NAMED = """DeepSeek-V3, Gemma 2, Gemma 3, GPT-2, gpt-oss, Llama, Mistral, Mixtral, OPT, Phi, Qwen3, Qwen3-MoE"""
-MULTIMODAL = "Gemma 3, LLaVA, Qwen2.5-VL"
+MULTIMODAL = ("Gemma 3", "LLaVA", "Qwen2.5-VL")
 HEADS = [
     Family("Llama, token classes", "LlamaForTokenClassification", settings={"num_labels": 3, "pad_token_id": 0}),
     Family("Mistral, row classes", "MistralForSequenceClassification", settings={"num_labels": 3, "pad_token_id": 0}),
@@ -42,30 +42,32 @@ HEADS = [
 ]
 
 
-def tried() -> list[Any]:
-    named = [(family.name, family, "default") for family in CORE if family.name in re.split(r",\s+", NAMED)]
-    named += [(f"{f.name}, eager", f, "eager") for f in CORE if f.name in ("Gemma 2", "Qwen3")]
-    named += [(f"{f.name}, multimodal", f, "default") for f in CORE_MULTIMODAL if f.name in MULTIMODAL.split(", ")]
-    named += [(family.name, family, "default") for family in HEADS]
-    return [pytest.param(family, implementation, id=name) for name, family, implementation in named]
+TRIED = {
+    **{family.name: (family, "default") for family in CORE if family.name in re.split(r",\s+", NAMED)},
+    **{f"{family.name}, eager": (family, "eager") for family in CORE if family.name in ("Gemma 2", "Qwen3")},
+    **{f"{each.name}, multimodal": (each, "default") for each in CORE_MULTIMODAL if each.name in MULTIMODAL},
+    **{family.name: (family, "default") for family in HEADS},
+}
+QUICK = ["DeepSeek-V3", "Gemma 2", "GPT-2", "gpt-oss", "Qwen3-MoE", "Qwen3", "Qwen3, a reward"]
 
 
-@pytest.mark.parametrize(("family", "implementation"), tried())
-def test_generated_batches(family: Family, implementation: str, print_after: Callable[[str, str], None]) -> None:
+@pytest.mark.parametrize("name", cases(TRIED, QUICK))
+def test_generated_batches(name: str, print_after: Callable[[str, str], None]) -> None:
+    family, implementation = TRIED[name]
     model = family.build()
     if implementation == "eager":
         model.set_attn_implementation("eager")
     with in_float64(model, learned=family.what == LEARNED, packs=family.name not in WITHOUT_PACKING) as pair:
         for index, strategy in enumerate(STRATEGIES):
             pair.share(attention=strategy, min_shared_tokens=1 + index % 3)
-            for number in range(index, TRIES, len(STRATEGIES)):
+            for number in range(index, NUM_BATCHES, len(STRATEGIES)):
                 one_try(pair, family, np.random.default_rng([SEED, number]), f"try {number} with {strategy}")
         names = {name for name, _ in model.named_parameters() if is_text(name)}
     dead = [name for name in names - pair.alive if not re.search(family.idle or "$^", name)]
     assert not dead, f"no try proves anything of {sorted(dead)}"
     print_after(
         "float64: share_prefixes, worst gradient tensor",
-        f"{family.name} ({implementation}, {family.model_class}): {TRIES} batches, {pair.worst:.1e}",
+        f"{family.name} ({implementation}, {family.model_class}): {NUM_BATCHES} batches, {pair.worst:.1e}",
     )
 
 
@@ -95,28 +97,31 @@ def family_named(name: str) -> Family:
     return next(family for family in [*CORE, *REST] if family.name == name)
 
 
-@pytest.mark.parametrize("name", ["AFMoE", "BERT as a decoder", "gpt-oss", "OPT", "Qwen3"])
-@pytest.mark.parametrize("use_cache", [False, None])
-def test_a_packed_row_is_what_the_model_makes_of_it(name: str, use_cache: bool | None) -> None:
+PACKED = packed([[1, 2, 3, 1], [1, 2, 3, 3, 2], [1, 2]])
+
+
+@pytest.mark.parametrize("name", cases(["AFMoE", "BERT as a decoder", "gpt-oss", "OPT", "Qwen3"], ["gpt-oss", "Qwen3"]))
+def test_a_packed_row_is_what_the_model_makes_of_it(name: str) -> None:
     """Whether sequences see each other depends on the model and on its cache, and stays as it is."""
     model = family_named(name).build()
-    batch = packed([[1, 2, 3, 1], [1, 2, 3, 3, 2], [1, 2]])
-    given = {**batch.inputs, **({} if use_cache is None else {"use_cache": use_cache})}
-    assert_same_gradient(model, lambda each: each(**given).logits.square().sum())
+    for options in ({}, {"use_cache": False}):
+        assert_same_gradient(model, lambda each, given=options: each(**PACKED.inputs, **given).logits.square().sum())
 
 
-@pytest.mark.parametrize("name", ["BERT as a decoder", "gpt-oss", "Qwen3"])
+@pytest.mark.parametrize("name", cases(["BERT as a decoder", "gpt-oss", "Qwen3"], ["Qwen3"]))
 def test_a_packed_row_of_a_model_that_hardly_attends(name: str) -> None:
     """As a narrow model does before it is trained: what its sequences see of each other is small, and still there."""
     model = family_named(name).build()
     with torch.no_grad():
         for path, weight in model.named_parameters():
             weight.mul_(1e-3 if re.search(r"o_proj|attention\.output\.dense", path) else 1)
-    batch = packed([[1, 2, 3, 1], [1, 2, 3, 3, 2], [1, 2]])
-    assert_same_gradient(model, lambda each: each(**batch.inputs, use_cache=False).logits.square().sum())
+    assert_same_gradient(model, lambda each: each(**PACKED.inputs, use_cache=False).logits.square().sum())
 
 
-@pytest.mark.parametrize("name", ["Beam", "CTRL", "GPT-2", "Hunyuan", "Hunyuan MoE", "Llama 4", "OPT", "SmolLM3"])
+LEFT_PADDED = ["Beam", "CTRL", "GPT-2", "Hunyuan", "Hunyuan MoE", "Llama 4", "OPT", "SmolLM3"]
+
+
+@pytest.mark.parametrize("name", cases(LEFT_PADDED, ["GPT-2", "SmolLM3"]))
 def test_left_padding_without_positions_is_what_the_model_makes_of_it(name: str) -> None:
     """Positions count the padding. Where that is another function and not another rounding, nothing is shared."""
     model = family_named(name).build()

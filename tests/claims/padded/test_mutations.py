@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from families import CORE
 from generated_tokens import assert_generates_the_same
 from padded_batches import PaddedBatch, packed, pad
 from shared_runs import Reads, in_float64
+from tiers import cases
 from torch import Tensor
 
 from radixtrain import share_prefixes
@@ -54,14 +56,12 @@ def assert_caught(*args: Any, **options: Any) -> None:
         check(*args, **options)
 
 
-@pytest.mark.parametrize("positions", [None, "mask", "offset"])
-@pytest.mark.parametrize("name", ["Qwen3", "GPT-2"])
-def test_without_a_mutation(name: str, positions: str | None) -> None:
-    check(name, positions)
+UNTOUCHED = [*product(["Qwen3", "GPT-2"], [None, "mask", "offset"], [False]), ("Qwen3-MoE", None, True)]
 
 
-def test_without_a_mutation_of_the_router() -> None:
-    check("Qwen3-MoE", router=True)
+@pytest.mark.parametrize(("name", "positions", "router"), cases(UNTOUCHED, [UNTOUCHED[0], UNTOUCHED[-1]]))
+def test_without_a_mutation(name: str, positions: str | None, router: bool) -> None:
+    check(name, positions, router)
 
 
 # Rows at their places.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import BAR, FEATURES, KINDS, OTHERS, PROMPT, Build, assert_exact, batch_of, distance
+from hybrids import BAR, FEATURES, ONE_KIND, OTHERS, PROMPT, Build, assert_exact, batch_of, distance
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
@@ -44,7 +44,7 @@ def gradients_by_stock_names(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@ONE_KIND
 def test_of_transformers(tiny_hybrid: Build, kind: str, use_reentrant: bool) -> None:
     """It computes a layer's `forward` again, without the layer's hooks."""
     model = tiny_hybrid(kind)
@@ -54,7 +54,7 @@ def test_of_transformers(tiny_hybrid: Build, kind: str, use_reentrant: bool) -> 
 
 
 @pytest.mark.parametrize("implementation", CheckpointImpl)
-@pytest.mark.parametrize("kind", KINDS)
+@ONE_KIND
 def test_around_a_layer(tiny_hybrid: Build, kind: str, implementation: CheckpointImpl) -> None:
     """As FSDP and Lightning do: the whole layer runs again, its hooks too."""
     model = tiny_hybrid(kind)

@@ -6,57 +6,46 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES, KINDS, ROWS, Build, assert_exact, batch_of, mixers_in, padded
+from hybrids import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in, padded
 from torch import nn
 
 from radixtrain import prepare_model, restore_model, share_prefixes
 from radixtrain.hf.recurrent.mixers import mixers_of
-from radixtrain.verification.oracle import (
-    float64_truth,
-)
-
-
-class TestCopies:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_deep_copy(self, tiny_hybrid: Build, kind: str) -> None:
-        """It runs on its own weights, and has its own calls."""
-        model = tiny_hybrid(kind)
-        truth = float64_truth(model, FEATURES)
-        copied = copy.deepcopy(prepare_model(model))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        modules = set(copied.modules())
-        assert mixers_in(copied) and all(mixer.module in modules for mixer in mixers_in(copied))
-        assert_exact(copied, truth)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_deep_copy_of_the_backbone(self, tiny_hybrid: Build, kind: str) -> None:
-        model = prepare_model(tiny_hybrid(kind)).eval()
-        batch = batch_of()
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        copied = copy.deepcopy(model.model)
-        with torch.no_grad():
-            stock = model.model(**inputs).last_hidden_state
-            for parameter in model.parameters():
-                parameter.zero_()
-            assert torch.equal(copied(**inputs).last_hidden_state, stock)
-
-    def test_pickled_for_a_fresh_process(self, tiny_hybrid: Build, fresh: Any, tmp_path: Any) -> None:
-        model = prepare_model(tiny_hybrid("Qwen3.5"))
-        path = tmp_path / "model.pt"
-        torch.save((model, batch_of()), path)
-        code = f"import torch; m, b = torch.load({str(path)!r}, weights_only=False); print(m(**b).loss.item())"
-        returned, ran = fresh(code)
-        assert returned == 0, ran.said()
-        assert float(ran.printed().split()[-1]) == pytest.approx(model(**batch_of()).loss.item(), rel=1e-6)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_what_is_saved_is_an_ordinary_model(self, tiny_hybrid: Build, kind: str) -> None:
-        assert prepare_model(tiny_hybrid(kind)).state_dict().keys() == tiny_hybrid(kind).state_dict().keys()
-
+from radixtrain.verification.oracle import float64_throughout, float64_truth
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+@ONE_KIND
+def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
+    """It runs on its own weights, has its own calls, and is saved as an ordinary model."""
+    model = tiny_hybrid(kind)
+    truth = float64_truth(model, FEATURES)
+    copied = copy.deepcopy(prepare_model(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    modules = set(copied.modules())
+    assert mixers_in(copied) and all(mixer.module in modules for mixer in mixers_in(copied))
+    assert_exact(copied, truth)
+    assert copied.state_dict().keys() == tiny_hybrid(kind).state_dict().keys()
+
+
+def test_pickled_for_a_fresh_process(tiny_hybrid: Build, fresh: Any, tmp_path: Any) -> None:
+    model = prepare_model(tiny_hybrid("Qwen3.5"))
+    path = tmp_path / "model.pt"
+    torch.save((model, batch_of()), path)
+    code = f"""
+import torch
+model, batch = torch.load({str(path)!r}, weights_only=False)
+from radixtrain.verification.oracle import float64_throughout
+with float64_throughout(model):
+    print(model(**batch).loss.item())
+"""
+    returned, ran = fresh(code)
+    assert returned == 0, ran.said()
+    with float64_throughout(model):
+        assert float(ran.printed().split()[-1]) == pytest.approx(model(**batch_of()).loss.item(), rel=1e-12)
 
 
 def left_on(model: nn.Module) -> list[Any]:
@@ -68,78 +57,80 @@ def left_on(model: nn.Module) -> list[Any]:
     return [hooks, own, model.config._attn_implementation]
 
 
-class TestPreparing:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
-    def test_restore_undoes_it(self, tiny_hybrid: Build, kind: str, prepare: Callable[[Any], Any]) -> None:
-        model = tiny_hybrid(kind)
-        model.gradient_checkpointing_enable()
-        before = left_on(model)
-        checkpoint = model.model.layers[0]._gradient_checkpointing_func
-        prepare(model)
-        model(**batch_of()).loss.backward()
-        restore_model(model)
-        assert left_on(model) == before
-        assert model.model.layers[0]._gradient_checkpointing_func is checkpoint
+@ONE_KIND
+@pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+def test_restore_undoes_it(tiny_hybrid: Build, kind: str, prepare: Callable[[Any], Any]) -> None:
+    model = tiny_hybrid(kind)
+    model.gradient_checkpointing_enable()
+    before = left_on(model)
+    checkpoint = model.model.layers[0]._gradient_checkpointing_func
+    prepare(model)
+    model(**batch_of()).loss.backward()
+    restore_model(model)
+    assert left_on(model) == before
+    assert model.model.layers[0]._gradient_checkpointing_func is checkpoint
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_again(self, tiny_hybrid: Build, kind: str) -> None:
-        """Preparing twice, and after `share_prefixes`, is preparing once."""
-        model = tiny_hybrid(kind)
-        truth = float64_truth(model, FEATURES)
-        for prepare in (prepare_model, prepare_model, share_prefixes, prepare_model):
-            assert_exact(prepare(model), truth)
-            assert all(mixer.replaced is None for mixer in mixers_in(model))
-        assert "forward" not in mixers_in(model)[0].module.__dict__ or restore_model(model)
-        assert not mixers_in(model)
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("when", ["before", "after"])
-    def test_hooks_of_accelerate(self, tiny_hybrid: Build, kind: str, when: str) -> None:
-        """They replace the `forward` of a module, as ours do, in either order; ours runs inside or outside of it."""
-        from accelerate.hooks import ModelHook, add_hook_to_module
+@ONE_KIND
+def test_preparing_again(tiny_hybrid: Build, kind: str) -> None:
+    """Preparing twice, and after `share_prefixes`, is preparing once."""
+    model = tiny_hybrid(kind)
+    truth = float64_truth(model, FEATURES)
+    for prepare in (prepare_model, prepare_model, share_prefixes, prepare_model):
+        assert_exact(prepare(model), truth)
+    restore_model(model)
+    assert not mixers_in(model)
 
-        class Counts(ModelHook):
-            number = 0
 
-            def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                self.number += 1
-                return args, kwargs
+@ONE_KIND
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
+    """They replace the `forward` of a module, as ours do, in either order; ours runs inside or outside of it."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
 
-        model, hook = tiny_hybrid(kind), Counts()
-        truth = float64_truth(model, FEATURES)
-        if when == "after":
-            prepare_model(model)
-        (path,) = mixers_of(model.model)
-        mixer = model.model.get_submodule(path)
-        add_hook_to_module(mixer, hook)
-        replaced = mixer.forward
-        if when == "before":
-            prepare_model(model)
-        assert_exact(model, truth)
-        assert hook.number > 0
-        restore_model(model)
-        assert mixer.forward is replaced
-        stock = tiny_hybrid(kind)
-        assert torch.equal(model(**padded(ROWS, "right")).logits, stock(**padded(ROWS, "right")).logits)
+    class Counts(ModelHook):
+        number = 0
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_forward_that_replaces_ours_is_refused(self, tiny_hybrid: Build, kind: str) -> None:
-        """As `kernelize` does, at every change between training and evaluation if `use_kernels` is set."""
-        model = prepare_model(tiny_hybrid(kind))
-        module = mixers_in(model)[0].module
-        module.forward = type(module).forward.__get__(module)
-        with pytest.raises(RuntimeError, match=r"1 of 1 recurrent layers .* call prepare_model again"):
-            model(**batch_of())
-        truth = float64_truth(tiny_hybrid(kind), FEATURES)
-        assert_exact(prepare_model(model), truth)
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            return args, kwargs
 
-    def test_a_hook_of_the_user_on_a_mixer(self, tiny_hybrid: Build) -> None:
-        """It runs once, on all unique rows."""
-        model = prepare_model(tiny_hybrid("Qwen3.5"))
-        seen = []
-        mixer = mixers_in(model)[0].module
-        mixer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-        batch = batch_of()
-        model(**batch)
-        assert seen == [(*batch["input_ids"].shape, 32)]
+    model, hook = tiny_hybrid(kind), Counts()
+    truth = float64_truth(model, FEATURES)
+    if when == "after":
+        prepare_model(model)
+    (path,) = mixers_of(model.model)
+    mixer = model.model.get_submodule(path)
+    add_hook_to_module(mixer, hook)
+    replaced = mixer.forward
+    if when == "before":
+        prepare_model(model)
+    assert_exact(model, truth)
+    assert hook.number > 0
+    restore_model(model)
+    assert mixer.forward is replaced
+    stock = tiny_hybrid(kind)
+    assert torch.equal(model(**padded(ROWS, "right")).logits, stock(**padded(ROWS, "right")).logits)
+
+
+@ONE_KIND
+def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) -> None:
+    """As `kernelize` does, at every change between training and evaluation if `use_kernels` is set."""
+    model = prepare_model(tiny_hybrid(kind))
+    module = mixers_in(model)[0].module
+    module.forward = type(module).forward.__get__(module)
+    with pytest.raises(RuntimeError, match=r"1 of 1 recurrent layers .* call prepare_model again"):
+        model(**batch_of())
+    truth = float64_truth(tiny_hybrid(kind), FEATURES)
+    assert_exact(prepare_model(model), truth)
+
+
+def test_a_hook_of_the_user_on_a_mixer(tiny_hybrid: Build) -> None:
+    """It runs once, on all unique rows."""
+    model = prepare_model(tiny_hybrid("Qwen3.5"))
+    seen = []
+    mixer = mixers_in(model)[0].module
+    mixer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    batch = batch_of()
+    model(**batch)
+    assert seen == [(*batch["input_ids"].shape, 32)]

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES, KINDS, Build, assert_exact, batch_of, mixers_in
+from hybrids import BAR, FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of, mixers_in
+from tiers import FULL
 
 from radixtrain import prepare_model
+from radixtrain.verification.bars import TENSOR_FACTOR
 from radixtrain.verification.oracle import (
+    float64_throughout,
     float64_truth,
     gradients_of,
     ordinary_padded,
@@ -17,83 +20,86 @@ from radixtrain.verification.oracle import (
 )
 
 
-class TestFrozen:
+@ONE_KIND
+@pytest.mark.parametrize(
+    "frozen",
+    [r"embed_tokens|lm_head", r"layers\.0\.(linear_attn|mamba|conv)\.", r"layers\.1\.", r"^(?!.*layers\.0\.)"],
+    ids=["embeddings", "mixers", "attention", "all but the mixer's layer"],
+)
+def test_frozen(tiny_hybrid: Build, kind: str, frozen: str) -> None:
     """Weights without gradients, whose rows and states may have none either."""
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize(
-        "frozen",
-        [r"embed_tokens|lm_head", r"layers\.0\.(linear_attn|mamba|conv)\.", r"layers\.1\.", r"^(?!.*layers\.0\.)"],
-        ids=["embeddings", "mixers", "attention", "all but the mixer's layer"],
-    )
-    def test_frozen(self, tiny_hybrid: Build, kind: str, frozen: str) -> None:
-        model = tiny_hybrid(kind, tie_word_embeddings=False)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not re.search(frozen, name))
-        truth = float64_truth(model, FEATURES)
-        assert 0 < len(truth.tensors) < len(list(model.parameters()))
-        assert_exact(prepare_model(model), truth)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize(
-        ("use_dora", "prepared", "checkpointing"),
-        [(False, "before", True), (False, "after", False), (True, "after", True)],
-    )
-    def test_adapters(self, tiny_hybrid: Build, kind: str, use_dora: bool, prepared: str, checkpointing: bool) -> None:
-        """LoRA and DoRA on what a mixer projects, put on before or after `prepare_model`."""
-        from peft import LoraConfig, get_peft_model
-
-        targets = {"Qwen3.5": "in_proj_qkv in_proj_a out_proj", "Bamba": "in_proj", "LFM2": "in_proj out_proj"}
-        config = LoraConfig(r=2, target_modules=targets[kind].split(), use_dora=use_dora, init_lora_weights=False)
-
-        def build(prepare: str | None) -> Any:
-            torch.manual_seed(0)
-            model = tiny_hybrid(kind)
-            if checkpointing:
-                model.gradient_checkpointing_enable()
-                model.enable_input_require_grads()
-            model = get_peft_model(prepare_model(model) if prepare == "before" else model, config)
-            return prepare_model(model) if prepare == "after" else model
-
-        truth = float64_truth(build(None), FEATURES)
-        model = build(prepared)
-        assert len(mixers_in(model)) == 1
-        assert_exact(model, truth)
+    model = tiny_hybrid(kind, tie_word_embeddings=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not re.search(frozen, name))
+    truth = float64_truth(model, FEATURES)
+    assert 0 < len(truth.tensors) < len(list(model.parameters()))
+    assert_exact(prepare_model(model), truth)
 
 
-class TestPrecision:
-    """Below float64 no further from the truth than an ordinary batch in the same precision."""
+@FULL
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("use_dora", "prepared", "checkpointing"),
+    [(False, "before", True), (False, "after", False), (True, "after", True)],
+)
+def test_adapters(tiny_hybrid: Build, kind: str, use_dora: bool, prepared: str, checkpointing: bool) -> None:
+    """LoRA and DoRA on what a mixer projects, put on before or after `prepare_model`."""
+    from peft import LoraConfig, get_peft_model
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("mode", ["autocast", "bfloat16 weights"])
-    @pytest.mark.parametrize("checkpointing", [False, True])
-    def test_bfloat16(self, tiny_hybrid: Build, kind: str, mode: str, checkpointing: bool) -> None:
-        stock, model = tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))
-        truth = float64_truth(stock, FEATURES)
+    targets = {"Qwen3.5": "in_proj_qkv in_proj_a out_proj", "Bamba": "in_proj", "LFM2": "in_proj out_proj"}
+    config = LoraConfig(r=2, target_modules=targets[kind].split(), use_dora=use_dora, init_lora_weights=False)
+
+    def build(prepare: str | None) -> Any:
+        torch.manual_seed(0)
+        model = tiny_hybrid(kind)
         if checkpointing:
             model.gradient_checkpointing_enable()
-        if mode == "bfloat16 weights":
-            stock, model = stock.bfloat16(), model.bfloat16()
-        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-            ordinary = gradients_of(stock, lambda: ordinary_padded(stock, FEATURES))
-            found = gradients_of(model, lambda: radix_batch(model, batch_of()))
-        errors = [
-            sorted(float((each.tensors[name].double() - x).norm() / x.norm()) for name, x in truth.tensors.items())
-            for each in (found, ordinary)
-        ]
-        middle = len(truth.tensors) // 2
-        assert errors[0][-1] <= 2 * errors[1][-1]
-        assert errors[0][middle] <= 2 * errors[1][middle]
+            model.enable_input_require_grads()
+        model = get_peft_model(prepare_model(model) if prepare == "before" else model, config)
+        return prepare_model(model) if prepare == "after" else model
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-    def test_without_gradients(self, tiny_hybrid: Build, kind: str, without: Callable[[], Any]) -> None:
-        """The first batch of a model may be one of an evaluation; the values are those with gradients."""
-        model = prepare_model(tiny_hybrid(kind))
+    truth = float64_truth(build(None), FEATURES)
+    model = build(prepared)
+    assert len(mixers_in(model)) == 1
+    assert_exact(model, truth)
+
+
+@FULL
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16 weights"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_bfloat16(tiny_hybrid: Build, kind: str, mode: str, checkpointing: bool) -> None:
+    """About as far from the truth as an ordinary batch in the same precision.
+
+    Both compute the states in different calls, so each error is a sample of the rounding; TENSOR_FACTOR is for luck.
+    """
+    stock, model = tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))
+    truth = float64_truth(stock, FEATURES)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if mode == "bfloat16 weights":
+        stock, model = stock.bfloat16(), model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        ordinary = gradients_of(stock, lambda: ordinary_padded(stock, FEATURES))
+        found = gradients_of(model, lambda: radix_batch(model, batch_of()))
+    errors = [
+        sorted(float((each.tensors[name].double() - x).norm() / x.norm()) for name, x in truth.tensors.items())
+        for each in (found, ordinary)
+    ]
+    for place in (-1, len(truth.tensors) // 2):  # the worst tensor and the median one
+        assert errors[0][place] <= TENSOR_FACTOR * errors[1][place]
+
+
+@ONE_KIND
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(tiny_hybrid: Build, kind: str, without: Callable[[], Any]) -> None:
+    """The first batch of a model may be one of an evaluation; the values are those with gradients."""
+    model = prepare_model(tiny_hybrid(kind))
+    with float64_throughout(model):
         with without():
             found = model.eval()(**batch_of()).logits
         assert not found.requires_grad
         logits = model.train()(**batch_of()).logits
-        assert torch.equal(found, logits)
+        assert (found - logits).norm() <= BAR * logits.norm()
         logits.sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())

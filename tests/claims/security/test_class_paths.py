@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiers import FULL
 
 from radixtrain.__main__ import main
 
@@ -48,26 +49,25 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(name.partition(".")[0], None)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_of_other_packages(
-    name: str, ran: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments(), f"--trainer.callbacks={name}"]) == 2
-    assert f"class_path '{name}' is not imported" in capsys.readouterr().err
-    assert not ran.exists()
+def test_of_other_packages(ran: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    for name in NAMES:
+        assert main([*arguments(), f"--trainer.callbacks={name}"]) == 2
+        assert f"class_path '{name}' is not imported" in capsys.readouterr().err
+        assert not ran.exists(), name
 
 
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("as_mapping", [False, True])
-def test_at_every_key(key: str, as_mapping: bool, ran: Path, arguments: Callable[..., list[str]]) -> None:
-    value = json.dumps({"class_path": NAMES[0]}) if as_mapping else NAMES[0]
-    assert main([*arguments(), f"--trainer.{key}={value}"]) in (1, 2)
-    assert not ran.exists()
+@FULL
+def test_at_every_key(ran: Path, arguments: Callable[..., list[str]]) -> None:
+    for key in KEYS:
+        for value in (NAMES[0], json.dumps({"class_path": NAMES[0]})):
+            assert main([*arguments(), f"--trainer.{key}={value}"]) in (1, 2)
+            assert not ran.exists(), (key, value)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_ways(name: str, ran: Path, tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
-    (tmp_path / "c.yaml").write_text(json.dumps({"trainer": OTHERS[name]}))
-    for more in ([], ["--print_config"]):
-        assert main([*arguments(), f"--config={tmp_path / 'c.yaml'}", *more]) in (1, 2)
-    assert not ran.exists()
+@FULL
+def test_other_ways(ran: Path, tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
+    for name, trainer in OTHERS.items():
+        (tmp_path / "c.yaml").write_text(json.dumps({"trainer": trainer}))
+        for more in ([], ["--print_config"]):
+            assert main([*arguments(), f"--config={tmp_path / 'c.yaml'}", *more]) in (1, 2), name
+        assert not ran.exists(), name

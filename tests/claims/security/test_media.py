@@ -11,12 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from tiers import cases
 
 from radixtrain.data.files.sources import Source, found_in
 from radixtrain.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")
-KINDS = ("Image", "Audio", "Video", "Pdf", "Nifti")
+KINDS = [kind for kind in ("Image", "Audio", "Video", "Pdf", "Nifti") if hasattr(datasets, kind)]
 PLACES = {
     "a column": (lambda media: media, lambda value: value),
     "a list": (lambda media: datasets.List(media), lambda value: [value]),
@@ -90,14 +91,14 @@ def written(folder: Path, kind: str, place: str, path: str) -> list[Path]:
     return [folder / "a.parquet", folder / "b.arrow", saved]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if hasattr(datasets, kind)])
-def test_nothing_is_fetched_and_nothing_opened(kind: str, place: str, watch: Watch, tmp_path: Path) -> None:
-    for path in (watch.address, watch.file):
-        for source in written(tmp_path, kind, place, path):
-            [(fields, where)] = list(found_in(Source(str(source))))
-            assert fields["text"] == "a" and where.endswith(":row 1")
-        assert not watch.found
+@pytest.mark.parametrize("kind", cases(KINDS, ["Image"]))
+def test_nothing_is_fetched_and_nothing_opened(kind: str, watch: Watch, tmp_path: Path) -> None:
+    for place in PLACES:
+        for path in (watch.address, watch.file):
+            for source in written(tmp_path, kind, place, path):
+                [(fields, where)] = list(found_in(Source(str(source))))
+                assert fields["text"] == "a" and where.endswith(":row 1"), place
+            assert not watch.found, place
 
 
 def test_the_watch_sees_both(watch: Watch, tmp_path: Path) -> None:

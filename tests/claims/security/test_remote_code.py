@@ -1,6 +1,5 @@
 """Code that comes with a model is not run, whoever sits at the terminal and whatever is answered there."""
 
-import ast
 import json
 import os
 import shutil
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import cases
 
 from radixtrain.__main__ import main
 from radixtrain.data.tokens.tokenization import load_tokenizer
@@ -17,9 +17,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.training.start.loading import auto_class, load_model
 
-ROOT = Path(__file__).resolve().parents[3]
-SOURCES = [path for name in ("radixtrain", "collators", "kernels") for path in (ROOT / name).rglob("*.py")]
-LOADS = {"from_pretrained", "from_config", "load_dataset", "get_class_from_dynamic_module"}
 CODE = """
 open({ran!r}, "w").close()
 from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -78,7 +75,7 @@ def test_it_is_not_run(load: Callable[[str], Any], evil: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("answers_yes")
-@pytest.mark.parametrize("command", ["fit", "predict", "report"])
+@pytest.mark.parametrize("command", cases(["fit", "predict", "report"], ["fit"]))
 def test_a_command_says_it_in_one_line(
     command: str, evil: Path, tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,50 +93,3 @@ def test_a_model_that_transformers_knows_is_its_own(evil: Path, tmp_path: Path) 
     _change(evil / "config.json", model_type="qwen3")
     assert type(load_model(str(evil), "float32", "sdpa")).__module__.startswith("transformers.models.qwen3")
     assert not (tmp_path / "ran").exists()
-
-
-def calls_of(source: str) -> Iterator[ast.Call]:
-    """Calls that load something by name, and those that could run what is in a file."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            yield node
-
-
-def without_false(source: str) -> list[str]:
-    """Calls that load a model, a tokenizer or data and do not say `trust_remote_code=False`."""
-    loads = (call for call in calls_of(source) if ast.unparse(call.func).rpartition(".")[2] in LOADS)
-    said = {"trust_remote_code": "False"}
-    return [
-        ast.unparse(call)
-        for call in loads
-        if not said.items() <= {word.arg: ast.unparse(word.value) for word in call.keywords}.items()
-    ]
-
-
-def unpickling(source: str) -> list[str]:
-    """Calls that run what is in a file, or may."""
-    found = []
-    for call in calls_of(source):
-        name = ast.unparse(call.func)
-        words = {word.arg: ast.unparse(word.value) for word in call.keywords}
-        is_torch = name == "torch.load" and words.get("weights_only") != "True"
-        pickles = name.partition(".")[0] in ("pickle", "joblib", "dill", "cloudpickle", "marshal", "shelve")
-        if is_torch or pickles or words.get("allow_pickle") == "True" or name in ("eval", "exec", "yaml.load"):
-            found.append(ast.unparse(call))
-    return found
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_source(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert not without_false(source)
-    assert not unpickling(source)
-
-
-def test_the_checks() -> None:
-    assert not without_false("AutoModel.from_pretrained(x, trust_remote_code=False)\nmodel._from_config(x)")
-    for call in ("A.from_pretrained(x)", "load_dataset(x, trust_remote_code=True)", "A.from_config(x, **{})"):
-        assert without_false(f"def f():\n    return {call}")
-    assert not unpickling("torch.load(x, weights_only=True)\nmodel.eval()\nnp.load(x)")
-    for call in ("torch.load(x)", "pickle.loads(x)", "joblib.load(x)", "np.load(x, allow_pickle=True)", "eval(x)"):
-        assert unpickling(f"def f():\n    return {call}")

@@ -1,12 +1,11 @@
-"""A run goes on from every one of its 30 steps as if it had never stopped: metrics, weights and optimizer, bit for bit.
+"""A run goes on from every one of its 15 steps as if it had never stopped: metrics, weights and optimizer, bit for bit.
 
 Each set-up trains once, with a checkpoint after every step, and then again from some of them, in this process.
-RADIXTRAIN_TRIES=30 takes all 30 of each; by default one is drawn for each of six set-ups.
+`make test-full` draws three steps of each set-up; RADIXTRAIN_TRIES=250 takes all.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -14,39 +13,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import EXACT, assert_same_run
+from outcomes import EXACT, assert_same_run, conclusions, num_batches, steps_saved
 from overflowing import write_overflowing
-from tiers import tries
+from tiers import FULL, cases, tries
 
 from radixtrain.__main__ import main
 
-STEPS = 30
-RESUMED = tries(1, STEPS)
+STEPS = 15  # three epochs
+RESUMED = tries(3, STEPS)
 DROPOUT = {"model__use_peft": "true", "model__lora_dropout": 0.3, "model__allow_dropout": "[lora_dropout]"}
+VALIDATED = {"validates": True, "trainer__val_check_interval": 2}
 SET_UPS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "schedule with warm-up": {"model__lr_scheduler_type": "cosine", "model__warmup_steps": 0.2},
     "one worker": {"data__dataloader_num_workers": 1},
     "two workers": {"data__dataloader_num_workers": 2},
-    "limit_train_batches": {"trainer__limit_train_batches": 3, "trainer__max_epochs": 10},
-    "overfit_batches": {"trainer__overfit_batches": 2, "trainer__max_epochs": 15},
     "max_steps": {"trainer__max_steps": STEPS, "trainer__max_epochs": None},
+    "max_steps inside an epoch": {"trainer__max_steps": STEPS - 3, **VALIDATED},
+    "limit_train_batches": {"trainer__limit_train_batches": 3, "trainer__max_epochs": 5},
+    "limit_train_batches and max_steps": {"trainer__limit_train_batches": 3, "trainer__max_steps": 11, **VALIDATED},
+    "half an epoch": {"trainer__limit_train_batches": 0.5, "trainer__max_epochs": 6, "validates": True},
+    "overfit_batches": {"trainer__overfit_batches": 2, "trainer__max_epochs": 7},
     "grouped by prefix": {"data__group_by_prefix": 3},
-    "validations inside epochs": {"validates": True, "trainer__val_check_interval": 2},
+    "validations inside epochs": VALIDATED,
+    "validations after two epochs": {"validates": True, "trainer__check_val_every_n_epoch": 2},
+    "validations of no epoch": {
+        **{"validates": True, "trainer__val_check_interval": 4, "trainer__check_val_every_n_epoch": None}
+    },
     "dropout": DROPOUT,
-    "LoRA": {"model__use_peft": "true"},
     "hybrid": {"model__model_name_or_path": "hybrid"},
     "bf16-mixed": {"trainer__precision": "bf16-mixed"},
     "ordinary batches": {"dedup": "false", "validates": True},
     "skipped steps": {"data__train_file": "overflowing", "model__on_nonfinite": "skip"},
     "save_best and early_stopping": {
-        **{"validates": True, "save_best": "eval_loss", "early_stopping": 4, "trainer__val_check_interval": 1},
+        **{"validates": True, "save_best": "eval_loss", "early_stopping": 2, "trainer__val_check_interval": 1},
         **{"model__learning_rate": 0.1, "model__lr_scheduler_type": "constant"},
     },
 }
-
-DEFAULT = ("two workers", "limit_train_batches", "dropout", "hybrid", "skipped steps", "save_best and early_stopping")
-IS_FULL = "RADIXTRAIN_TRIES" in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def ran(
     places = {"hybrid": hybrid, "overflowing": overflowing}
 
     def run(name: str, **flags: Any) -> Path:
-        flags = {"trainer__max_epochs": 6, **EXACT, **flags}
+        flags = {"trainer__max_epochs": 3, **EXACT, **flags}
         if flags.pop("validates", False):
             flags["data__validation_file"] = shop / "validation.jsonl"
         flags = {key: places.get(value, value) if isinstance(value, str) else value for key, value in flags.items()}
@@ -86,51 +88,34 @@ def ran(
     yield run
 
 
-def saved(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step=")) for path in (folder / "checkpoints").glob("step=*"))
-
-
-@pytest.mark.parametrize("set_up", SET_UPS)
+@pytest.mark.parametrize("set_up", cases(SET_UPS, ["validations inside epochs"]))
 def test_a_run_goes_on_from_every_step(ran, set_up, print_after):
-    if set_up not in DEFAULT and not IS_FULL:
-        pytest.skip("RADIXTRAIN_TRIES=1 runs it")
     flags = SET_UPS[set_up]
     if flags.get("model__use_peft"):
         pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
     whole = ran("whole", **flags, save_every_steps=1, save_total_limit=STEPS)
     best = link(whole, "best")
-    steps = saved(whole)
+    steps = steps_saved(whole)[:-1]
     chosen = sorted(random.Random(set_up).sample(steps, min(RESUMED, len(steps))))
     for step in chosen:
-        resumed = ran(f"from_{step}", ckpt_path=whole / "checkpoints" / f"step={step}", **flags)
-        assert_same_run(resumed, whole, since=batches(whole, step))
+        checkpoint = whole / "checkpoints" / f"step={step}"
+        resumed = ran(f"from_{step}", ckpt_path=checkpoint, **flags)
+        assert_same_run(resumed, whole, since=num_batches(checkpoint))
         assert conclusions(resumed) == conclusions(whole)
         assert link(whole, "best") == best, f"a run that goes on from step {step} elsewhere has moved it"
     print_after("survival", f"resumed, {set_up}: from {len(chosen)} of {len(steps)} steps, bit-equal")
 
 
+@FULL
 def test_the_set_ups_are_what_they_are_called(ran):
     """A step of each epoch is left out, and the best step is not the last."""
     skipped = ran("skipped", **SET_UPS["skipped steps"], save_every_steps=1, save_total_limit=STEPS)
-    assert max(saved(skipped)) == STEPS - 6
+    assert max(steps_saved(skipped)) == STEPS - 3
     judged = ran("judged", **SET_UPS["save_best and early_stopping"])
-    assert conclusions(judged)["best"]["step"] < max(saved(judged)) < STEPS
+    assert conclusions(judged)["best"]["step"] < max(steps_saved(judged)) < STEPS
     assert conclusions(judged)["ended"] == "early_stopping"
 
 
 def link(folder: Path, name: str) -> str:
     path = folder / "checkpoints" / name
     return os.readlink(path) if path.is_symlink() else ""
-
-
-def batches(folder: Path, step: int) -> int:
-    """Of the checkpoint of that step; they are what a logger counts by."""
-    state = json.loads((folder / "checkpoints" / f"step={step}" / "state.json").read_text())
-    return state["radixtrain"]["position"]["num_batches"]
-
-
-def conclusions(folder: Path) -> dict[str, Any]:
-    """What the summary says of the weights in `model/`, of the best ones, and of why the run ended."""
-    found = json.loads((folder / "summary.json").read_text())
-    best = {key: value for key, value in (found["best"] or {}).items() if key != "path"}
-    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"]}

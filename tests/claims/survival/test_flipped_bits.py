@@ -1,6 +1,6 @@
 """One flipped bit anywhere in the newest checkpoint: found, named and passed over; the run goes on from the one before.
 
-RADIXTRAIN_TRIES=100 flips 100 bits, one at a time, in each of its files in turn and anywhere in them.
+One at a time, in each of its files in turn and anywhere in them; 50 with RADIXTRAIN_TRIES=500.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from outcomes import EXACT, assert_nothing_left, assert_same_run
-from tiers import tries
+from tiers import FULL, tries
 
 from radixtrain.__main__ import main
 
-TRIES = tries(5, 100)
+TRIES = tries(5, 50)
+pytestmark = FULL
 FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json")
 
 
@@ -50,15 +51,3 @@ def test_one_flipped_bit(arguments: Callable[..., list[str]], tmp_path: Path, ca
         assert_nothing_left(folder)
         shutil.rmtree(folder)
     print_after("survival", f"flipped bits: {TRIES}, in {len(FILES)} files in turn; all found and named; bit-equal")
-
-
-def test_a_damaged_checkpoint_that_is_named(arguments: Callable[..., list[str]], tmp_path: Path, capsys: Any) -> None:
-    """Asked for by its name it is refused, in one line that names the file and the one that is whole."""
-    folder = tmp_path / "run"
-    assert main(arguments(output_dir=folder, **EXACT, save_every_steps=1, trainer__max_steps=3)) == 0
-    flip(folder / "checkpoints" / "step=3" / "model.safetensors", random.Random(1))
-    for command in ("fit", "validate", "predict"):
-        capsys.readouterr()
-        assert main(arguments(command, output_dir=folder, ckpt_path=folder / "checkpoints" / "step=3")) == 1
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert "model.safetensors" in line and "step=2 is whole" in line, line

@@ -5,10 +5,7 @@ All 36 pairs are tried: one command is stopped in the middle (SIGSTOP), and each
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +13,12 @@ from typing import Any
 
 import pytest
 from outcomes import EXACT, assert_nothing_left
+from tiers import FULL
 
 from radixtrain.__main__ import main
 
 COMMANDS = ("fit", "validate", "test", "predict", "report", "export")
+pytestmark = FULL
 
 
 @pytest.fixture
@@ -72,26 +71,3 @@ def test_the_second_command_in_a_folder_says_no(start, line, tmp_path, holder, c
     run.send(signal.SIGCONT)
     assert run.wait() == 0, run.said()
     assert_nothing_left(folder)
-
-
-def test_the_lock_of_a_killed_run_is_none(start, line, tmp_path):
-    """The kernel has released it, whatever file is left."""
-    folder = tmp_path / "run"
-    run = start(line("fit", folder))
-    stop_once_it_holds(folder / ".lock", run)
-    run.send(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL and (folder / ".lock").exists()
-    again = start(line("fit", folder))
-    assert again.wait() == 0, again.said()
-    assert_nothing_left(folder)
-
-
-@pytest.mark.skipif("RADIXTRAIN_TRIES" not in os.environ, reason="three processes; RADIXTRAIN_TRIES=1 runs it")
-def test_copies_of_torchrun_say_no(line, tmp_path):
-    """Both, before anything is written."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "radixtrain"]
-    done = subprocess.run([*command, *line("fit", tmp_path / "run")], capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
-    refusals = [text for text in done.stderr.splitlines() if text.startswith("error: WORLD_SIZE=2: torchrun started 2")]
-    assert len(refusals) >= 1, done.stderr
-    assert not os.path.lexists(tmp_path / "run")

@@ -1,7 +1,7 @@
 """Random configurations and random data files: exit code 0, 1 or 2, and one line that says why, never a traceback.
 
 Drawn by a seed, so that every run tries the same ones; RADIXTRAIN_FUZZ=1 draws others. RADIXTRAIN_TRIES scales their
-number: 10 configurations and 15 files by default, 200 and 300 with RADIXTRAIN_TRIES=1000.
+number: 10 configurations and 15 files in `make test-full`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiers import FULL, tries
 
 from radixtrain.__main__ import main
 from radixtrain.commands.keys import Key, keys_of, trainer_keys
 
-TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "50"))
-CONFIGS, FILES = TRIES // 5, 3 * TRIES // 10
+pytestmark = FULL
+CONFIGS, FILES = tries(10, 1000), tries(15, 1000)
 SEED = random.SystemRandom().randrange(2**32) if os.environ.get("RADIXTRAIN_FUZZ") else 14
 
 # Paths stay in the test's folder, and a run stays short.

@@ -1,20 +1,22 @@
-"""What the trainers here share: a tokenizer of whole words, preferences after one system prompt, a tiny model.
-
-Lets the tests of this folder import its harness, and prints one table of what they found.
+"""What the trainers here share: a tokenizer of whole words, preferences after one system prompt, tiny models, and any
+trainer of TRL by its name. Prints one table of what the comparisons found.
 """
 
 import gc
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+import tiny_models
+from rollouts import save_reference
+from trainer_harness import settings
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 WORDS = [*SPECIAL, *(f"w{n}" for n in range(250))]
+SIZES = {"vocab_size": len(WORDS), "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 512}
 SYSTEM_WORDS, QUESTION_WORDS = 80, 12
 PAIRS = 16
 CHAT_TEMPLATE = (
@@ -37,6 +39,8 @@ def quick_collection() -> None:
 
     `gc.freeze` in `tests/conftest.py` came before what these tests import.
     """
+    import trl  # noqa: F401
+
     gc.freeze()
 
 
@@ -46,60 +50,36 @@ def table(print_after) -> Callable[..., None]:
     return lambda name, found: print_after("trainers under share_prefixes", found.line(name))
 
 
-@pytest.fixture
-def model(tiny_qwen3) -> Callable[..., PreTrainedModel]:
-    """`model(seed)`: the tiny Qwen3, 64 wide, with the tokenizer's vocabulary."""
-    return lambda seed=0, **changes: tiny_qwen3(
-        seed, vocab_size=len(WORDS), hidden_size=64, intermediate_size=128, pad_token_id=0, eos_token_id=1, **changes
-    )
-
-
-@pytest.fixture
-def scorer(model) -> Callable[..., PreTrainedModel]:
-    """`scorer(seed)`: the tiny Qwen3 with one score for a row instead of logits."""
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
-    def build(seed: int = 0) -> PreTrainedModel:
-        source = model(seed)
-        made = Qwen3ForSequenceClassification(Qwen3Config(**{**source.config.to_dict(), "num_labels": 1}))
-        made.model.load_state_dict(source.model.state_dict())
-        with torch.no_grad():
-            made.score.weight.copy_(source.lm_head.weight[:1])
-        return made
-
-    return build
-
-
-@pytest.fixture
-def mixture(model) -> Callable[..., PreTrainedModel]:
-    """`mixture(seed)`: a tiny Qwen3 with four experts in every layer, of which a token takes two."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    def build(seed: int = 0) -> PreTrainedModel:
-        sizes = {
-            key: value for key, value in model().config.to_dict().items() if key not in ("architectures", "model_type")
-        }
-        experts = {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "router_aux_loss_coef": 0.01,
-        }
-        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **experts}))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                if parameter.ndim > 1:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-        return made
-
-    return build
+@pytest.fixture(scope="session")
+def model(tiny_qwen3) -> Callable[..., Any]:
+    """`model(seed)`: the tiny Qwen3 with the tokenizer's vocabulary."""
+    return lambda seed=0, **changes: tiny_qwen3(seed, **SIZES, **changes)
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def scorer() -> Callable[..., Any]:
+    """`scorer(seed)`: a tiny Qwen3 with one score for a row instead of logits."""
+    return lambda seed=0: tiny_models.tiny_model("Qwen3ForSequenceClassification", seed, num_labels=1, **SIZES)
+
+
+@pytest.fixture(scope="session")
+def mixture() -> Callable[..., Any]:
+    """`mixture(seed)`: four experts in every layer, of which a token takes two. As a loop, which float64 needs."""
+    own = {"router_aux_loss_coef": 0.01, "experts_implementation": "eager"}
+    return lambda seed=0: tiny_models.tiny_model("Qwen3MoeForCausalLM", seed, **SIZES, **own)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory) -> Path:
+    """The folder of the reference of trainers that generate (`rollouts`)."""
+    return save_reference(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
     """One token for each word between blanks, and a chat template that marks what the assistant says."""
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -109,8 +89,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def preferences() -> Dataset:
+def preferences() -> Any:
     """`prompt`, `chosen`, `rejected`: a system prompt that all share, a question, two answers of 5 to 10 words."""
+    from datasets import Dataset
+
     rng = np.random.default_rng(0)
 
     def text(count: int) -> str:
@@ -126,3 +108,44 @@ def preferences() -> Dataset:
         for _ in range(PAIRS)
     ]
     return Dataset.from_list(rows)
+
+
+@pytest.fixture(scope="session")
+def prompts(preferences) -> Any:
+    """`prompt`, `completion`."""
+    return preferences.rename_column("chosen", "completion").remove_columns("rejected")
+
+
+@pytest.fixture(scope="session")
+def lora() -> Callable[..., Any]:
+    """`lora(**changes)`: adapters of a causal model."""
+    from peft import LoraConfig
+
+    own = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    return lambda **changes: LoraConfig(**{**own, **changes})
+
+
+@pytest.fixture
+def trl_trainer(tokenizer, tmp_path) -> Callable[..., Any]:
+    """`trl_trainer("DPO", *models, rows=preferences, given={}, **settings)`: TRL's trainer of that name.
+
+    given: arguments of the trainer itself. It evaluates on the first 6 rows.
+    """
+
+    def build(name: str, *models: Any, rows: Any, given: dict[str, Any] | None = None, **others: Any) -> Any:
+        arguments = {"train_dataset": rows, "eval_dataset": rows.select(range(6)), "processing_class": tokenizer}
+        config, trainer = trl_classes(name)
+        return trainer(*models, args=config(**settings(tmp_path, **others)), **arguments, **(given or {}))
+
+    return build
+
+
+def trl_classes(name: str) -> tuple[Any, Any]:
+    """Configuration and trainer. Those that TRL does not vouch for yet are under `trl.experimental`."""
+    module = importlib.import_module("trl")
+    if not hasattr(module, f"{name}Trainer"):
+        try:
+            module = importlib.import_module(f"trl.experimental.{name.lower()}")
+        except ModuleNotFoundError:
+            pytest.skip(f"this TRL has no trl.experimental.{name.lower()}; `pip install trl==1.16.0` has it")
+    return getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")

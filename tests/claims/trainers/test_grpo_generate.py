@@ -4,61 +4,56 @@ Greedy completions are those of the untouched trainer. Sampled ones take other d
 tests/claims/generation asserts.
 """
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig
-from rollouts import ENDS, GENERATIONS, MAX_COMPLETION, Reward, arguments, policy_of, prompts, save_policy, tokenizer
-from trainer_harness import BAR, Counts, Run, differences_of, run
-from transformers import Trainer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from rollouts import (
+    ENDS,
+    GENERATIONS,
+    LORA,
+    MAX_COMPLETION,
+    Reward,
+    arguments,
+    policy_of,
+    prompts,
+    tokenizer,
+)
+from tiers import FULL
+from trainer_harness import Counts, Run, differences_of, run
 
 import radixtrain
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.generation.generated import Generated
 
-FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "any_trainer"
-from grpo_generate import RadixGeneration, RadixGRPOTrainer  # noqa: E402
-from grpo_whole_groups import WholeGroups  # noqa: E402
-
-sys.modules.pop("grpo", None)  # a recipe, and recipes are imported anew by their own tests
+pytestmark = FULL
 
 # Completions of a greedy group are equal and their advantages zero: what is left of the loss is the KL divergence to
-# the reference. `DIFFERENCES` is that of test_grpo.py.
+# the reference.
 GREEDY = {"beta": 0.1, "generation_kwargs": {"do_sample": False}}
-GREEDY_ENDS = [1, 3, 18]  # tokens that the greedy policy reaches
-DIFFERENCES: dict[str, Callable[[Any], float]] = {
-    "loss": lambda entry: 1.0,
-    "train_loss": lambda entry: 1.0,
-    "kl": lambda entry: 2.0,
-}
-
-
-class RadixRLOOTrainer(RadixGeneration, RLOOTrainer):
-    """As the recipe says."""
-
-
-class GroupedRadixGRPOTrainer(WholeGroups, RadixGRPOTrainer):
-    """Both recipes at once."""
-
-
-class GroupedGRPOTrainer(WholeGroups, GRPOTrainer):
-    """The other one only."""
-
-
-ARMS = {
-    "GRPO": (GRPOTrainer, RadixGRPOTrainer, GRPOConfig),
-    "GRPO, whole groups": (GroupedGRPOTrainer, GroupedRadixGRPOTrainer, GRPOConfig),
-    "RLOO": (RLOOTrainer, RadixRLOOTrainer, RLOOConfig),
-}
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_qwen3, tmp_path_factory) -> Path:
-    return save_policy(tiny_qwen3(), tmp_path_factory.mktemp("policy"))
+def arms() -> dict[str, tuple[Any, Any, Any]]:
+    """By name: TRL's trainer, the same that generates on a radix cache, and their configuration."""
+    from grpo_generate import RadixGeneration, RadixGRPOTrainer
+    from grpo_whole_groups import WholeGroups
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    class RadixRLOOTrainer(RadixGeneration, RLOOTrainer):
+        """As the recipe says."""
+
+    class GroupedRadixGRPOTrainer(WholeGroups, RadixGRPOTrainer):
+        """Both recipes at once."""
+
+    class GroupedGRPOTrainer(WholeGroups, GRPOTrainer):
+        """The other one only."""
+
+    return {
+        "GRPO": (GRPOTrainer, RadixGRPOTrainer, GRPOConfig),
+        "GRPO, whole groups": (GroupedGRPOTrainer, GroupedRadixGRPOTrainer, GRPOConfig),
+        "RLOO": (RLOOTrainer, RadixRLOOTrainer, RLOOConfig),
+    }
 
 
 @pytest.fixture
@@ -76,14 +71,13 @@ def answers(monkeypatch) -> list[Generated]:
 
 
 def trained(
-    trainer_class: type[Trainer], args: Any, policy: Path, ends: list[int] = GREEDY_ENDS, **others: Any
+    trainer_class: type[Any], args: Any, reference: Path, ends: list[int], **others: Any
 ) -> tuple[Run, Reward, Any]:
     """The run of a shared policy and its reference, what the reward was given, and the policy."""
     kept: list[Any] = []
 
-    def build(share: Any) -> Trainer:
-        model, reward = share(policy_of(policy)), Reward()
-        model.generation_config.eos_token_id = ends
+    def build(share: Any) -> Any:
+        model, reward = share(policy_of(reference, ends=ends)), Reward()
         trainer = trainer_class(model, reward, args, prompts(), prompts().select(range(4)), tokenizer(), **others)
         if trainer.ref_model is not None:
             share(trainer.ref_model)
@@ -93,49 +87,46 @@ def trained(
     return run(build, share_prefixes, evaluate=True), *kept
 
 
-SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "GRPO": ("GRPO", {}, {}),
-    "whole groups, checkpointing": ("GRPO, whole groups", {"gradient_checkpointing": True}, {}),
-    "LoRA": (
-        "GRPO",
-        {},
-        {
-            "peft_config": LoraConfig(
-                r=4, lora_alpha=1, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
-            )
-        },
-    ),
-}
+@pytest.mark.parametrize(
+    ("name", "settings", "lora"),
+    [
+        ("GRPO", {}, False),
+        ("GRPO", {}, True),
+        ("GRPO, whole groups", {"gradient_checkpointing": True}, False),
+        ("RLOO", {}, False),  # its KL divergence is part of the reward, so the gradient of a greedy group is zero
+    ],
+)
+def test_greedy_completions_and_every_logged_number_are_the_same(
+    name, settings, lora, arms, reference, tmp_path, answers
+):
+    from peft import LoraConfig
 
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_completions_and_every_logged_number_are_the_same(name, policy, tmp_path, answers):
-    arms, settings, others = SETTINGS[name]
-    stock, radix, configuration = ARMS[arms]
+    stock, radix, configuration = arms[name]
     args = arguments(configuration, tmp_path, **GREEDY, **settings)
-    (plain, drawn, _), (found, drawn_again, model) = (trained(t, args, policy, **others) for t in (stock, radix))
+    others = {"peft_config": LoraConfig(**LORA)} if lora else {}
+    (plain, drawn, _), (found, drawn_again, model) = (
+        trained(each, args, reference, greedy_ends(reference), **others) for each in (stock, radix)
+    )
     assert answers and drawn.completions == drawn_again.completions
     assert len(set(map(len, drawn.completions))) > 1, "completions of one length need no padding"
-    worst = differences_of(plain, found, DIFFERENCES)
+    worst = differences_of(plain, found, zero_gradient=name == "RLOO")
     assert {"reward", "kl", "completions/mean_length", "eval_reward"} <= worst.keys()
     assert sharing_report(model).num_shared > 0, "the loss is shared as before"
 
 
-def test_greedy_rloo(policy, tmp_path, answers):
-    """Its KL divergence is part of the reward, so the gradient of a greedy group is zero."""
-    stock, radix, configuration = ARMS["RLOO"]
-    args = arguments(configuration, tmp_path, **GREEDY)
-    (plain, drawn, _), (found, drawn_again, _) = (trained(t, args, policy) for t in (stock, radix))
-    assert answers and drawn.completions == drawn_again.completions
-    for one, other in zip(plain.entries, found.entries, strict=True):
-        assert other == pytest.approx(one, rel=BAR, abs=BAR)
+def greedy_ends(reference: Path) -> list[int]:
+    """Tokens that end some of the policy's greedy completions: each at the third token of another prompt."""
+    model = policy_of(reference).double().eval()
+    asked = [tokenizer()(row["prompt"])["input_ids"] for row in prompts()]
+    answers = radixtrain.generate(model, asked, max_new_tokens=3, do_sample=False, eos_token_id=None).token_ids
+    return sorted({answer[2] for answer in answers[::3]})
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def test_sampled_groups_fork_from_one_prefill(name, policy, tmp_path, answers):
-    stock, radix, configuration = ARMS[name]
+def test_sampled_groups_fork_from_one_prefill(name, arms, reference, tmp_path, answers):
+    stock, radix, configuration = arms[name]
     args = arguments(configuration, tmp_path, temperature=0.9, top_p=0.95)
-    (found, drawn, _), (plain, _, _) = (trained(each, args, policy, ENDS) for each in (radix, stock))
+    (found, drawn, _), (plain, _, _) = (trained(each, args, reference, ENDS) for each in (radix, stock))
     assert [entry.keys() for entry in found.entries] == [entry.keys() for entry in plain.entries]
     for each in answers:
         expected = Counts()
@@ -149,12 +140,15 @@ def test_sampled_groups_fork_from_one_prefill(name, policy, tmp_path, answers):
     assert all(token not in ENDS for ids in completions for token in ids[:-1])
 
 
-def test_the_seed_of_the_trainer_governs_the_samples(policy, tmp_path):
-    args = arguments(GRPOConfig, tmp_path)
-    (one, drawn, _), (again, drawn_again, _) = (trained(RadixGRPOTrainer, args, policy) for _ in range(2))
+def test_the_seed_of_the_trainer_governs_the_samples(arms, reference, tmp_path):
+    _, radix, configuration = arms["GRPO"]
+    args = arguments(configuration, tmp_path, max_steps=1)
+    (one, drawn, _), (again, drawn_again, _) = (trained(radix, args, reference, ENDS) for _ in range(2))
     assert drawn.completions == drawn_again.completions and one.entries == again.entries
 
 
 def test_images_are_refused():
+    from grpo_generate import RadixGeneration
+
     with pytest.raises(NotImplementedError, match="for text"):
         RadixGeneration()._generate_single_turn([[3, 4]], [["an image"]], {})

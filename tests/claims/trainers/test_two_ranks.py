@@ -4,7 +4,7 @@ Every trainer runs untouched and shared on the same two processes. Logged number
 over processes among them, and the gradient of each step after it was averaged; the bars are those of one process.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,30 +12,39 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DataLoaderConfiguration
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from peft import LoraConfig
-from preference_bars import BETA, differences
+from forked_ranks import on_ranks
+from tiers import FULL
 from torch import Tensor, distributed
-from torch.distributed.fsdp import FSDPModule
-from torch.optim import AdamW
-from torch.utils.data import DataLoader, IterableDataset
-from trainer_harness import BAR, Comparison, GradientKeeper, Share, compare, differences_of, run, settings
-from trainer_loop import padded_batches
-from trainers_on_two_ranks import NUM_RANKS, on_two_ranks
-from transformers import DataCollatorForSeq2Seq, EvalPrediction, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from torch.nn.parallel import DistributedDataParallel
+from trainer_harness import Comparison, Share, compare, differences_of, mean_log_probability, run, settings
+from trainer_loop import Loop, Stream, own_loss, padded_batches
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
-from radixtrain.hf.backbone import backbone_of, model_inside, with_rows
+from radixtrain.hf.backbone import backbone_of, model_inside
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
+pytestmark = FULL
+
+NUM_RANKS = 2
 NUM_ROWS = 22  # three micro-batches of 4 on each rank: the second accumulation over two is not full
 PROMPT = list(range(30, 42))
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
 Row = dict[str, list[int]]
+
+
+def on_two_ranks(work: Callable[[int], Any]) -> list[Any]:
+    """What `work(rank)` returned on each, by rank. Its trainer makes the process group, from the environment."""
+    from accelerate.state import AcceleratorState
+
+    def run(rank: int) -> Any:
+        AcceleratorState._reset_state(reset_partial_state=True)  # it may know the process that tests
+        result = work(rank)
+        if distributed.is_initialized():
+            distributed.barrier()  # rank 0 keeps what the ranks meet at
+        return result
+
+    return on_ranks(NUM_RANKS, run, has_group=False)
 
 
 @pytest.fixture(scope="module")
@@ -65,29 +74,19 @@ def row_of(answer: list[int]) -> Row:
     return {"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer}
 
 
-class Stream(IterableDataset):
-    """Rows without a length."""
-
-    def __init__(self, rows: list[Row]):
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-
 @pytest.fixture
-def trainer(tokenizer, tmp_path) -> Callable[..., Trainer]:
+def trainer(tokenizer, tmp_path) -> Callable[..., Any]:
     """`trainer(model, rows, collator, **settings)`: Hugging Face's, with its stock collator if none is given."""
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-    def build(model: Any, rows: Any, collator: Any = None, **others: Any) -> Trainer:
-        given = {name: others.pop(name) for name in ("compute_metrics",) if name in others}
+    def build(model: Any, rows: Any, collator: Any = None, compute_metrics: Any = None, **others: Any) -> Trainer:
         return Trainer(
             model,
             TrainingArguments(**settings(tmp_path, **others)),
             data_collator=collator or DataCollatorForSeq2Seq(tokenizer),
             train_dataset=rows,
             eval_dataset=rows,
-            **given,
+            compute_metrics=compute_metrics,
         )
 
     return build
@@ -98,8 +97,8 @@ def every_call_shared(model: Any) -> Any:
     return share_prefixes(model, min_ratio=0)
 
 
-def compare_on_two_ranks(build: Callable[[Share], Trainer], **options: Any) -> list[Comparison]:
-    """By rank, what `harness.compare` found. Both ranks log the same, apply the same gradient, and see other rows."""
+def compare_on_two_ranks(build: Callable[[Share], Any], **options: Any) -> Comparison:
+    """What `harness.compare` found on rank 0. Both ranks log the same, apply the same gradient, and see other rows."""
 
     def work(rank: int) -> tuple[Comparison, list[Tensor]]:
         seen: list[Tensor] = []
@@ -108,10 +107,10 @@ def compare_on_two_ranks(build: Callable[[Share], Trainer], **options: Any) -> l
         return found, seen
 
     (first, seen), (second, seen_by_second) = on_two_ranks(work)
-    assert first.shared.entries == second.shared.entries
-    assert all(map(torch.equal, first.shared.gradients, second.shared.gradients))
+    assert first.shared.entries == second.shared.entries, "reduced once, for both"
+    assert all(map(torch.equal, first.shared.gradients, second.shared.gradients)), "reduced once, for both"
     assert not torch.equal(seen[0], seen_by_second[0])
-    return [first, second]
+    return first
 
 
 def watched(model: Any, seen: list[Tensor]) -> Any:
@@ -128,8 +127,8 @@ def watched(model: Any, seen: list[Tensor]) -> Any:
 def test_trainer(model, trainer, rows, table, across_devices):
     others = {"average_tokens_across_devices": across_devices, "include_num_input_tokens_seen": "non_padding"}
     found = compare_on_two_ranks(lambda share: trainer(share(model()), rows, **others), evaluate=True)
-    assert {"eval_loss", "num_input_tokens_seen"} <= found[0].worst.keys()
-    table(f"2 ranks: Trainer, across devices {across_devices}", found[0])
+    assert {"eval_loss", "num_input_tokens_seen"} <= found.worst.keys()
+    table(f"2 ranks: Trainer, across devices {across_devices}", found)
 
 
 @pytest.mark.parametrize(
@@ -138,85 +137,54 @@ def test_trainer(model, trainer, rows, table, across_devices):
         ("stream", Stream, {"dispatch_batches": False}),
         ("stream, dispatched", Stream, {}),
         ("stream, split", Stream, {"split_batches": True}),
-        ("dispatched", list, {"dispatch_batches": True}),
         ("dispatched, split", list, {"dispatch_batches": True, "split_batches": True}),
-        ("split", list, {"split_batches": True}),
     ],
 )
 def test_batches_that_accelerate_spreads(model, trainer, equally_long_rows, table, name, data, config):
     """A rank gets part of a batch that rank 0 has read, or of its own; it shares inside that part."""
 
-    def build(share: Share) -> Trainer:
+    def build(share: Share) -> Any:
         return trainer(share(model()), data(equally_long_rows), accelerator_config=config)
 
-    table(f"2 ranks: Trainer, {name}", compare_on_two_ranks(build, share=every_call_shared, evaluate=True)[0])
+    table(f"2 ranks: Trainer, {name}", compare_on_two_ranks(build, share=every_call_shared, evaluate=True))
 
 
 def test_metrics_on_whole_logits(model, trainer, rows, table):
     """Logits of both ranks, `[B, L, V]`, are padded to one length and gathered; the places of the last, too."""
 
-    def metrics(seen: EvalPrediction) -> dict[str, float]:
-        logits, labels = torch.tensor(seen.predictions)[:, :-1], torch.tensor(seen.label_ids)[:, 1:]
-        logps = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        assert len(labels) == NUM_ROWS
-        return {"logp": float(logps[labels != -100].mean())}
-
-    build = lambda share: trainer(share(model()), rows, max_steps=1, compute_metrics=metrics)  # noqa: E731
-    found, _ = compare_on_two_ranks(build, evaluate=True)
+    build = lambda share: trainer(share(model()), rows, max_steps=1, compute_metrics=mean_log_probability)  # noqa: E731
+    found = compare_on_two_ranks(build, evaluate=True)
     assert "eval_logp" in found.worst
+    assert any(entry.get("eval_rows") == NUM_ROWS for entry in found.shared.entries)
     table("2 ranks: Trainer, compute_metrics", found)
 
 
-@pytest.mark.parametrize("across_devices", [True, False])
-@pytest.mark.parametrize(("data", "config"), [(list, {}), (Stream, {"dispatch_batches": False})])
+@pytest.mark.parametrize(
+    ("data", "config", "across_devices"), [(list, {}, True), (Stream, {"dispatch_batches": False}, False)]
+)
 def test_the_collator(model, trainer, rows, data, config, across_devices):
     """`RadixCollator`: its batches have other shapes, and the trainer counts the same labels in them."""
     others = {"average_tokens_across_devices": across_devices, "accelerator_config": config}
 
     def work(rank: int) -> dict[str, float]:
-        stock = run(lambda share: trainer(model(), data(rows), **others), share_prefixes, evaluate=True)
+        stock = run(lambda share: trainer(share(model()), data(rows), **others), lambda model: model, evaluate=True)
         radix = run(
             lambda share: trainer(share(model()), data(rows), RadixCollator(), **others), prepare_model, evaluate=True
         )
-        return differences_of(stock, radix, {})
+        return differences_of(stock, radix)
 
     for worst in on_two_ranks(work):
         assert {"loss", "eval_loss"} <= worst.keys()
 
 
-@pytest.mark.parametrize(
-    ("data", "config"), [(Stream, {}), (Stream, {"split_batches": True}), (list, {"dispatch_batches": True})]
-)
-def test_a_radix_batch_that_is_dispatched_is_refused(model, trainer, rows, data, config):
+def test_a_radix_batch_that_is_dispatched_is_refused(model, trainer, rows):
     """On rank 0, which reads the batches; the other one waits for it."""
 
     def work(rank: int) -> None:
-        trainer(prepare_model(model()), data(rows), RadixCollator(), accelerator_config=config).train()
+        trainer(prepare_model(model()), Stream(rows), RadixCollator()).train()
 
     with pytest.raises(AssertionError, match=r'(?s)rank 0: .*accelerator_config=\{"dispatch_batches": False\}'):
         on_two_ranks(work)
-
-
-@pytest.mark.parametrize("collated", [False, True])
-def test_gradients_in_float64(model, trainer, rows, collated):
-    """Of one optimizer step over two micro-batches on each rank, whose numbers of labels differ."""
-
-    def gradient(share: Callable[[Any], Any], collator: Any) -> Tensor:
-        base = share(model())
-        keeper = GradientKeeper()
-        with float64_throughout(base):
-            built = trainer(base, rows, collator, max_steps=1)
-            built.add_callback(keeper)
-            built.train()
-        (found,) = keeper.gradients
-        return found
-
-    def work(rank: int) -> float:
-        truth = gradient(lambda model: model, None)
-        other = gradient(prepare_model, RadixCollator()) if collated else gradient(share_prefixes, None)
-        return float((other - truth).norm() / truth.norm())
-
-    assert max(on_two_ranks(work)) <= 1e-12
 
 
 @pytest.mark.parametrize("share", [every_call_shared, share_prefixes])
@@ -229,11 +197,11 @@ def test_a_rank_that_shares_nothing(model, trainer, rows, share):
     def work(rank: int) -> tuple[int, int]:
         kept: list[Any] = []
 
-        def build(share: Share) -> Trainer:
+        def build(share: Share) -> Any:
             kept.append(share(model()))
             return trainer(kept[-1], [row for batch in batches for row in batch], train_sampling_strategy="sequential")
 
-        differences_of(run(build, lambda model: model, False), run(build, share, False), {})
+        differences_of(run(build, lambda model: model), run(build, share))
         report = sharing_report(kept[-1])
         return report.num_tokens - report.num_unique_tokens, sum(report.not_shared.values())
 
@@ -242,35 +210,20 @@ def test_a_rank_that_shares_nothing(model, trainer, rows, share):
     assert (unshared, unshared_by_second) == (0 if share is every_call_shared else 5, 0), "5 micro-batches each"
 
 
-@pytest.mark.parametrize("config", [{}, {"dispatch_batches": False}, {"dispatch_batches": True, "split_batches": True}])
-def test_accelerate(model, tokenizer, equally_long_rows, config):
-    """A loop of your own over a stream, with `accelerator.accumulate`, which leaves out the reduction in between."""
+def test_a_loop_with_ddp(tiny_qwen3):
+    """grad_norm is that of the gradient which DDP averaged over both."""
 
-    def history(share: Share) -> list[tuple[float, float]]:
-        accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(**config)
-        )
-        policy = share(model()).train()
-        loader = DataLoader(Stream(equally_long_rows), 4, collate_fn=DataCollatorForSeq2Seq(tokenizer))
-        policy, optimizer, loader = accelerator.prepare(policy, AdamW(policy.parameters(), lr=1e-4), loader)
-        found = []
-        for batch in loader:
-            with accelerator.accumulate(policy):
-                loss = policy(**batch).loss
-                accelerator.backward(loss)
-                norm = accelerator.clip_grad_norm_(policy.parameters(), 1.0) if accelerator.sync_gradients else 0.0
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append((float(accelerator.reduce(loss.detach(), "mean")), float(norm)))
-        return found
+    def work(rank: int) -> list[dict[str, float]]:
+        distributed.init_process_group("gloo")
 
-    def work(rank: int) -> list[list[tuple[float, float]]]:
-        return [history(share) for share in (lambda model: model, every_call_shared)]
+        def build(share: Share) -> Loop:
+            return Loop(DistributedDataParallel(share(tiny_qwen3())), padded_batches("left", seed=rank), own_loss)
+
+        return compare(build).shared.entries
 
     first, second = on_two_ranks(work)
-    assert first == second
-    np.testing.assert_allclose(first[1], first[0], rtol=BAR)
-    assert sum(norm > 0 for _, norm in first[0]) >= 2
+    for one, other in zip(first, second, strict=True):
+        assert one["grad_norm"] == other["grad_norm"] and one["loss"] != other["loss"]
 
 
 @pytest.mark.parametrize("min_ratio", [0, 2])
@@ -279,6 +232,10 @@ def test_fsdp2(model, min_ratio):
 
     The second rank has nothing to share but its padding; with a `min_ratio` of 2 its call is left as it is.
     """
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import FSDPModule
+
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -307,73 +264,26 @@ def test_fsdp2(model, min_ratio):
         other, policy = gradient(partial(share_prefixes, min_ratio=min_ratio), batch)
         report = sharing_report(policy)
         assert isinstance(policy, FSDPModule) and truth.dtype == torch.float64
-        return (
-            float((other - truth).norm() / truth.norm()),
-            report.num_tokens - report.num_unique_tokens,
-            report.num_shared,
-        )
+        return relative_error(other, truth), report.num_tokens - report.num_unique_tokens, report.num_shared
 
     (error, saved, _), (error_of_second, _, num_shared) = on_two_ranks(work)
     assert error == error_of_second <= 1e-12
     assert saved > 0 and num_shared == (min_ratio == 0)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_sft(model, tokenizer, preferences, tmp_path, table, adapters):
+def test_sft(model, trl_trainer, prompts, lora, table):
     """TRL's counts of tokens, entropy and accuracy are gathered; activation checkpointing as TRL has it by default."""
-    prompts = preferences.rename_column("chosen", "completion").remove_columns("rejected")
-    arguments = settings(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def build(share: Share) -> Trainer:
-        return SFTTrainer(
-            share(model()),
-            SFTConfig(**arguments),
-            train_dataset=prompts,
-            eval_dataset=prompts.select(range(6)),
-            processing_class=tokenizer,
-            peft_config=LORA if adapters else None,
-        )
-
-    found, _ = compare_on_two_ranks(build, evaluate=True)
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    given = {"peft_config": lora()}
+    build = lambda share: trl_trainer("SFT", share(model()), rows=prompts, given=given, **checkpointing)  # noqa: E731
+    found = compare_on_two_ranks(build, evaluate=True)
     assert {"num_tokens", "entropy", "mean_token_accuracy", "eval_loss"} <= found.worst.keys()
-    table(f"2 ranks: SFTTrainer{', LoRA' * adapters}", found)
+    table("2 ranks: SFTTrainer, LoRA", found)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_dpo(model, tokenizer, preferences, tmp_path, table, adapters):
-    """With a reference, which Accelerate prepares for evaluation, or with the policy's adapters turned off."""
-
-    def build(share: Share) -> Trainer:
-        return DPOTrainer(
-            share(model(0)),
-            None if adapters else share(model(1)),
-            DPOConfig(**settings(tmp_path, beta=BETA, learning_rate=1e-3 if adapters else 1e-4)),
-            train_dataset=preferences,
-            eval_dataset=preferences.select(range(6)),
-            processing_class=tokenizer,
-            peft_config=LORA if adapters else None,
-        )
-
-    found, _ = compare_on_two_ranks(build, evaluate=True, differences={**differences(), **differences("eval_")})
+def test_dpo(model, trl_trainer, preferences, table):
+    """With a reference, which Accelerate prepares for evaluation."""
+    build = lambda share: trl_trainer("DPO", share(model(0)), share(model(1)), rows=preferences)  # noqa: E731
+    found = compare_on_two_ranks(build, evaluate=True)
     assert "eval_rewards/margins" in found.worst
-    table(f"2 ranks: DPOTrainer{', LoRA' * adapters}", found)
-
-
-def test_a_gradient_that_one_rank_loses_is_found(model, trainer, rows):
-    """Each rank sees it, in the gradient that both have averaged."""
-
-    def scaled(model: Any) -> Any:
-        def hook(backbone: Any, args: Any, kwargs: Any, output: Any) -> Any:
-            hidden = output[0] + (output[0] - output[0].detach()) * 1e-4 * distributed.get_rank()
-            return with_rows(output, hidden)
-
-        share_prefixes(model)
-        backbone_of(model).register_forward_hook(hook, with_kwargs=True)
-        return model
-
-    def work(rank: int) -> str:
-        with pytest.raises(AssertionError) as caught:
-            compare(lambda share: trainer(share(model()), rows, max_steps=1), share=scaled)
-        return str(caught.value)
-
-    assert all("grad_norm, entry 0" in said for said in on_two_ranks(work))
+    table("2 ranks: DPOTrainer", found)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import FULL
 
 from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint
 
+pytestmark = FULL
 OLD = Path(__file__).resolve().parents[2] / "golden" / "before_the_moves" / "step=5.ckpt"
 
 

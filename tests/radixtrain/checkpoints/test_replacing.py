@@ -4,12 +4,14 @@ import os
 import sys
 
 import pytest
+from killed_in_a_fork import kills_at_file_operations
+from tiers import FULL
 
 from radixtrain.checkpoints import replacing
 from radixtrain.checkpoints.replacing import recover, remove, standing, tidy_leftovers, writing
 
 
-@pytest.fixture(params=["exchanged", "renamed twice"])
+@pytest.fixture(params=["exchanged", pytest.param("renamed twice", marks=FULL)])
 def how(request, monkeypatch):
     """As on Linux, and as on disks that cannot exchange two names."""
     if request.param == "renamed twice":
@@ -38,10 +40,9 @@ def test_new_and_replaced(tmp_path, how):
     assert names(tmp_path / "new folder") == ["x"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has renameat2")
 def test_this_system_exchanges_two_names(tmp_path):
     """So that nothing is absent for a moment. It is what Linux and its usual disks can."""
-    if sys.platform != "linux":
-        pytest.skip("only Linux has renameat2")
     for name in ("a", "b"):
         replace(tmp_path / name, name)
     assert replacing._exchange(tmp_path / "a", tmp_path / "b")
@@ -61,12 +62,14 @@ def test_whatever_has_the_name_is_replaced(tmp_path, how, there):
 
 
 def test_a_failure_leaves_the_old_one_and_nothing_else(tmp_path, how):
-    replace(tmp_path / "x", "old")
+    """Also if a write that was killed had left something."""
+    replace(tmp_path / ".x.replaced", "old")
+    replace(tmp_path / ".x.partial", "half")
     for error in (ValueError, KeyboardInterrupt):
         with pytest.raises(error), writing(tmp_path / "x") as staging:
             (staging / "half").write_text("half")
             raise error
-    assert content(tmp_path / "x") == "old" and names(tmp_path) == ["x"]
+        assert content(tmp_path / "x") == "old" and names(tmp_path) == ["x"]
 
 
 def test_removed(tmp_path):
@@ -77,37 +80,9 @@ def test_removed(tmp_path):
     assert names(tmp_path) == []
 
 
-def killed_at(number, work):
-    """Runs `work` in a fork that dies, without any cleaning up, at its file operation of that number; was it killed?"""
-    child = os.fork()
-    if child == 0:
-        left = [number]
-
-        def count(event, arguments):
-            left[0] -= event.startswith(("os.", "open", "shutil."))
-            if left[0] < 0:
-                os._exit(9)
-
-        try:
-            sys.addaudithook(count)
-            work()
-        finally:
-            os._exit(0 if left[0] >= 0 else 9)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-
-
-def kills(work):
-    """How often `work` can be killed, once at each of its file operations; yields after each kill."""
-    number = 0
-    while killed_at(number, work):
-        yield number
-        number += 1
-    assert number > 10  # it does count
-
-
-def test_killed_at_every_file_operation_while_it_replaces(tmp_path, how):
+def test_killed_while_it_replaces(tmp_path, how):
     replace(tmp_path / "x", "old")
-    for _ in kills(lambda: replace(tmp_path / "x", "new")):
+    for _ in kills_at_file_operations(lambda: replace(tmp_path / "x", "new")):
         now = content(standing(tmp_path / "x"))
         assert now in ("old", "new")
         tidy_leftovers(tmp_path)
@@ -115,22 +90,25 @@ def test_killed_at_every_file_operation_while_it_replaces(tmp_path, how):
         replace(tmp_path / "x", "old")
 
 
+@FULL
 def test_killed_while_it_is_written_anew(tmp_path):
-    for _ in kills(lambda: replace(tmp_path / "x", "new")):
+    for _ in kills_at_file_operations(lambda: replace(tmp_path / "x", "new")):
         assert not (tmp_path / "x").exists() or content(tmp_path / "x") == "new"
         tidy_leftovers(tmp_path)
         remove(tmp_path / "x")
         assert names(tmp_path) == []
 
 
+@FULL
 def test_killed_while_it_is_removed(tmp_path):
     replace(tmp_path / "x", "old")
-    for _ in kills(lambda: [remove(tmp_path / "x"), list(os.scandir(tmp_path))]):
+    for _ in kills_at_file_operations(lambda: [remove(tmp_path / "x"), list(os.scandir(tmp_path))]):
         assert not (tmp_path / "x").exists() or content(tmp_path / "x") == "old"
         tidy_leftovers(tmp_path)
         replace(tmp_path / "x", "old")
 
 
+@FULL
 def test_killed_while_it_is_tidied(tmp_path):
     def leave_a_mess():
         remove(tmp_path / "y")
@@ -138,7 +116,7 @@ def test_killed_while_it_is_tidied(tmp_path):
             replace(tmp_path / name, f"of {name}")
 
     leave_a_mess()
-    for _ in kills(lambda: tidy_leftovers(tmp_path)):
+    for _ in kills_at_file_operations(lambda: tidy_leftovers(tmp_path)):
         tidy_leftovers(tmp_path)
         assert names(tmp_path) == ["x", "y"]
         assert content(tmp_path / "x") == "of x" and content(tmp_path / "y") == "of .y.replaced"
@@ -153,11 +131,3 @@ def test_the_previous_one_counts_while_the_target_is_absent(tmp_path):
     replace(tmp_path / ".x.replaced", "older")
     recover(tmp_path / "x")
     assert content(standing(tmp_path / "x")) == "old"
-
-
-def test_a_write_takes_up_what_a_killed_one_left(tmp_path, how):
-    replace(tmp_path / ".x.replaced", "old")
-    replace(tmp_path / ".x.partial", "half")
-    with pytest.raises(ValueError), writing(tmp_path / "x"):
-        raise ValueError
-    assert content(tmp_path / "x") == "old" and names(tmp_path) == ["x"]

@@ -1,10 +1,7 @@
-"""`--help`: a page of our own keys in less time than an import of torch."""
+"""`--help`: a page of our own keys, without an import of torch."""
 
 import subprocess
 import sys
-import time
-
-import pytest
 
 from radixtrain.__main__ import main
 from radixtrain.commands.help import TRAINER, help_text, topic_of
@@ -26,20 +23,17 @@ def test_the_trainers_keys_exist():
     assert {f"trainer.{name}" for name in TRAINER} <= {key.name for key in trainer_keys()}
 
 
-def test_it_takes_less_than_two_seconds_and_imports_nothing_heavy():
+def test_it_imports_nothing_that_takes_seconds():
     code = (
         "import sys; from radixtrain.__main__ import main; main(['fit', '--help']);"
         f"sys.exit(any(name in sys.modules for name in {HEAVY}))"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "--model.learning_rate" in done.stdout
-    assert time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "topic"),
-    [
+def test_what_is_asked_for():
+    for arguments, topic in (
         ([], None),
         (["--model.scores=x"], None),
         (["--help"], ""),
@@ -47,10 +41,8 @@ def test_it_takes_less_than_two_seconds_and_imports_nothing_heavy():
         (["--help", "--config"], ""),
         (["--help", "batch_size"], "batch_size"),
         (["--help_all"], "all"),
-    ],
-)
-def test_what_is_asked_for(arguments, topic):
-    assert topic_of(arguments) == topic
+    ):
+        assert topic_of(arguments) == topic
 
 
 def test_a_key_in_full(capsys):
@@ -62,18 +54,12 @@ def test_a_key_in_full(capsys):
     assert help_text("fit", "--data.max_tokens") == help_text("fit", "max_tokens")
 
 
-def test_a_name_of_two_keys():
+def test_a_name_of_two_keys_a_section_and_a_misspelt_topic():
     listed = [line for line in help_text("fit", "batch_size").splitlines() if line.startswith("--")]
     assert listed == ["--evaluate_generation.batch_size", "--data.batch_size"]
-
-
-def test_a_section_in_full():
     number = sum(key.name.startswith("data.") for key in keys_of("fit"))
     assert f"\n{help_text('fit', 'data')}".count("\n--data.") == number
     assert "--trainer.gradient_clip_val" in help_text("fit", "trainer")
-
-
-def test_a_misspelt_topic():
     assert help_text("fit", "bath_size") == "no key 'bath_size', did you mean batch_size?\n"
 
 

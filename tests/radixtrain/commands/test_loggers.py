@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import yaml
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.__main__ import main
 from radixtrain.commands import loggers, wandb_login
@@ -39,25 +39,19 @@ def says(arguments, shop, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("asked", "kinds"),
-    [
+def test_short_names_and_other_loggers(tmp_path, nobody):
+    for asked, kinds in (
         (None, ["CSVLogger"]),
         (True, ["CSVLogger"]),
         ("csv", ["CSVLogger"]),
         ("wandb", ["CSVLogger", "WandbLogger"]),
         (["wandb", "csv", "wandb"], ["CSVLogger", "WandbLogger"]),
-    ],
-)
-def test_short_names(asked, kinds, tmp_path, nobody):
-    made = loggers_of(asked, tmp_path / "my_run")
-    assert [type(logger).__name__ for logger in made] == kinds
-    assert made[0].root_dir == str(tmp_path / "my_run" / "logs")
-    if "WandbLogger" in kinds:
-        assert (made[1].name, made[1].save_dir) == ("radixtrain", str(tmp_path / "my_run"))
-
-
-def test_no_logger_and_other_loggers(tmp_path):
+    ):
+        made = loggers_of(asked, tmp_path / "my_run")
+        assert [type(logger).__name__ for logger in made] == kinds
+        assert made[0].root_dir == str(tmp_path / "my_run" / "logs")
+        if "WandbLogger" in kinds:
+            assert (made[1].name, made[1].save_dir) == ("radixtrain", str(tmp_path / "my_run"))
     own = CSVLogger(tmp_path, name="own")
     assert loggers_of(False, tmp_path) is loggers_of("none", tmp_path) is False
     assert loggers_of(own, tmp_path) is own and loggers_of([own], tmp_path) == [own]
@@ -72,45 +66,31 @@ def test_the_project_of_the_environment(tmp_path, nobody, monkeypatch):
     assert loggers_of("wandb", tmp_path)[1].name == "theirs"
 
 
-@pytest.mark.parametrize("logger", ["wandb", "WandbLogger", "[wandb, csv]"])
-def test_nobody_is_logged_in(logger, says, nobody):
+def test_nobody_is_logged_in(says, nobody, tmp_path):
     expected = "trainer.logger: nobody is logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
-    assert says(trainer__logger=logger) == expected + OFFLINE
-
-
-def test_nobody_is_logged_in_in_a_file(says, nobody, tmp_path):
+    for logger in ("wandb", "WandbLogger", "[wandb, csv]"):
+        assert says(trainer__logger=logger) == expected + OFFLINE
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"logger": "wandb"}}))
-    assert says(config=tmp_path / "my.yaml").startswith("trainer.logger: nobody is logged in")
+    assert says(config=tmp_path / "my.yaml") == expected + OFFLINE
 
 
-def test_no_network(says, nobody, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:9")
-    found = says(trainer__logger="wandb")
-    assert found.startswith("trainer.logger: no connection to Weights & Biases at localhost: ") and OFFLINE in found
-
-
-def test_a_server_that_answers(says, nobody, monkeypatch):
+def test_a_server_that_answers_and_no_network(says, nobody, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.create_server(("localhost", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{server.getsockname()[1]}")
         assert says(trainer__logger="wandb").startswith("no such file: ")
+    found = says(trainer__logger="wandb")
+    assert found.startswith("trainer.logger: no connection to Weights & Biases at localhost: ") and OFFLINE in found
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
+def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
+    for flags in (
         {"trainer__logger": "WandbLogger", "trainer__logger.offline": "true"},
         {"trainer__logger": "wandb", "trainer__fast_dev_run": "true"},
         {"trainer__logger": "csv"},
         {"trainer__logger": "none"},
-    ],
-)
-def test_what_needs_no_login(flags, says, nobody):
-    assert says(**flags).startswith("no such file: ")
-
-
-def test_a_command_that_logs_nothing(arguments, shop, nobody, capsys):
+    ):
+        assert says(**flags).startswith("no such file: ")
     assert main(arguments("inspect", trainer__logger="wandb", data__train_file=shop / "none.jsonl")) == 1
     assert "error: no such file" in capsys.readouterr().err
 
@@ -130,8 +110,3 @@ def test_what_weights_and_biases_refuses_later():
         raise wandb.errors.CommError("no such project\nmore")
     with pytest.raises(json.JSONDecodeError), errors_of_wandb():
         json.loads("{")
-
-
-def test_a_logger_of_ones_own_stays(tmp_path, nobody):
-    logger = WandbLogger(project="p", save_dir=tmp_path, offline=True)
-    assert loggers_of(logger, tmp_path) is logger

@@ -1,179 +1,219 @@
-"""Files to rows: every kind of file, and each bad row named by file and line."""
+"""Files of every kind: each is read as it is meant, or says what is wrong and where. None crashes, none loses a row.
 
+A case is a file's name, its bytes, and what becomes of its rows in their order: `learns X` for each sample, or the
+error of a row; or else one text, the error of the whole file. `@` stands for the path.
+"""
+# ruff: noqa: E501 (the tables)
+
+import gzip
+import io
 import json
-import os
 import pickle
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import TRIES
 
+from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
 from radixtrain.data.formats import Row, UnreadRow, open_rows, read_rows
 from radixtrain.errors import DataError, UserError
 
-datasets = pytest.importorskip("datasets", reason="parquet and saved data sets: pip install datasets")
+
+def parquet(**columns: Any) -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table(columns), sink)
+    return sink.getvalue()
 
 
-def write(path, content):
-    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    return path
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
 
 
-def read_all(path):
-    errors = []
-    return [row.fields for row in read_rows(path, errors.append)], [str(error) for error in errors]
+A = b'{"text": "a"}\n'
+B = b'{"text": "b"}\n'
+AB = ["learns a", "learns b"]
+LONG = b"".join(b'{"text": "%d"}\n' % n for n in range(10_000))
+
+FILES: list[tuple[str, bytes, list[str] | str]] = [
+    # lines of JSON
+    ("a.jsonl", b"", "no rows in @; expected at least one"),
+    ("a.jsonl", b"\n \n\t\n", "no rows in @; expected at least one"),
+    ("a.jsonl", b"\xef\xbb\xbf" + A + b"\r\n" + B.rstrip(), AB),
+    ("a.jsonl", b"\n  \n" + A + b"\n\t\n" + B.rstrip(), AB),
+    ("a.jsonl", '{"text": "x\u2028y\x85"}'.encode(), ["learns x\u2028y\x85"]),
+    ("a.ndjson", A + B, AB),
+    ("a.JSONL", A, AB[:1]),
+    ("a.jsonl", A + b'{"text": "x"\n' + B, ["learns a", "@:2: not valid JSON: Expecting ',' delimiter", "learns b"]),
+    ("a.jsonl", A + b"}\n", ["learns a", "@:2: not valid JSON: Expecting value at column 1"]),
+    ("a.jsonl", A[:-3], ["@:1: not valid JSON: Unterminated string"]),
+    ("a.jsonl", b'{"text": NaN}\n', ["@:1: not valid JSON: NaN is not a JSON number"]),
+    ("a.jsonl", b'{"text": -Infinity}\n', ["@:1: not valid JSON: -Infinity is not a JSON number"]),
+    ("a.jsonl", b"[" * 100_000 + b"\n" + B, ["@:1: not valid JSON: nested too deeply", "learns b"]),
+    ("a.jsonl", b'{"text": "x", "text": "y"}', ["@:1: key 'text' occurs more than once in one object; keep one of its values"]),
+    ("a.jsonl", b'{"a": {"b": 1, "b": 2}}', ["@:1: key 'b' occurs more than once"]),
+    ("a.jsonl", b'{"text": "\xe9"}\n' + B, ["@:1: not valid UTF-8: byte 0xe9 at offset 10", "learns b"]),
+    ("a.jsonl", b'{"text": "\\ud83d"}', [r"@:1: text holds \ud83d, half of a surrogate pair"]),
+    ("a.jsonl", b'{"\\udc00": 1}', [r"@:1: text holds \udc00, half of a surrogate pair; write both halves or \ufffd"]),
+    ("a.jsonl", b'{"text": "\\uD83D\\uDE00"}', ["learns \U0001f600"]),
+    ("a.jsonl", b"\x00\x00\n" + B, ["@:1: not valid JSON", "learns b"]),
+    ("a.jsonl", b'"text"\n3\nnull\n', [f"@:{n}: expected a JSON object, found" for n in (1, 2, 3)]),
+    ("a.jsonl", "".join(map(chr, A)).encode("utf-16"), "@: expected text, but the file begins as UTF-16 text"),
+    ("a.jsonl", gzip.compress(A), "@: expected text, but the file begins as gzip; add .gz to its name"),
+    ("a.jsonl", parquet(text=["a"]), "@: expected text, but the file begins as parquet; name it .parquet"),
+    ("a.jsonl", b"PK\x03\x04zip", "@: expected text, but the file begins as a zip archive"),
+    # documents of JSON
+    ("a.json", b'[{"text": "a"}, {"text": "b"}]', AB),
+    ("a.json", b'\xef\xbb\xbf{"version": 1, "data": [{"text": "a"},\n{"text": "b"}]}', AB),
+    ("a.json", A + b"\n" + B, AB),
+    ("a.json", A + b"{\n" + B, ["learns a", "@:2: not valid JSON: Expecting property name", "learns b"]),
+    ("a.json", b"[]", "no rows in @; expected at least one"),
+    ("a.json", b"{}", "@: expected an array of rows, found an object without one"),
+    ("a.json", b'"a"', "@: expected an array of rows, found a string"),
+    ("a.json", b'[{"text": "a"}, 7, {"text": "b"}]', ["learns a", "@:row 2: expected a JSON object, found a number", "learns b"]),
+    ("a.json", b'[{"text": "a", "text": "b"}, {"text": "b"}]', ["@:row 1: key 'text' occurs more than once", "learns b"]),
+    ("a.json", b'[{"text": NaN}, {"text": "b"}]', ["@:row 1: not valid JSON: NaN is not a JSON number", "learns b"]),
+    ("a.json", b'[{"text": "a"}\n{"text": "b"}]', "@: not valid JSON: Expecting ',' delimiter at line 2, column 1"),
+    ("a.json", b'[{"text": "a"}', "@: not valid JSON: Expecting ',' delimiter at line 1, column 15"),
+    ("a.json", b'[{"text": "a"},]', "@: not valid JSON: "),
+    ("a.json", b'[{"text": "a"}] {}', "@: not valid JSON: Extra data at line 1, column 17"),
+    ("a.json", b'[{"text": "\xff"}]', "@: not valid UTF-8: byte 0xff at offset 11"),
+    ("a.json", b"[" * 100_000, "@: not valid JSON: nested too deeply"),
+    ("a.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "@: expected one array of rows, found 'train', 'test'"),
+    ("a.json", b'{"messages": []}', "@: holds one row and not an array of rows"),
+    # tables as text
+    ("a.csv", b"text\r\na\r\n\r\nb\r\n", AB),
+    ("a.csv", b'\xef\xbb\xbftext\n"a"\nb', AB),
+    ("a.csv", b'question,answer\nq,"a\n""b"""\nq\n', ['learns a\n"b"', "@:4: expected 2 fields (question, answer), found 1"]),
+    ("a.csv", b"question,answer\nq,a,b\nq,b\n", ["@:2: expected 2 fields (question, answer), found 3", "learns b"]),
+    ("a.csv", b'text\na\n"b', ["learns a", "@:3: cannot be read as a table: unexpected end of data"]),
+    ("a.csv", b'text\n"a"b\nb\n', ["@:2: cannot be read as a table: ',' expected after '\"'", "learns b"]),
+    ("a.csv", b"text\n\xe9\nb\n", ["@:2: not valid UTF-8: byte 0xe9", "learns b"]),
+    ("a.csv", b"text,text\na,b\n", "@:1: the header names the column 'text' more than once"),
+    ("a.csv", b"text\n", "no rows in @; expected at least one"),
+    ("a.csv", b"", "no rows in @; expected at least one"),
+    ("a.csv", b",question,answer\n0,q,a\n", ["learns a"]),
+    ("a.csv", b"prompt;completion\nq;a\n", ["@:2: no format has the columns prompt;completion"]),
+    ("a.csv", b"q,a\nq,b\n", ["@:2: no format has the columns q, a; expected messages"]),
+    ("a.csv", b"text\n" + b"x" * 200_000 + b"\n", ["learns " + "x" * 200_000]),
+    ("a.csv", "text\na\n".encode("utf-16"), "@: expected text, but the file begins as UTF-16 text"),
+    ("a.csv", b"text\ra\r", "@:1: cannot be read as a table: new-line character"),
+    ("a.tsv", b"question\tanswer\nq, \ta\n", ["learns a"]),
+    # compressed files, Arrow
+    ("a.jsonl.gz", gzip.compress(A) + gzip.compress(B), AB),
+    ("a.jsonl.zst", zstd(A) + zstd(B), AB),
+    ("a.csv.gz", gzip.compress(b"text\na\n"), AB[:1]),
+    ("a.parquet.zst", zstd(parquet(text=["a"])), AB[:1]),
+    ("a.jsonl.gz", gzip.compress(LONG)[:-100], "@: cannot be decompressed: Truncated compressed stream"),
+    ("a.jsonl.zst", zstd(LONG)[:-100], "@: cannot be decompressed: Truncated compressed stream"),
+    ("a.jsonl.gz", A, "@: cannot be decompressed: "),
+    ("a.jsonl.zst", A, "@: cannot be decompressed: "),
+    ("a.json.gz", b"", "no rows in @; expected at least one"),
+    ("a.parquet", b"PAR1 nothing PAR1", "@: cannot be read as parquet: "),
+    ("a.parquet", b"", "@: cannot be read as parquet: "),
+    ("a.parquet", parquet(text=["a", None, "b"]), ["learns a", "@:row 2: no format has the columns text (null)", "learns b"]),
+    ("a.arrow", b"ARROW1 nothing", "@: cannot be read as Arrow: "),
+    ("a.arrow", b"", "@: cannot be read as Arrow: "),
+    ("a.xlsx", b"PK\x03\x04", "@: unknown suffix '.xlsx'; expected .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow"),
+    ("a", A, "@: unknown suffix ''; expected .jsonl"),
+]  # fmt: skip
 
 
-def test_jsonl_rows_carry_their_line(tmp_path):
-    path = write(tmp_path / "a.jsonl", '{"text": "x"}\n\n{"text": "y"}\n')
-    assert list(read_rows(path)) == [Row({"text": "x"}, f"{path}:1"), Row({"text": "y"}, f"{path}:3")]
+def outcomes(path: Path) -> list[str]:
+    """Row by row: what is learned from each sample, or what is wrong."""
+    found = []
+    tokenizer = byte_tokenizer()
+    encoder = ChatEncoder(tokenizer)
+    for row in open_rows(path):
+        errors: list[DataError] = []
+        [samples] = encoder.encode_all([row], errors.append)
+        labels = [sample.labels[sample.labels != -100] for sample in samples]
+        found += [f"learns {tokenizer.decode(each).removesuffix('<|im_end|>')}" for each in labels] or map(str, errors)
+    return found
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'\xef\xbb\xbf{"text": "x"}\n{"text": "y"}\n',
-        b'{"text": "x"}\r\n{"text": "y"}\r\n',
-        b'\n  \n{"text": "x"}\n\t\n{"text": "y"}',
-    ],
-    ids=["byte order mark", "CRLF", "blank lines, no newline at the end"],
-)
-def test_jsonl_tolerates(tmp_path, content):
-    assert read_all(write(tmp_path / "a.jsonl", content)) == ([{"text": "x"}, {"text": "y"}], [])
-
-
-def test_jsonl_keeps_a_line_separator_inside_a_text(tmp_path):
-    assert read_all(write(tmp_path / "a.jsonl", '{"text": "x\u2028y\x85"}'))[0] == [{"text": "x\u2028y\x85"}]
-
-
-BAD_LINES = [
-    (b'{"text": "x"', "not valid JSON: Expecting ',' delimiter at column 13"),
-    (b"nonsense", "not valid JSON: Expecting value at column 1"),
-    (b'{"text": NaN}', "not valid JSON: NaN is not a JSON number"),
-    (b"[" * 200_000, "not valid JSON: nested too deeply to be read"),
-    (b"[1]", "expected a JSON object, found an array"),
-    (b'"x"', "expected a JSON object, found a string"),
-    (b"7", "expected a JSON object, found a number"),
-    (b"null", "expected a JSON object, found null"),
-    (b'{"a": {"b": 1, "b": 2}}', "key 'b' occurs more than once in one object; keep one of its values"),
-    (b'{"text": "\xff"}', "not valid UTF-8: byte 0xff at offset 10; save the file as UTF-8"),
-    (b'{"text": "\\ud83d!"}', r"text holds \ud83d, half of a surrogate pair; write both halves or \ufffd"),
-    (b'{"\\udc00": 1}', r"text holds \udc00, half of a surrogate pair; write both halves or \ufffd"),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=[reason[:40] for _, reason in BAD_LINES])
-def test_bad_lines_are_named_and_the_others_read(tmp_path, line, reason):
-    path = write(tmp_path / "a.jsonl", b'{"text": "x"}\n' + line + b'\n{"text": "y"}\n')
-    assert read_all(path) == ([{"text": "x"}, {"text": "y"}], [f"{path}:2: {reason}"])
-    with pytest.raises(DataError) as raised:
-        list(read_rows(path))
-    assert (raised.value.where, raised.value.reason) == (f"{path}:2", reason)
-
-
-def test_a_whole_surrogate_pair_is_one_character(tmp_path):
-    assert read_all(write(tmp_path / "a.jsonl", r'{"text": "\ud83d\ude00"}')) == ([{"text": "\U0001f600"}], [])
-
-
-def test_json_array(tmp_path):
-    path = write(tmp_path / "a.json", '\ufeff[{"text": "x"},\n 7,\n {"text": "y"}]')
-    expected = f"{path}:row 2: expected a JSON object, found a number"
-    assert read_all(path) == ([{"text": "x"}, {"text": "y"}], [expected])
-    assert [row.where for row in read_rows(path, lambda error: None)] == [f"{path}:row 1", f"{path}:row 3"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}", "{path}: expected an array of rows, found an object without one; one object per line is named .jsonl"),
-        (
-            '[{"a": 1}]\n{"a": 2}',
-            "{path}: not valid JSON: Extra data at line 2, column 1; a file of one object per line is named .jsonl",
-        ),
-        ("[]", "no rows in {path}; expected at least one"),
-        ("", "no rows in {path}; expected at least one"),
-        (b"[\xff]", "{path}: not valid UTF-8: byte 0xff at offset 1; save the file as UTF-8"),
-    ],
-)
-def test_a_json_file_that_is_no_array_raises(tmp_path, content, message):
-    path = write(tmp_path / "a.json", content)
+def error_of(read: Any) -> str:
     with pytest.raises(UserError) as raised:
-        list(read_rows(path, on_error=lambda error: None))
-    assert str(raised.value) == message.replace("{path}", str(path))
+        list(read())
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
-def test_parquet_and_saved_folder_give_the_same_rows(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "hé"}], "n": 1}, {"messages": [], "n": None}]
-    dataset = datasets.Dataset.from_list(rows)
-    dataset.to_parquet(tmp_path / "a[1].parquet")
-    dataset.with_format("numpy").save_to_disk(tmp_path / "saved")
-    for path in (tmp_path / "a[1].parquet", tmp_path / "saved"):
-        assert list(read_rows(path)) == [Row(rows[0], f"{path}:row 1"), Row(rows[1], f"{path}:row 2")]
+@pytest.mark.parametrize("name", sorted({name for name, *_ in FILES}))
+def test_a_file(name: str, tmp_path: Path) -> None:
+    for number, (_, content, expected) in enumerate(case for case in FILES if case[0] == name):
+        path = tmp_path / str(number) / name
+        path.parent.mkdir()
+        path.write_bytes(content)
+        if isinstance(expected, str):
+            assert error_of(lambda path=path: outcomes(path)).startswith(expected.replace("@", str(path)))
+            continue
+        found = outcomes(path)
+        assert len(found) == len(expected), found
+        for said, wanted in zip(found, expected, strict=True):
+            assert said == wanted if wanted.startswith("learns") else said.startswith(wanted.replace("@", str(path)))
 
 
-def test_a_folder_of_splits_names_them(tmp_path):
-    dataset = datasets.Dataset.from_list([{"text": "x"}])
-    datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError) as raised:
-        list(read_rows(tmp_path / "saved"))
-    splits = ", ".join(os.path.join(tmp_path / "saved", split) for split in ("train", "test"))
-    assert str(raised.value) == f"{tmp_path / 'saved'}: holds several splits; name one of them: {splits}"
-    assert [row.fields for row in read_rows(tmp_path / "saved" / "test")] == [{"text": "x"}]
+FOLDERS: list[tuple[dict[str, bytes], str, str]] = [
+    ({}, "", "@: holds no data file; expected .jsonl"),
+    ({"README.md": b"x"}, "", "@: holds no data file; expected .jsonl"),
+    ({"a.jsonl": A, "b.csv": b"text\nb\n"}, "", "@: holds files of several kinds, .csv (b.csv), .jsonl (a.jsonl)"),
+    ({"a.jsonl": A, "b.xlsx": b"PK"}, "", "@: b.xlsx is no data file that can be read; choose by a glob such as @/*.jsonl"),
+    ({"train.jsonl": A, "test.jsonl": B}, "", "@: by the names of its files it holds the splits test, train"),
+    ({}, "/*.jsonl", "no file matches @/*.jsonl"),
+    ({"a.txt": b"x"}, "/*", "@/a.txt: unknown suffix '.txt'; expected"),
+    ({"state.json": b"{}"}, "", "@: not a data set folder ("),
+    ({}, "/missing.jsonl", "no such file: @/missing.jsonl"),
+]  # fmt: skip
 
 
-def test_paths_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match=r"^no such file: .*missing\.jsonl$"):
-        read_rows(tmp_path / "missing.jsonl")
-    with pytest.raises(
-        UserError, match=r"unknown suffix '\.doc'; expected \.jsonl, .*, a folder of such files, or one"
-    ):
-        read_rows(write(tmp_path / "a.doc", "x"))
-    (tmp_path / "saved").mkdir()
-    write(tmp_path / "saved" / "state.json", "{}")
-    with pytest.raises(UserError, match=r"not a data set folder .* expected one written by datasets' save_to_disk"):
-        list(read_rows(tmp_path / "saved"))
-    with pytest.raises(UserError, match=r"a\.parquet: cannot be read as parquet: "):
-        list(read_rows(write(tmp_path / "a.parquet", b"PAR1 nothing PAR1")))
-    with pytest.raises(UserError, match=r"^no rows in .*empty\.jsonl; expected at least one$"):
-        list(read_rows(write(tmp_path / "empty.jsonl", "\n\n")))
+@pytest.mark.parametrize(("files", "pattern", "expected"), FOLDERS, ids=[case[2][:40] for case in FOLDERS])
+def test_a_folder(files: dict[str, bytes], pattern: str, expected: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert error_of(lambda: read_rows(f"{tmp_path}{pattern}")).startswith(expected.replace("@", str(tmp_path)))
 
 
-def test_a_forbidden_file(tmp_path, monkeypatch):
-    def refuse(path, mode):  # root, as whom containers run tests, may read every file
+def test_a_forbidden_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, mode: str) -> None:  # root, as whom containers run tests, may read every file
         raise PermissionError(13, "Permission denied", path)
 
-    path = write(tmp_path / "a.jsonl", "{}")
+    (tmp_path / "a.jsonl").write_bytes(A)
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(UserError, match=r"^cannot read .*: Permission denied$"):
-        list(read_rows(path))
+        list(read_rows(tmp_path / "a.jsonl"))
 
 
-JSON = st.recursive(
+VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x, max_size=3), max_leaves=6
 )
-
-
-@settings(max_examples=50, deadline=None)
-@given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=4), ascii=st.booleans())
-def test_what_json_writes_is_read_back(tmp_path_factory, rows, ascii):
-    folder = tmp_path_factory.mktemp("rows")
-    lines = write(folder / "a.jsonl", "\n".join(json.dumps(row, ensure_ascii=ascii) for row in rows))
-    array = write(folder / "a.json", json.dumps(rows, ensure_ascii=ascii))
-    assert read_all(lines) == read_all(array) == (rows, [])
-
-
 FRAGMENTS = st.sampled_from(
     [b'{"a":', b'"', b"\n", b"\r", b"}", b"[", b"]", b"\\ud800", b"\xff", b"1", b",", b"\t", b"PAR1", b"ARROW1", b"\0"]
 )
+SUFFIXES = st.sampled_from(["jsonl", "json", "csv", "tsv", "parquet", "arrow", "jsonl.gz", "csv.zst"])
 
 
-@settings(max_examples=100, deadline=None)
-@given(content=st.binary(max_size=60) | st.lists(FRAGMENTS, max_size=12).map(b"".join))
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "parquet", "arrow", "jsonl.gz", "csv.zst"])
-def test_any_bytes_give_rows_or_a_user_error(tmp_path_factory, suffix, content):
-    path = write(tmp_path_factory.mktemp("fuzz") / f"a.{suffix}", content)
-    errors = []
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(st.dictionaries(st.text(), VALUES, max_size=3), min_size=1, max_size=4), ascii=st.booleans())
+def test_lines_that_json_writes_are_read_back(tmp_path_factory: Any, rows: list[dict[str, Any]], ascii: bool) -> None:
+    """Whole documents: `files/test_document.py`."""
+    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=ascii) for row in rows), encoding="utf-8")
+    assert list(read_rows(path)) == [Row(row, f"{path}:{n}") for n, row in enumerate(rows, start=1)]
+
+
+@settings(max_examples=16 * TRIES, deadline=None)
+@given(suffix=SUFFIXES, content=st.binary(max_size=60) | st.lists(FRAGMENTS, max_size=12).map(b"".join))
+def test_any_bytes_give_rows_or_a_user_error(tmp_path_factory: Any, suffix: str, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / f"a.{suffix}"
+    path.write_bytes(content)
+    errors: list[DataError] = []
     try:
         rows = list(read_rows(path, errors.append))
     except UserError as error:
@@ -183,22 +223,24 @@ def test_any_bytes_give_rows_or_a_user_error(tmp_path_factory, suffix, content):
         assert all(error.where.startswith(str(path)) for error in errors)
 
 
-def test_lines_are_parsed_by_whoever_reads_them(tmp_path):
-    path = write(tmp_path / "a.jsonl", '{"q": "x"}\n{\n')
+def test_lines_are_parsed_by_whoever_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"q": "x"}\n\n{\n')
     first, second = open_rows(Source(str(path), columns={"user": "q"}))
     assert first == UnreadRow(b'{"q": "x"}', f"{path}:1", {"user": "q"})
     first, second = pickle.loads(pickle.dumps([first, second]))
     assert first.read() == Row({"user": "x"}, f"{path}:1")
-    assert str(second.read()).startswith(f"{path}:2: not valid JSON")
+    assert str(second.read()).startswith(f"{path}:3: not valid JSON")
 
 
-def test_a_mapping_is_applied_to_every_kind_of_file(tmp_path):
-    write(tmp_path / "a.jsonl", '{"q": "x", "id": 1, "tools": []}\n{"id": 2}')
-    write(tmp_path / "a.csv", "q,id\nx,1\n")
-    first, second = (
-        item.read() for item in open_rows(Source(str(tmp_path / "a.jsonl"), columns={"user": "q", "system": "s"}))
-    )
-    assert first == Row({"user": "x", "tools": []}, f"{tmp_path / 'a.jsonl'}:1", ("id",))
+def test_a_mapping_is_applied_to_every_kind_of_file(tmp_path: Path) -> None:
+    lines, table, tokens = tmp_path / "a.jsonl", tmp_path / "a.csv", tmp_path / "b.jsonl"
+    lines.write_bytes(b'{"q": "x", "id": 1, "tools": []}\n{"id": 2}')
+    table.write_bytes(b"q,id\nx,1\n")
+    tokens.write_bytes(b'{"tokens": [1, 2], "labels": [-100, 2], "id": 7}')
+    first, second = (item.read() for item in open_rows(Source(str(lines), columns={"user": "q", "system": "s"})))
+    assert first == Row({"user": "x", "tools": []}, f"{lines}:1", ("id",))
     assert second.reason == "columns: user: the row has no column 'q'; it has id"
-    [row] = open_rows(Source(str(tmp_path / "a.csv"), columns={"id": None}))
-    assert row == Row({"q": "x"}, f"{tmp_path / 'a.csv'}:2", ("id",))
+    assert list(open_rows(Source(str(table), columns={"id": None}))) == [Row({"q": "x"}, f"{table}:2", ("id",))]
+    [row] = read_rows(Source(str(tokens), columns={"input_ids": "tokens"}))
+    assert row == Row({"input_ids": [1, 2], "labels": [-100, 2]}, f"{tokens}:1", ("id",)), "and what comes with tokens"

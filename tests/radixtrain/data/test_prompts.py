@@ -40,16 +40,13 @@ def test_the_last_run_of_labels_is_the_target(labels, expected):
 class TestChoice:
     ROWS = tuple([sample(IGNORED, n, where=f"a:{n}")] for n in range(20))
 
-    def test_all_in_the_order_of_the_file(self):
-        assert [each.where for each in choose_prompts(self.ROWS, None, 0).prompts] == [f"a:{n}" for n in range(20)]
-
-    def test_some_are_drawn_by_the_seed(self):
-        one, again, other = (choose_prompts(self.ROWS, 5, seed).prompts for seed in (0, 0, 1))
-        assert [each.where for each in one] == [each.where for each in again] != [each.where for each in other]
-        assert len(one) == 5 and [int(each.where[2:]) for each in one] == sorted(int(each.where[2:]) for each in one)
-
-    def test_more_than_there_are(self):
-        assert len(choose_prompts(self.ROWS, 100, 0)) == 20
+    def test_all_in_the_order_of_the_file_or_some_drawn_by_the_seed(self):
+        everything = [f"a:{n}" for n in range(20)]
+        for size in (None, 100):
+            assert [each.where for each in choose_prompts(self.ROWS, size, 0).prompts] == everything
+        one, again, other = ([x.where for x in choose_prompts(self.ROWS, 5, seed).prompts] for seed in (0, 0, 1))
+        assert one == again != other
+        assert len(one) == 5 and one == [where for where in everything if where in one]
 
     def test_the_last_sample_of_a_conversation(self):
         turns = [sample(IGNORED, 5), sample(IGNORED, IGNORED, 6)]
@@ -63,16 +60,9 @@ class TestChoice:
         assert (len(cut), cut.num_left_out) == (0, 20)
 
 
+SAID = ("Be brief.", "Hi", "Yo", "Bye", "Ciao")
 ROWS = {
-    "chat": {
-        "messages": [
-            ("system", "Be brief."),
-            ("user", "Hi"),
-            ("assistant", "Yo"),
-            ("user", "Bye"),
-            ("assistant", "Ciao"),
-        ]
-    },
+    "chat": {"messages": list(zip(("system", *("user", "assistant") * 2), SAID, strict=True))},
     "pair": {"prompt": "shelf", "completion": " one"},
     "text": {"text": "shelf one"},
 }

@@ -5,12 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
 from forked_ranks import on_ranks
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixtrain.data import splits
 from radixtrain.data.datamodule import SFTData
@@ -21,11 +18,7 @@ from radixtrain.errors import UserError
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    backend = Tokenizer(models.BPE({name: byte for byte, name in bytes_to_unicode().items()}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|im_end|>")])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 300}), encoding="utf-8")
     return folder
 
@@ -101,16 +94,11 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     data(path).load_state_dict(state)
     with pytest.raises(UserError, match=r"belongs to other steps: batch_size was 4 and is 3; give the data settings"):
         data(path, batch_size=3).load_state_dict(state)
+    with pytest.raises(UserError, match="digest was"):
+        data(path, completion_only_loss=False).load_state_dict(state)
     write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens
     with pytest.raises(UserError, match=r"other steps: digest was \w+ and is \w+"):
         data(path).load_state_dict(state)
-
-
-def test_labels_are_part_of_what_a_resumed_run_needs(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "abcdef")
-    state = data(path).state_dict()
-    with pytest.raises(UserError, match="digest was"):
-        data(path, completion_only_loss=False).load_state_dict(state)
 
 
 def test_checkpoints_that_hold_a_checksum_of_the_tokens_still_resume(
@@ -124,28 +112,13 @@ def test_checkpoints_that_hold_a_checksum_of_the_tokens_still_resume(
         module.load_state_dict({**rows, "rows": 7})
 
 
-def test_every_epoch_is_a_permutation(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    module = data(write(tmp_path / "a.jsonl", "abcdefghij"))
-    loader = module.train_dataloader()
-    epochs = []
-    for epoch in range(2):
-        loader.sampler.set_epoch(epoch)
-        epochs.append([where for step in loader for where in step.where])
-    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
-    assert len(np.unique(epochs[0])) == 10
-
-
-def test_weights_that_leave_nothing(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": 0.25}
-    with pytest.raises(UserError, match=r"data\.train_file: with these weights no conversation is left in an epoch"):
-        data([source])
-
-
-def test_weights_of_an_endless_epoch(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": 1e30}
-    with pytest.raises(
-        UserError, match=r"data\.train_file: with these weights an epoch has 1,0.* conversations; lower"
-    ):
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [(0.25, "no conversation is left in an epoch"), (1e30, "an epoch has 1,0.* conversations; lower")],
+)
+def test_weights_of_no_epoch(data: Callable[..., SFTData], tmp_path: Path, weight: float, message: str) -> None:
+    source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": weight}
+    with pytest.raises(UserError, match=rf"data\.train_file: with these weights {message}"):
         data([source])
 
 

@@ -69,8 +69,18 @@ def test_a_resumed_run_takes_the_next_step(done, grouping, conversations):
     assert [step.where for step in resumed] == whole, "only the first pass starts later"
 
 
-def test_steps_of_few_prompts(conversations):
-    """15 of each prompt make two steps of their own; what is left makes the others."""
-    groups = find_prefix_groups(samples[0].input_ids for samples in conversations)
-    steps = list(StepSampler(45, 6, True, 0, GroupedOrder(groups, 6, 6)))
-    assert sum(len({index % 3 for index in step}) == 1 for step in steps) >= 6
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_sampler_draws_by_weight_and_the_same_on_a_resumed_run(shuffle: bool) -> None:
+    weights = np.repeat([0.5, 2.0], [6, 4])
+
+    def sampler() -> StepSampler:
+        return StepSampler(10, 4, shuffle, seed=3, weights=weights)
+
+    steps = list(sampler())
+    assert len(steps) == len(sampler()) == 3
+    counts = np.bincount(np.concatenate(steps), minlength=10)
+    assert counts[6:].tolist() == [2] * 4 and counts[:6].sum() == 3
+    assert (sorted(np.concatenate(steps)) == np.concatenate(steps)).all() != shuffle
+    resumed = sampler()
+    resumed.start = 2
+    assert list(resumed) == steps[2:]

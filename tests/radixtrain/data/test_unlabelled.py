@@ -42,6 +42,7 @@ def test_a_chat_ends_with_the_generation_prompt(tokenizer: Any, messages: list[d
     expected = rendered(tokenizer, messages, add_generation_prompt=True)
     assert encoded(tokenizer, {"messages": messages}) == expected
     assert encoded(tokenizer, {"prompt": messages}) == expected
+    assert encoded(tokenizer, {"messages": messages, "answer": "unread"}) == expected
     assert encoded(tokenizer, {"prompt": [USER, ANSWER], "completion": messages}) == rendered(
         tokenizer, [USER, ANSWER, *messages], add_generation_prompt=True
     )
@@ -80,6 +81,13 @@ def test_text_is_what_the_tokenizer_makes_of_it(tokenizer: Any) -> None:
         *completion,
         tokenizer.eos_token_id,
     ]
+
+
+def test_a_question_needs_no_answer(tokenizer: Any) -> None:
+    question = "Where is\nthe saw?"
+    expected = rendered(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
+    for fields in ({"question": question}, {"user": question}, {"instruction": "Where is", "input": "the saw?"}):
+        assert encoded(tokenizer, fields) == expected
 
 
 def test_tokens_are_taken_as_they_are(tokenizer: Any) -> None:

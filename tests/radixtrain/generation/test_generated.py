@@ -56,26 +56,6 @@ class TestSequences:
         ]
         assert generated().sequences(0).dtype == torch.int64
 
-    def test_are_those_of_transformers(self, tiny_qwen3: Any) -> None:
-        model = tiny_qwen3(num_hidden_layers=1, eos_token_id=None).eval()
-        prompts = [[7, 8, 9, 10], [6, 5], [11, 12, 13]]
-        longest, options = max(map(len, prompts)), {"max_new_tokens": 8, "pad_token_id": 0}
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        eos = model.generate(ids, attention_mask=ids.ne(0).long(), **options)[0, longest + 2].item()  # ends one early
-        expected = model.generate(ids, attention_mask=ids.ne(0).long(), eos_token_id=eos, **options)
-        answers = []
-        for row in expected[:, longest:].tolist():
-            answers.append(row[: row.index(eos) + 1] if eos in row else row)
-        assert len({*map(len, answers)}) > 1
-        found = generated(prompt_ids=prompts, token_ids=answers, num_return_sequences=1)
-        assert torch.equal(found.sequences(0), expected)
-
-    def test_nothing(self) -> None:
-        empty = generated(prompt_ids=[], token_ids=[], texts=[], logprobs=[], finish_reasons=[])
-        assert len(empty) == 0
-        assert empty.sequences(0).shape == (0, 0)
-        assert str(empty).startswith("0 answers to 0 prompts: ")
-
 
 class TestTable:
     def test_the_first_answers(self) -> None:

@@ -7,20 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GenerationConfig, Qwen3Model, T5Config, T5ForConditionalGeneration
+from transformers import GenerationConfig, Qwen3Model
 
-from radixtrain import RadixCache, generate, score_completions
+from radixtrain import RadixCache, generate
 from radixtrain.errors import UserError
+from radixtrain.verification.oracle import float64_arithmetic
 
 Ids = list[int]
 PROMPTS = [[7, 8, 9, 1, 2], [30, 31], [7, 8, 9, 3]]
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 @pytest.fixture
 def model(tiny_qwen3: Callable[..., Any]) -> Any:
-    return tiny_qwen3(vocab_size=50, num_hidden_layers=2, eos_token_id=None).double().eval()
+    return tiny_qwen3(eos_token_id=None).double().eval()
 
 
 class TestPaddingWithoutMask:
@@ -34,27 +37,6 @@ class TestPaddingWithoutMask:
         expected = model.generate(self.PADDED, **given)[:, self.PADDED.shape[1] :].tolist()
         found = generate(model, self.PADDED, **given).token_ids
         assert [each[: len(answer)] for each, answer in zip(expected, found, strict=True)] == found
-
-    def test_it_matters(self, model: Any) -> None:
-        padded, whole = (
-            generate(model, self.PADDED, pad_token_id=pad, **GREEDY).prompt_ids for pad in (0, 49)
-        )  # fmt: skip
-        assert padded == [[30, 31], [7, 8, 9, 1, 2]] and whole == self.PADDED.tolist()
-
-    @pytest.mark.parametrize("of", [torch.Tensor.numpy, lambda ids: {"input_ids": ids}], ids=["numpy", "mapping"])
-    def test_other_arrays(self, model: Any, of: Callable[[torch.Tensor], Any]) -> None:
-        assert generate(model, of(self.PADDED), pad_token_id=0, **GREEDY).prompt_ids[0] == [30, 31]
-
-    def test_a_mask_wins(self, model: Any) -> None:
-        mask = torch.ones_like(self.PADDED)
-        found = generate(model, self.PADDED, attention_mask=mask, pad_token_id=0, **GREEDY)
-        assert found.prompt_ids == self.PADDED.tolist()
-
-    def test_scores(self, model: Any) -> None:
-        model.generation_config = GenerationConfig(pad_token_id=0)
-        found = score_completions(model, self.PADDED, [[5, 6]])
-        expected = score_completions(model, [[30, 31], [7, 8, 9, 1, 2]], [[5, 6]])
-        assert found == expected
 
 
 class Wrapped(nn.Module):
@@ -80,36 +62,40 @@ class TestModels:
         with pytest.raises(UserError, match="no head that predicts next tokens; load it with AutoModelForCausalLM"):
             generate(model.model, PROMPTS, **GREEDY)
 
-    def test_an_encoder(self) -> None:
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-        with pytest.raises(UserError, match="BertForMaskedLM is not a causal language model"):
-            generate(BertForMaskedLM(BertConfig(vocab_size=50, **sizes)), PROMPTS, **GREEDY)
-
-    def test_an_encoder_and_a_decoder(self) -> None:
-        config = T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-        with pytest.raises(UserError, match="an encoder and a decoder; use model"):
-            generate(T5ForConditionalGeneration(config), PROMPTS, **GREEDY)
+    @pytest.mark.parametrize(
+        ("model_class", "message"),
+        [
+            ("BertForMaskedLM", "BertForMaskedLM is not a causal language model"),
+            ("T5ForConditionalGeneration", "an encoder and a decoder; use model"),
+        ],
+    )
+    def test_an_encoder(self, model_class: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            generate(tiny_model(model_class), PROMPTS, **GREEDY)
 
     def test_one_that_another_thread_calls(self, model: Any) -> None:
         """It gets all rows, not those of the pass that runs just then."""
         ids, found = torch.tensor([[1, 2, 3, 4]]), []
 
-        def call(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return scores
+        def call() -> None:
+            with float64_arithmetic():
+                found.append(model(input_ids=ids).logits)
 
         def in_another_thread(*_: Any) -> None:
             if threading.current_thread() is threading.main_thread():
-                thread = threading.Thread(target=lambda: found.append(model(input_ids=ids).logits))
+                thread = threading.Thread(target=call)
                 thread.start()
                 thread.join()
 
         expected = model(input_ids=ids).logits
         handle = model.model.layers[0].register_forward_pre_hook(in_another_thread)
         try:
-            generate(model, PROMPTS, logits_processor=[call], **GREEDY)
+            generate(model, PROMPTS, **GREEDY)
         finally:
             handle.remove()
-        assert found and all(torch.equal(each, expected) for each in found)
+        assert found
+        for each in found:
+            torch.testing.assert_close(each, expected, rtol=0, atol=1e-12)
 
 
 class TestBetweenCalls:
@@ -154,15 +140,6 @@ class TestWhatATokenizerReturned:
 
 
 class TestArguments:
-    def test_numbers_of_numpy(self, model: Any) -> None:
-        given = {
-            **GREEDY,
-            "max_new_tokens": np.int64(4),
-            "batch_size": np.int32(2),
-            "num_return_sequences": np.int64(1),
-        }
-        assert generate(model, PROMPTS, **given).token_ids == generate(model, PROMPTS, **GREEDY).token_ids
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -174,15 +151,6 @@ class TestArguments:
     def test_by_name(self, model: Any, options: dict[str, Any], message: str) -> None:
         with pytest.raises(UserError, match=message):
             generate(model, PROMPTS, **{**GREEDY, **options})
-
-    @pytest.mark.parametrize("completion", [None, [1.5], [True], [[1], [2]]])
-    def test_a_completion_that_is_none(self, model: Any, completion: Any) -> None:
-        with pytest.raises(UserError, match="completion 0: expected a text or a list of token ids"):
-            score_completions(model, PROMPTS[:1], [[completion]])
-
-    def test_a_cache_for_scores(self, model: Any) -> None:
-        with pytest.raises(UserError, match="cache: expected a RadixCache"):
-            score_completions(model, PROMPTS, [[1]], cache={})  # type: ignore[arg-type]
 
     def test_no_pad_token(self, model: Any) -> None:
         """Tokenizers of base models often have none."""

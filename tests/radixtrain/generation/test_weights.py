@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import cases
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -78,7 +79,7 @@ CHANGES: dict[str, Change] = {
     "two layers swapped": lambda model: swap_rows(k_proj(model).weight, slice(0, 8), slice(8, 16)),
     "turned round": lambda model: setattr(k_proj(model).weight, "data", torch.rot90(k_proj(model).weight.data, 2)),
     "new data": lambda model: setattr(k_proj(model).weight, "data", k_proj(model).weight.data + 1e-3),
-    "minus zero": lambda model: model.model.layers[0].self_attn.q_norm.weight.data.zero_().neg_(),
+    "minus zero": lambda model: model.model.norm.weight.data.neg_(),
     "through NumPy": lambda model: k_proj(model).weight.detach().numpy().__setitem__((0, 0), 9.0),
     "SGD": step(torch.optim.SGD),
     "AdamW, one loop": step(torch.optim.AdamW, foreach=False),
@@ -99,22 +100,19 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+QUICK = ["a hook", "one bit of one weight", "minus zero", "two rows swapped", "AdamW, fused", "load_state_dict"]
+
+
+@pytest.mark.parametrize("change", cases(CHANGES, QUICK))
 def test_a_change_is_seen(change: str, tiny_qwen3: Callable[..., Any]) -> None:
     model = tiny_qwen3()
+    if change == "minus zero":
+        model.model.norm.weight.data.zero_()
     before = fingerprint(model)
     CHANGES[change](model)
     after = fingerprint(model)
     assert after != before
     assert after == fingerprint(model) and hash(after) == hash(fingerprint(model))
-
-
-def test_zero_and_minus_zero_differ(tiny_qwen3: Callable[..., Any]) -> None:
-    model = tiny_qwen3()
-    model.model.norm.weight.data.zero_()
-    before = fingerprint(model)
-    model.model.norm.weight.data.neg_()
-    assert fingerprint(model) != before
 
 
 def forward(model: Any) -> None:
@@ -143,7 +141,7 @@ NO_CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", NO_CHANGES)
+@pytest.mark.parametrize("change", cases(NO_CHANGES, ["a forward and a backward pass", "prepared", "the mode"]))
 def test_what_leaves_the_weights_alone(change: str, tiny_qwen3: Callable[..., Any]) -> None:
     model = tiny_qwen3()
     before = fingerprint(model)
@@ -203,20 +201,11 @@ PEFT_CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("change", PEFT_CHANGES)
 def test_a_change_of_adapters_is_seen(change: str, adapted: Any) -> None:
     before = fingerprint(adapted)
-    PEFT_CHANGES[change](adapted)
-    assert fingerprint(adapted) != before
-
-
-def test_an_adapter_that_is_disabled_for_a_while(adapted: Any) -> None:
-    before = fingerprint(adapted)
     with adapted.disable_adapter():
         without = fingerprint(adapted)
-    assert without != before and fingerprint(adapted) == before
-
-
-def test_an_adapter_that_is_merged_and_unloaded(adapted: Any) -> None:
-    before = fingerprint(adapted.base_model.model)
-    assert fingerprint(adapted.merge_and_unload()) != before
+    assert without != before == fingerprint(adapted)
+    PEFT_CHANGES[change](adapted)
+    assert fingerprint(adapted) != before
 
 
 def test_a_model_on_the_meta_device_is_refused() -> None:
@@ -265,39 +254,11 @@ def sums(tensor: torch.Tensor, factors: torch.Tensor | None = None) -> list[int]
     return [int(each) for each in word_sums(tensor, word_factors(CPU) if factors is None else factors)]
 
 
-def test_word_factors_are_odd_and_all_different() -> None:
-    factors = word_factors(CPU)
-    assert (factors & 1).all() and len(factors.unique()) == len(factors)
-    assert torch.equal(factors, word_factors(CPU))
-    assert abs((factors < 0).float().mean() - 0.5) < 1e-2
-
-
 def test_word_sums_by_hand() -> None:
     factors = torch.tensor([3, 5, 7])
     assert sums(torch.tensor([1, 2, 3, 4], dtype=torch.int32), factors) == [3 + 10 + 21, 12]
     assert sums(torch.tensor([1, 2], dtype=torch.uint8), factors) == [13]
     assert sums(torch.zeros(0), factors) == [0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.neg_(),
-        lambda x: x[:, :2].neg_(),
-        lambda x: x.copy_(x.flip(0)),
-        lambda x: x.copy_(x.flip(1)),
-        lambda x: x.copy_(x.roll(1)),
-        lambda x: x.view(torch.int16).bitwise_xor_(1),
-        lambda x: x.view(torch.int16)[-1, -1:].bitwise_xor_(1),
-        lambda x: x.mul_(2),
-    ],
-)
-def test_word_sums_see_a_change(change: Callable[[torch.Tensor], Any], dtype: torch.dtype) -> None:
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    before = sums(x)
-    change(x)
-    assert sums(x) != before
 
 
 def test_every_single_word_and_every_swap_is_seen_by_word_sums() -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import FULL, cases
+from tiny_models import tiny_model
 from torch import nn
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf import adapters
-from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_adapters, check_not_shared
+from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_not_shared
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about layers that it does not know
@@ -33,6 +35,8 @@ BLOCKS = {"target_modules_bd_a": ["q_proj"], "target_modules_bd_b": ["v_proj", "
 VIRTUAL = {"num_virtual_tokens": 3}
 PROMPT_OF_TOKENS = {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 2]}
 
+# The kinds of which `make test` tries the first settings: one for each way in which adapters compute.
+QUICK = ("ADAPTION_PROMPT", "BOFT", "IA3", "LN_TUNING", "LORA", "OFT", "TRAINABLE_TOKENS")
 # The settings that each exact kind is tried with. Target modules are PROJECTIONS unless they are given.
 EXACT_CASES: dict[str, list[dict[str, Any]]] = {
     "ADALORA": [{"total_step": 10, "orth_reg_weight": 0.0}],  # `ordinary_one_by_one` knows no regularizer
@@ -199,18 +203,9 @@ def refused_model(peft: Any, tiny_qwen3: Any, kind: str, folder: Path) -> Any:
     return adapted(peft, tiny_qwen3(use_cache=False), configuration(peft, kind, **settings))
 
 
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-
-
-def base_of(model: Any) -> tuple[nn.Module, nn.Module]:
-    """What the hooks of a prepared model know of it: the Hugging Face model, and its backbone."""
-    base = model.get_base_model()
-    return base, base.base_model
+def prepared_first(peft: Any, base: nn.Module, config: Any) -> Any:
+    """Adapters that a trainer puts around a prepared model."""
+    return adapted(peft, prepare_model(base), config)
 
 
 @pytest.fixture
@@ -247,29 +242,28 @@ class TestKinds:
 
     @pytest.mark.parametrize(
         ("kind", "settings"),
-        [(kind, settings) for kind, cases in EXACT_CASES.items() for settings in cases],
+        [
+            pytest.param(kind, settings, marks=() if kind in QUICK and settings is every[0] else FULL)
+            for kind, every in EXACT_CASES.items()
+            for settings in every
+        ],
         ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "default",
     )
     @pytest.mark.usefixtures("kmeans")
     def test_exact(self, peft, tiny_qwen3, kind, settings):
-        base = tiny_llama() if kind == "ADAPTION_PROMPT" else tiny_qwen3()  # made for few families
-        model = adapted(peft, base, configuration(peft, kind, **settings))
-        check_adapters(model.modules(), ())
-        (rung,) = verify_equivalence(model, FEATURES, precisions=["float64"]).rungs
-        assert not rung.dead, "a gradient of zero proves nothing"
-        assert rung.worst.radix <= BAR, rung.worst
+        """Adaption prompts are made for few families."""
+        base = tiny_model("LlamaForCausalLM") if kind == "ADAPTION_PROMPT" else tiny_qwen3()
+        assert_exact(adapted(peft, base, configuration(peft, kind, **settings)))
 
     @pytest.mark.parametrize("kind", REFUSED_CASES)
     def test_refused(self, peft, tiny_qwen3, kind, tmp_path):
+        """With the reason and the fix, and nothing is prepared."""
         model = refused_model(peft, tiny_qwen3, kind, tmp_path)
         message = f"adapter 'default' is of PEFT's kind {kind}, which {NOT_EXACT[kind]}: .* train it without sharing"
         with pytest.raises(UserError, match=message):
-            check_adapters(model.modules(), ())
-        if kind not in PROMPT_LEARNING:
-            with pytest.raises(UserError, match=message):
-                check_adapters(base_of(model), ())
+            prepare_model(model)
 
-    @pytest.mark.parametrize("kind", REFUSED_CASES)
+    @pytest.mark.parametrize("kind", cases(REFUSED_CASES, quick=["LILY"]))
     @pytest.mark.usefixtures("unchecked")
     def test_refusals_of_kinds_are_deserved(self, peft, tiny_qwen3, kind, tmp_path):
         model = refused_model(peft, tiny_qwen3, kind, tmp_path)
@@ -280,21 +274,25 @@ class TestKinds:
             with pytest.raises((IndexError, RuntimeError, ValueError)):
                 model(**RadixCollator()(FEATURES))
 
-    def test_a_kind_of_a_later_peft(self):
-        model = nn.Linear(1, 1)
+    def test_a_kind_of_a_later_peft(self, tiny_qwen3):
+        model = tiny_qwen3()
         model.peft_config = {"mine": SimpleNamespace(peft_type="NEXTLORA")}
         with pytest.raises(UserError, match="'mine' is of PEFT's kind NEXTLORA, which is not known to compute each"):
-            check_adapters([model], ())
+            prepare_model(model)
 
 
 class TestSettings:
     @pytest.mark.parametrize(("kind", "settings", "message"), BREAKING_CASES)
     def test_refused(self, peft, tiny_qwen3, kind, settings, message):
-        model = adapted(peft, tiny_qwen3(), configuration(peft, kind, r=4, **settings))
-        for holders in (model.modules(), base_of(model)):
-            with pytest.raises(UserError, match=rf"adapter 'default' \({kind}\) has an? {message}|has {message}"):
-                check_adapters(holders, ())
+        config = configuration(peft, kind, r=4, **settings)
+        refused = pytest.raises(UserError, match=rf"adapter 'default' \({kind}\) has an? {message}|has {message}")
+        with refused:
+            prepare_model(adapted(peft, tiny_qwen3(), config))
+        model = prepared_first(peft, tiny_qwen3(), config)
+        with refused:
+            model(**RadixCollator()(FEATURES))
 
+    @FULL
     @pytest.mark.parametrize(("kind", "settings", "message"), BREAKING_CASES)
     @pytest.mark.usefixtures("unchecked")
     def test_refusals_are_deserved(self, peft, tiny_qwen3, kind, settings, message):
@@ -306,6 +304,7 @@ class TestSettings:
         else:
             assert gradient_error(model) > WRONG
 
+    @FULL
     def test_arrow_routes_each_token_by_itself(self, peft, tiny_qwen3):
         expert = {"r": 4, "init_lora_weights": False}
         model = peft.get_peft_model(tiny_qwen3(), configuration(peft, "LORA", **expert), adapter_name="first")
@@ -316,41 +315,45 @@ class TestSettings:
         model.set_adapter("router")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".first." in name or ".second." in name)
-        check_adapters(model.modules(), ())
-        (rung,) = verify_equivalence(randomized(model), FEATURES, precisions=["float64"]).rungs
-        assert rung.worst.radix <= BAR, rung.worst
+        assert_exact(randomized(model), alive=False)
 
     def test_the_regularizer_of_adalora_is_added_once(self, peft, tiny_qwen3):
         """The same for a radix batch and an ordinary one."""
-        losses = []
+        ids, losses = torch.tensor(ROWS[:1]), []
         for weight in (0.0, 0.5):
             config = configuration(peft, "ADALORA", total_step=10, orth_reg_weight=weight)
             model = prepare_model(adapted(peft, tiny_qwen3(), config))
-            ids = torch.tensor(ROWS[:1])
-            losses.append((model(**RadixCollator()(FEATURES[:1])).loss, model(input_ids=ids, labels=ids).loss))
+            with float64_throughout(model):
+                losses.append((model(**RadixCollator()(FEATURES[:1])).loss, model(input_ids=ids, labels=ids).loss))
         (plain_radix, plain), (radix, ordinary) = losses
         assert radix - plain_radix > 0.1
-        torch.testing.assert_close(radix - plain_radix, ordinary - plain)
+        torch.testing.assert_close(radix - plain_radix, ordinary - plain, rtol=1e-10, atol=0)
 
+    @FULL
     def test_verify_compares_without_the_regularizer(self, peft, tiny_qwen3):
         model = adapted(peft, tiny_qwen3(), configuration(peft, "ADALORA", total_step=10, orth_reg_weight=0.5))
-        report = verify_equivalence(model, FEATURES)
+        report = verify_equivalence(model, FEATURES, precisions=["float64"])
         assert report.passed and model.peft_config["default"].orth_reg_weight == 0.5, str(report)
 
 
 class TestDraws:
     @pytest.mark.parametrize(("kind", "settings", "drawing"), DRAWING_CASES)
     def test_refused_while_it_draws_unless_allowed_by_name(self, peft, tiny_qwen3, kind, settings, drawing):
-        model = adapted(peft, tiny_qwen3(), configuration(peft, kind, **settings, **drawing))
-        (name,) = drawing
-        message = rf"adapter 'default' \({kind}\) has {name}=.* random .* allow_dropout=\['{name}'\]"
-        for holders in (list(model.modules()), base_of(model)):
-            with pytest.raises(UserError, match=message):
-                check_adapters(holders, ())
-            check_adapters(holders, (name,))
-        model.eval()
-        check_adapters(model.modules(), ())
+        """Before and after the model is prepared; in evaluation mode nothing is drawn."""
+        config, (name,) = configuration(peft, kind, **settings, **drawing), drawing
+        refused = pytest.raises(
+            UserError, match=rf"adapter 'default' \({kind}\) has {name}=.* random .* allow_dropout=\['{name}'\]"
+        )
+        model = adapted(peft, tiny_qwen3(), config)
+        with refused:
+            prepare_model(model)
+        prepare_model(model, allow_dropout=[name])
+        prepare_model(model.eval())
+        later = prepared_first(peft, tiny_qwen3(), config)
+        with refused:
+            later(**RadixCollator()(FEATURES))
 
+    @FULL
     @pytest.mark.parametrize(("kind", "settings", "drawing"), DRAWING_CASES[:-1])
     @pytest.mark.usefixtures("unchecked")
     def test_refusals_are_deserved(self, peft, tiny_qwen3, kind, settings, drawing):
@@ -360,11 +363,14 @@ class TestDraws:
         first, second = (gradients_of(model, lambda: radix_batch(model, batch)).tensors for _ in range(2))
         assert max((first[name] - second[name]).norm() / first[name].norm() for name in first) > WRONG
 
+    @FULL
     def test_verify_compares_without_a_draw_that_was_allowed(self, peft, tiny_qwen3):
         model = adapted(peft, tiny_qwen3(), configuration(peft, "LOHA", r=4, rank_dropout=0.5))
-        report = verify_equivalence(prepare_model(model, allow_dropout=["rank_dropout"]), FEATURES)
+        prepare_model(model, allow_dropout=["rank_dropout"])
+        report = verify_equivalence(model, FEATURES, precisions=["float64"])
         assert report.passed and model.training, str(report)
 
+    @FULL
     def test_settings_of_dropout_modules_are_left_to_the_dropout_check(self, peft, tiny_qwen3):
         """Each setting that the table says creates an `nn.Dropout` is refused as a module."""
         for kind, shown in EXACT.items():
@@ -372,70 +378,66 @@ class TestDraws:
                 if kind in peft.PeftType.__members__:
                     settings = {**EXACT_CASES[kind][-1], name: 0.5}
                     model = adapted(peft, tiny_qwen3(), configuration(peft, kind, **settings))
-                    check_adapters(model.modules(), ())
-                    with pytest.raises(UserError, match=r"dropout p=0\.5 at '.*_dropout\.default'"):
+                    with pytest.raises(UserError, match=r"^dropout p=0\.5 at '.*_dropout\.default'"):
                         prepare_model(model)
 
     def test_layers_start_in_training_mode(self, peft, tiny_qwen3):
-        model = peft.get_peft_model(tiny_qwen3().eval(), configuration(peft, "LOHA", r=4, rank_dropout=0.5))
+        """Whatever the mode of the model."""
+        model = peft.get_peft_model(
+            prepare_model(tiny_qwen3().eval()), configuration(peft, "LOHA", r=4, rank_dropout=0.5)
+        )
         with pytest.raises(UserError, match=r"rank_dropout=0\.5"):
-            check_adapters(base_of(model), ())
+            model(**RadixCollator()(FEATURES))
 
 
-class TestHolders:
-    def test_a_model_without_adapters(self, tiny_qwen3):
-        check_adapters(tiny_qwen3().modules(), ())
-
-    def test_prepare_model_refuses(self, peft, tiny_qwen3):
-        model = adapted(peft, tiny_qwen3(), configuration(peft, "LILY", r=4))
-        with pytest.raises(UserError, match="kind LILY"):
-            prepare_model(model)
-
+class TestAdaptersThatCameLater:
     def test_a_batch_refuses_what_a_trainer_added(self, peft, tiny_qwen3):
-        model = adapted(peft, prepare_model(tiny_qwen3()), configuration(peft, "LILY", r=4))
+        model = prepared_first(peft, tiny_qwen3(), configuration(peft, "LILY", r=4))
         with pytest.raises(UserError, match="kind LILY"):
             model(**RadixCollator()(FEATURES))
         assert model(input_ids=torch.tensor(ROWS[:1])).logits.isfinite().all(), "an ordinary batch is not refused"
 
-    def test_adapters_that_come_later(self, peft, tiny_qwen3):
-        base = tiny_qwen3()
-        holders = (base, base.base_model)
-        check_adapters(holders, ())
-        model = peft.get_peft_model(base, configuration(peft, "LORA", r=4))
-        check_adapters(holders, ())
+    def test_a_second_adapter(self, peft, tiny_qwen3):
+        model, batch = prepared_first(peft, tiny_qwen3(), configuration(peft, "LORA", r=4)), RadixCollator()(FEATURES)
+        model(**batch)
         model.add_adapter("second", configuration(peft, "LORA", r=4, alora_invocation_tokens=[8]))
         with pytest.raises(UserError, match=r"adapter 'second' \(LORA\) has alora_invocation_tokens=\[8\]"):
-            check_adapters(holders, ())
+            model(**batch)
         model.delete_adapter("second")
-        check_adapters(holders, ())
+        model(**batch)
 
     def test_adapters_that_are_gone(self, peft, tiny_qwen3):
         model = adapted(peft, tiny_qwen3(), configuration(peft, "PVERA", r=4))
-        check_adapters(model.merge_and_unload().modules(), ())
+        prepare_model(model.merge_and_unload())
 
-    def test_adapters_injected_into_a_plain_model(self, peft, tiny_qwen3):
-        base = tiny_qwen3()
-        base.add_adapter(configuration(peft, "LILY", r=4))
+    @pytest.mark.parametrize("into", ["the model", "the backbone"])
+    def test_injected(self, peft, tiny_qwen3, into):
+        """Without a PEFT model around it."""
+        base, config = prepare_model(tiny_qwen3()), configuration(peft, "LILY", r=4)
+        if into == "the model":
+            base.add_adapter(config)
+        else:
+            peft.inject_adapter_in_model(config, base.model)
         with pytest.raises(UserError, match="kind LILY"):
-            check_adapters((base, base.base_model), ())
+            base(**RadixCollator()(FEATURES))
 
-    def test_adapters_injected_into_the_backbone(self, peft, tiny_qwen3):
-        base = tiny_qwen3()
-        peft.inject_adapter_in_model(configuration(peft, "LILY", r=4), base.model)
-        with pytest.raises(UserError, match="kind LILY"):
-            check_adapters((base, base.base_model), ())
-
+    @FULL
     def test_several_kinds_in_one_model(self, peft, tiny_qwen3):
         base = tiny_qwen3()
         model = peft.get_peft_model(base, configuration(peft, "LOHA", r=4), adapter_name="first", mixed=True)
         model.add_adapter("second", configuration(peft, "LORA", r=4))
-        check_adapters((base, base.base_model), ())
-        (rung,) = verify_equivalence(randomized(model), FEATURES, precisions=["float64"]).rungs
-        assert rung.worst.radix <= BAR, rung.worst
+        assert_exact(randomized(model), alive=False)
         model.add_adapter("third", configuration(peft, "LOKR", r=4, module_dropout=0.5))
-        for holders in (model.modules(), (base, base.base_model)):
+        for holder in (model, base):
             with pytest.raises(UserError, match=r"adapter 'third' \(LOKR\) has module_dropout=0\.5"):
-                check_adapters(holders, ())
+                prepare_model(holder)
+
+
+def assert_exact(model: Any, alive: bool = True) -> None:
+    """The gradient of each sequence by itself. alive: no gradient is zero, which would prove nothing."""
+    (rung,) = verify_equivalence(model, FEATURES, precisions=["float64"]).rungs
+    assert not (alive and rung.dead)
+    assert rung.worst.radix <= BAR, rung.worst
 
 
 def gradient_error(model: Any) -> float:

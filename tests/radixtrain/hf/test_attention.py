@@ -1,14 +1,13 @@
 """The attention of one layer, as Hugging Face calls it: values of another width, and what its arguments ask for."""
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
+from tiers import FULL, cases
+from tiny_models import tiny_model
 from torch import Tensor, nn
-from transformers import MistralConfig, MistralForCausalLM
 
 import radixtrain.hf.attention
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model, verify_equivalence
@@ -26,77 +25,20 @@ FEATURES = [
     {"input_ids": [7, 8], "labels": [7, 8]},
     {"input_ids": [30, 31, 32], "labels": [30, 31, 32]},
 ]
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-}
-# Queries of 12, or of 8 in MiMo; values of 6, 12, 20.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "DeepseekV3": {**LATENT, **EXPERTS, "first_k_dense_replace": 1},
-    "DeepseekV2": {**LATENT, **EXPERTS, "first_k_dense_replace": 1},
-    "Glm4MoeLite": {**LATENT, **EXPERTS, "mlp_layer_types": ["dense", "sparse"]},
-    "MiniCPM3": LATENT,
-    "LongcatFlash": {**LATENT, "head_dim": 4, "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2},
-    "MiMoV2Flash": {  # ordinary heads with sinks and a window, and narrower values by choice
-        **EXPERTS,
-        "head_dim": 8,
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-}
-
-
-def tiny(family: str, **changes: Any) -> Any:
-    """A random model of Hugging Face's own class, every parameter of order one."""
-    config = getattr(transformers, f"{family}Config")(**{**TINY, **FAMILIES[family], **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * noise)
-    return model
 
 
 class TestValuesOfAnotherHeadDim:
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_same_gradient_with_every_strategy(self, family):
-        model = tiny(family, v_head_dim=6)
-        for attention in ("auto", *EVERYWHERE):
-            if (family, attention) == ("MiMoV2Flash", "cascade"):
-                continue  # a window binds
-            report = verify_equivalence(model, FEATURES, attention=attention, precisions=["float64"])
-            assert report.passed and report.conclusive, str(report)
-            assert report["float64"].worst.radix <= 1e-12
+    """Narrower ones are in tests/claims/equivalence."""
 
-    @pytest.mark.parametrize("v_head_dim", [12, 20])
+    @pytest.mark.parametrize("v_head_dim", [pytest.param(12, marks=FULL), 20])
     def test_as_wide_as_the_queries_and_wider(self, v_head_dim):
-        report = verify_equivalence(tiny("DeepseekV3", v_head_dim=v_head_dim), FEATURES)
-        assert report.passed and report.conclusive, str(report)
+        model = tiny_model("DeepseekV3ForCausalLM", v_head_dim=v_head_dim)
+        report = verify_equivalence(model, FEATURES, precisions=["float64"])
+        assert report["float64"].worst.radix <= 1e-12 and report.conclusive, str(report)
 
     @pytest.mark.parametrize("attention", EVERYWHERE)
-    @pytest.mark.parametrize("v_head_dim", [1, 3, 8, 13])
-    @pytest.mark.parametrize("scaling", [None, 0.7])
+    @pytest.mark.parametrize("v_head_dim", cases([1, 3, 8, 13], quick=[3, 13]))
+    @pytest.mark.parametrize("scaling", cases([None, 0.7], quick=[None]))
     def test_against_dense_attention(self, attention, v_head_dim, scaling):
         """Scores are scaled by the head dim of the queries before padding, and outputs are as wide as the values."""
         plan = nested_plan()
@@ -162,19 +104,17 @@ def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):
 class TestLayersWithoutKeywordArguments:
     """StableLM and Nemotron hand their attention no keyword arguments; the call reaches it on the mask."""
 
-    @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
-    @pytest.mark.parametrize("use_reentrant", [None, False, True])
-    def test_same_gradient(self, family, use_reentrant):
-        """Recomputed activations too: in the backward pass the layers run again, with the same mask."""
-        config = getattr(transformers, f"{family}Config")(**TINY)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).train()
-        if use_reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    @pytest.mark.parametrize("family", ["StableLm", pytest.param("Nemotron", marks=FULL)])
+    @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=FULL)])
+    def test_recomputed_activations(self, family, use_reentrant):
+        """In the backward pass the layers run again, with the same mask."""
+        model = tiny_model(f"{family}ForCausalLM", head_dim=8, num_key_value_heads=2).train()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         report = verify_equivalence(model, FEATURES, precisions=["float64"])
-        assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
+        assert report["float64"].worst.radix <= 1e-12, str(report)
 
     def test_a_layer_that_loses_its_mask_too(self):
-        module = MistralForCausalLM(MistralConfig(**TINY)).model.layers[0].self_attn
+        module = tiny_model("MistralForCausalLM").model.layers[0].self_attn
         query = torch.zeros(1, 4, 2, 8)
         lost = no_mask(False, query.device)
         with pytest.raises(UserError, match="MistralAttention of layer 0 receives neither the keyword arguments"):
@@ -190,7 +130,7 @@ def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):
 
 
 def test_cascade_if_a_window_binds():
-    model = prepare_model(MistralForCausalLM(MistralConfig(**TINY, sliding_window=4)), attention="cascade")
+    model = prepare_model(tiny_model("MistralForCausalLM"), attention="cascade")
     message = (
         r"MistralAttention of layer 0 attends to the last 4 tokens, and this batch has a sequence of 9: "
         r"attention='cascade' cannot be used: .* attention='auto' or 'path' keeps the window"

@@ -2,50 +2,28 @@
 
 import pytest
 import torch
-from transformers import AutoModel, NemotronHConfig, Qwen3_5TextConfig, Zamba2Config
+from tiny_models import tiny_model
 
 from radixtrain.hf.layer_kinds import ALIKE, LayerKinds, kinds_of_mixers
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
-DENSE = {**SIZES, "intermediate_size": 64, "head_dim": 8}
-MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
-LAYERS = ["mamba", "mlp", "full_attention", "mlp"]
+# One in four of Qwen3.5 attends; a layer of Nemotron-H is a mixer, an MLP or attention; Zamba 2 shares its attention.
+QWEN3_5 = ["linear_attention"] * 3 + ["full_attention"]
+NEMOTRON_H = ["mamba", "mlp", "full_attention", "mlp"]
+ZAMBA = ["linear_attention", "hybrid"] * 2
+HYBRIDS = [
+    ("Qwen3_5ForCausalLM", {"layer_types": QWEN3_5}, LayerKinds(attention=0.25, mixers=0.75)),
+    ("NemotronHForCausalLM", {"layers_block_type": NEMOTRON_H}, LayerKinds(attention=0.25, mlps=0.5, mixers=0.25)),
+    (
+        "Zamba2ForCausalLM",
+        {"layers_block_type": ZAMBA, "layer_types": ZAMBA, "attention_hidden_size": 64, "num_mem_blocks": 1},
+        LayerKinds(attention=0.5, mlps=0.5, mixers=1.0),
+    ),
+]
 
 
-def decoder_of(config):
-    with torch.device("meta"):
-        return AutoModel.from_config(config)
-
-
-@pytest.mark.parametrize(
-    ("config", "kinds"),
-    [
-        pytest.param(
-            Qwen3_5TextConfig(**DENSE, num_hidden_layers=8), LayerKinds(attention=0.25, mixers=0.75), id="three of four"
-        ),
-        pytest.param(
-            NemotronHConfig(**DENSE, **MAMBA, layers_block_type=LAYERS),
-            LayerKinds(attention=0.25, mlps=0.5, mixers=0.25),
-            id="a mixer, an MLP or attention",
-        ),
-        pytest.param(
-            Zamba2Config(
-                **SIZES,
-                num_hidden_layers=4,
-                layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
-                num_mem_blocks=1,
-                mamba_d_state=8,
-                n_mamba_heads=4,
-                mamba_headdim=16,
-                mamba_ngroups=1,
-            ),
-            LayerKinds(attention=0.5, mlps=0.5, mixers=1.0),
-            id="shared attention",
-        ),
-    ],
-)
-def test_hybrids(config, kinds):
-    assert LayerKinds.of(decoder_of(config)) == kinds
+@pytest.mark.parametrize(("model_class", "settings", "kinds"), HYBRIDS)
+def test_hybrids(model_class, settings, kinds):
+    assert LayerKinds.of(tiny_model(model_class, num_hidden_layers=4, **settings).model) == kinds
 
 
 def test_layers_that_are_alike(tiny_qwen3):
@@ -54,8 +32,8 @@ def test_layers_that_are_alike(tiny_qwen3):
 
 
 def test_mixers_of_the_same_class_and_shapes_are_one_kind():
-    decoder = decoder_of(Qwen3_5TextConfig(**DENSE, num_hidden_layers=8))
-    assert [number for _, number in kinds_of_mixers(decoder)] == [6]
+    decoder = tiny_model("Qwen3_5ForCausalLM", num_hidden_layers=4, layer_types=QWEN3_5).model
+    assert [number for _, number in kinds_of_mixers(decoder)] == [3]
     first = decoder.layers[0].linear_attn
-    first.out_proj = torch.nn.Linear(1, 1, device="meta")
-    assert [(mixer is first, number) for mixer, number in kinds_of_mixers(decoder)] == [(True, 1), (False, 5)]
+    first.out_proj = torch.nn.Linear(1, 1)
+    assert [(mixer is first, number) for mixer, number in kinds_of_mixers(decoder)] == [(True, 1), (False, 2)]

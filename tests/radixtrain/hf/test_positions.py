@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from tiny_models import tiny_model
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
@@ -15,26 +15,6 @@ FEATURES = [
     {"input_ids": [7, 8, 9, 1, 2], "labels": [N, N, N, 1, 2]},
     {"input_ids": [7, 8, 9, 3], "labels": [N] * 3 + [3]},
 ]
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-@pytest.mark.parametrize("family", ["Roberta", "XLMRoberta", "Camembert", "Data2VecText", "RobertaPreLayerNorm"])
-def test_positions_that_start_after_the_padding_index(family):
-    """Hugging Face gives the first token position padding_idx + 1: gradients were 1.3 to 1.9 off."""
-    config = getattr(transformers, f"{family}Config")(**TINY, **NO_DROPOUT, is_decoder=True)
-    with pytest.raises(UserError, match=r"counts positions from padding_idx \+ 1 = 1 .* a radix batch counts from 0"):
-        prepare_model(getattr(transformers, f"{family}ForCausalLM")(config))
-
-
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     {
@@ -48,23 +28,17 @@ ROPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
-class TestFrequenciesThatFollowTheLargestPosition:
-    """Hugging Face looks at the largest position of a batch; the check looked at the longest row."""
+def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope):
+    """Hugging Face looks at the largest position of a batch, not at the longest row: up to 8 it is like any other."""
+    model = prepare_model(tiny_qwen3(rope_parameters=rope, max_position_embeddings=8))
 
-    def batch(self, first: int) -> dict[str, Any]:
-        return RadixCollator()(
-            [{**f, "position_ids": [first + n for n in range(len(f["input_ids"]))]} for f in FEATURES]
-        )
+    def batch(first: int) -> dict[str, Any]:
+        return RadixCollator()([{**f, "position_ids": range(first, first + len(f["input_ids"]))} for f in FEATURES])
 
-    def test_up_to_the_limit(self, tiny_qwen3, rope):
-        model = prepare_model(tiny_qwen3(rope_parameters=rope, max_position_embeddings=8))
-        assert model(**self.batch(3)).loss.isfinite()
-
-    def test_beyond_it_though_every_row_is_short(self, tiny_qwen3, rope):
-        model = prepare_model(tiny_qwen3(rope_parameters=rope, max_position_embeddings=8))
-        message = rf"has {rope['rope_type']} rotary embeddings.*this batch has position 8; set max_length to 8 or less"
-        with pytest.raises(UserError, match=message):
-            model(**self.batch(4))
+    assert model(**batch(3)).loss.isfinite()
+    message = rf"has {rope['rope_type']} rotary embeddings.*this batch has position 8; set max_length to 8 or less"
+    with pytest.raises(UserError, match=message):
+        model(**batch(4))
 
 
 PADDED = {
@@ -81,18 +55,21 @@ class TestLeftPadding:
     def batch(self, **changes: Any) -> dict[str, Any]:
         return RadixCollator()([{**PADDED, **changes}, FEATURES[1]])
 
-    def gpt2(self) -> Any:
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=32, **dropout)
-        return prepare_model(transformers.GPT2LMHeadModel(config))
-
-    def test_learned_positions_are_refused(self):
-        with pytest.raises(UserError, match=r"padded on the left, .* GPT2Model has learned positions \(wpe\)"):
-            self.gpt2()(**self.batch())
+    @pytest.mark.parametrize(
+        ("model_class", "message"),
+        [
+            ("GPT2LMHeadModel", r"padded on the left, .* GPT2Model has learned positions \(wpe\)"),
+            ("Llama4ForCausalLM", "Llama4TextModel has scores that are scaled by the position"),
+        ],
+    )
+    def test_what_reads_absolute_positions_is_refused(self, model_class, message):
+        model = prepare_model(tiny_model(model_class, attention_chunk_size=64))
+        with pytest.raises(UserError, match=message):
+            model(**self.batch())
 
     def test_positions_that_the_feature_brings(self):
         """Then the padding changes nothing in any model."""
-        model = self.gpt2()
+        model = prepare_model(tiny_model("GPT2LMHeadModel"))
         assert torch.equal(model(**self.batch(position_ids=POSITIONS)).loss, model(**RadixCollator()(FEATURES)).loss)
 
     def test_rotary_embeddings_look_at_distances(self, tiny_qwen3):
@@ -103,11 +80,3 @@ class TestLeftPadding:
             ordinary = model(**padded).loss.item()
             radix = prepare_model(model)(**RadixCollator()([PADDED])).loss.item()
         assert radix == pytest.approx(ordinary, rel=1e-12)
-
-    def test_scores_that_are_scaled_by_the_position(self):
-        config = transformers.Llama4TextConfig(
-            **TINY, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=32, num_local_experts=2
-        )
-        model = prepare_model(transformers.Llama4ForCausalLM(config))
-        with pytest.raises(UserError, match="Llama4TextModel has scores that are scaled by the position"):
-            model(**self.batch())

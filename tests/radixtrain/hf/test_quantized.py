@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from tiers import cases
+from tiny_models import tiny_qwen3
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from radixtrain import verify_equivalence
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable, plain_weights, with_plain_weights
-from radixtrain.verification.oracle import weights_in
+from radixtrain.testing import assert_within_reference_error
+from radixtrain.verification.bars import TENSOR_FACTOR
+from radixtrain.verification.oracle import float64_throughout
 
 pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install 'radixtrain[qlora]'")
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'radixtrain[peft]'")
@@ -15,15 +19,14 @@ peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'radi
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 VARIANTS = [{}, {"use_dora": True}, {"use_rslora": True}]
+STORED = [(torch.float32, True, "nf4"), (torch.bfloat16, False, "fp4")]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(path)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    tiny_qwen3(**sizes).save_pretrained(path)
     return path
 
 
@@ -69,22 +72,21 @@ def test_the_layers(load, tiny_qwen3):
     assert four_bit_layers(tiny_qwen3()) == {}
 
 
-@pytest.mark.parametrize("options", VARIANTS)
-@pytest.mark.parametrize(("dtype", "double", "kind"), [(torch.float32, True, "nf4"), (torch.bfloat16, False, "fp4")])
+@pytest.mark.parametrize("options", cases(VARIANTS, quick=VARIANTS[:1]))
+@pytest.mark.parametrize(("dtype", "double", "kind"), cases(STORED, quick=STORED[:1]))
 def test_the_gradient_is_the_ordinary_one(load, options, dtype, double, kind):
     report = verify_equivalence(adapted(load(dtype, double, kind), **options), FEATURES)
     assert report.passed, report
     assert len(report.rungs) == (3 if dtype == torch.bfloat16 else 2)
 
 
-@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("options", cases(VARIANTS, quick=VARIANTS[:1]))
 def test_a_validation_does_not_change_the_gradient(load, options):
     model = adapted(load(), **options)
     before = gradients(model)
     with torch.no_grad():
-        loss = model.eval()(input_ids=IDS, labels=IDS).loss
-    assert loss == model.train()(input_ids=IDS, labels=IDS).loss
-    after = gradients(model)
+        assert model.eval()(input_ids=IDS, labels=IDS).loss.isfinite()
+    after = gradients(model.train())
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -95,17 +97,21 @@ def test_plain_weights_for_a_while(load):
         assert not four_bit_layers(model)
         inside = gradients(model)
     assert four_bit_layers(model) == layers and not any("forward" in vars(layer) for layer in layers.values())
-    assert all(torch.allclose(before[name], inside[name], rtol=1e-4, atol=1e-6) for name in before)
-    with weights_in(model, torch.float64):
-        assert all(torch.isfinite(g).all() and g.dtype == torch.float64 for g in gradients(model).values())
     assert all(torch.equal(before[name], again) for name, again in gradients(model).items())
+    with float64_throughout(model):
+        truth = gradients(model)
+    columns = ([each[name] for name in truth] for each in (inside, before, truth))
+    assert_within_reference_error(*columns, factor=TENSOR_FACTOR, names=list(truth))
 
 
 def test_plain_weights_for_good(load, tmp_path):
     model = load(double=True).eval()
-    expected = model(input_ids=IDS).logits
-    assert torch.allclose(with_plain_weights(model)(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    four_bits = model(input_ids=IDS).logits
+    plain = with_plain_weights(model)(input_ids=IDS).logits
+    with float64_throughout(model):
+        truth = model(input_ids=IDS).logits
+    assert_within_reference_error(plain, four_bits, truth, factor=TENSOR_FACTOR, names="logits")
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
     assert not hasattr(again.config, "quantization_config")

@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 
 import pytest
+from tiers import FULL
 
 from radixtrain.hf import rates_file
 from radixtrain.hf.rates_file import cache_folder, file_of, keep_rates, rates_in, read_rates
@@ -49,6 +50,7 @@ def test_a_damaged_file_is_named_and_replaced(tmp_path, caplog, text, checked):
     assert read_rates(path) == RATES and list(tmp_path.iterdir()) == [path]
 
 
+@FULL
 def test_every_flipped_bit_is_found(tmp_path):
     """A rate with another digit is as good a number as before."""
     path = tmp_path / "rates-x.json"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tiers import FULL
+from tiny_models import tiny_model
 from torch import Tensor
-from transformers import GraniteConfig, GraniteForCausalLM
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.padded import PaddedCollator
@@ -17,6 +18,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.scores import SCORES, Scorer, _numbers, check_scores, needs_labels, needs_next_tokens
 from radixtrain.testing import assert_within_reference_error
+from radixtrain.verification.bars import TENSOR_FACTOR
+from radixtrain.verification.oracle import float64_throughout
 
 N = -100
 INSTRUCTION = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -31,17 +34,14 @@ FEATURES = [
 WORDS = {"yes": 6, "no": 41, "maybe": 0}
 
 
-def granite(dtype: torch.dtype) -> Any:
+def granite() -> Any:
     """Its head divides the logits, so that it is no plain matrix."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    return GraniteForCausalLM(GraniteConfig(**sizes, **heads, logits_scaling=3.0)).to(dtype).eval()
+    return tiny_model("GraniteForCausalLM", vocab_size=50, logits_scaling=3.0).eval()
 
 
 @pytest.fixture(params=["plain", "granite"])
-def build(request: pytest.FixtureRequest, tiny_qwen3: Any) -> Callable[[torch.dtype], Any]:
-    return granite if request.param == "granite" else lambda dtype: tiny_qwen3().to(dtype).eval()
+def model(request: pytest.FixtureRequest, tiny_qwen3: Any) -> Any:
+    return granite() if request.param == "granite" else tiny_qwen3().eval()
 
 
 def records_of(model: Any, collator: Any, scorer: Scorer) -> list[dict[str, Any]]:
@@ -98,42 +98,49 @@ def numbers_of(records: list[dict[str, Any]], name: str) -> Iterator[float]:
             yield from value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
 
 
-COLLATORS = [RadixCollator(), RadixCollator(pad_to_multiple_of=8), PaddedCollator()]
+COLLATORS = [RadixCollator(), pytest.param(RadixCollator(pad_to_multiple_of=8), marks=FULL), PaddedCollator()]
 
 
 @pytest.mark.parametrize("collator", COLLATORS)
-def test_every_score_is_that_of_a_loop(build: Any, collator: Any) -> None:
-    found = records_of(build(torch.float64), collator, Scorer(SCORES, WORDS))
-    assert_records(found, by_hugging_face(build(torch.float64)))
-
-
-@pytest.mark.parametrize("collator", COLLATORS)
-def test_float32_is_as_exact_as_a_loop_in_float32(build: Any, collator: Any) -> None:
-    found = records_of(build(torch.float32), collator, Scorer(SCORES, WORDS))
-    reference, truth = (by_hugging_face(build(dtype)) for dtype in (torch.float32, torch.float64))
-    for name in SCORES:
-        numbers = [torch.tensor([*numbers_of(records, name)]) for records in (found, reference)]
-        exact = torch.tensor([*numbers_of(truth, name)], dtype=torch.float64)
-        assert_within_reference_error(*numbers, exact, names=name)
-
-
-@pytest.mark.parametrize("collator", [RadixCollator(), PaddedCollator()])
-def test_each_score_by_itself_is_what_it_is_beside_the_others(build: Any, collator: Any) -> None:
-    model = build(torch.float64)
-    plain_head, batch = has_plain_head(model), collator(FEATURES)
-    model = prepare_model(model) if isinstance(collator, RadixCollator) else model
-    whole = Scorer(SCORES, WORDS)(model, batch, plain_head)
+def test_every_score_is_that_of_a_loop(model: Any, collator: Any) -> None:
+    """Each of them by itself too, which reads fewer rows."""
     entries = {"logprobs": {"tokens", "logprobs"}, "completion_logprob": {"completion_logprob", "num_tokens"}}
-    for name in SCORES:
-        wanted = {**entries, "perplexity": {"perplexity", "num_tokens"}}.get(name, {name})
-        expected = [{key: value for key, value in record.items() if key in wanted} for record in whole]
-        assert_records(Scorer((name,), WORDS)(model, batch, plain_head), expected)
+    with float64_throughout(model):
+        expected = by_hugging_face(model)
+        assert_records(records_of(model, collator, Scorer(SCORES, WORDS)), expected)
+        for name in SCORES:
+            wanted = {**entries, "perplexity": {"perplexity", "num_tokens"}}.get(name, {name})
+            assert_records(
+                records_of(model, collator, Scorer((name,), WORDS)),
+                [{key: value for key, value in record.items() if key in wanted} for record in expected],
+            )
+
+
+@FULL
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_float32_is_as_exact_as_a_loop_in_float32(model: Any, collator: Any) -> None:
+    """All scores in one vector, each of length one: a score is few numbers, and a loop has those of some by luck."""
+    with float64_throughout(model):
+        truth = by_hugging_face(model)
+    reference = by_hugging_face(model)
+    found = records_of(model, collator, Scorer(SCORES, WORDS))
+
+    def vector(records: list[dict[str, Any]]) -> Tensor:
+        exact, parts = (
+            [torch.tensor([*numbers_of(each, name)], dtype=torch.float64) for name in SCORES]
+            for each in (truth, records)
+        )
+        return torch.cat([part / whole.norm() for part, whole in zip(parts, exact, strict=True)])
+
+    vectors = vector(found).float(), vector(reference).float(), vector(truth)
+    assert_within_reference_error(*vectors, factor=TENSOR_FACTOR, names="every score")
 
 
 def test_an_embedding_that_is_not_normalized(tiny_qwen3: Any) -> None:
-    model = tiny_qwen3().double().eval()
-    hidden = [model.model(torch.tensor([each["input_ids"]])).last_hidden_state[0, -1] for each in FEATURES]
-    found = records_of(model, RadixCollator(), Scorer(("embedding",), normalize_embeddings=False))
+    model = tiny_qwen3().eval()
+    with float64_throughout(model):
+        hidden = [model.model(torch.tensor([each["input_ids"]])).last_hidden_state[0, -1] for each in FEATURES]
+        found = records_of(model, RadixCollator(), Scorer(("embedding",), normalize_embeddings=False))
     for record, expected in zip(found, hidden, strict=True):
         assert record["embedding"] == pytest.approx(expected.tolist(), rel=1e-12, abs=1e-12)
 
@@ -167,7 +174,7 @@ def test_only_rows_that_are_read_come_back(
 
 
 def test_an_embedding_needs_no_head_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare_model(granite(torch.float32))
+    model = prepare_model(granite())
     monkeypatch.setattr(model.lm_head, "forward", lambda hidden: pytest.fail("the head was called"))
     assert len(Scorer(("embedding",))(model, RadixCollator()(FEATURES), False)) == len(FEATURES)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import FULL
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.hf.sharing import NUM_CALLS
@@ -60,12 +61,6 @@ class TestOrdinaryBatches:
         run(model.eval(), ordinary(), 2 * NUM_CALLS)
         assert not caplog.records
 
-    def test_not_of_a_model_that_is_not_prepared(
-        self, tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        run(tiny_qwen3().train(), ordinary(), 2 * NUM_CALLS)
-        assert not caplog.records
-
 
 class TestRadixBatches:
     @pytest.mark.parametrize("collator", [RadixCollator(), RadixCollator(pad_to_multiple_of=16)])
@@ -80,10 +75,7 @@ class TestRadixBatches:
         run(model, RadixCollator()(UNSHARED), NUM_CALLS - 1)
         run(model, RadixCollator()(SHARED), 1)
         run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        assert not caplog.records
-
-    def test_not_if_one_shared_less_than_the_padding(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        run(model, RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)
+        run(prepare_model(model), RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)  # less than the padding
         assert not caplog.records
 
     def test_not_of_a_frozen_model(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,6 +99,7 @@ def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 2
 
 
+@FULL
 def test_dpo(tiny_qwen3: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """TRL's trainer makes its batches itself, and runs a reference model, which is not counted."""
     trl = pytest.importorskip("trl", reason="pip install 'radixtrain[dev]'")

@@ -1,10 +1,8 @@
 """The window of a layer is the one that its mask would have had; what contradicts it is refused."""
 
-from typing import Any
-
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, OlmoeConfig, OlmoeForCausalLM
+from tiny_models import tiny_model
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from radixtrain import RadixCollator, prepare_model
@@ -13,20 +11,6 @@ from radixtrain.hf.windows import no_mask, window_of, window_on_mask
 
 LONGEST = 9
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-
-
-def tiny_mistral() -> Any:
-    return MistralForCausalLM(MistralConfig(**TINY, sliding_window=4))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +39,7 @@ def test_what_a_backbone_is_given():
 
 def test_a_window_that_contradicts_the_mask():
     """OLMoE hands a window to its attention function, which flash attention obeys, and masks none."""
-    model = OlmoeForCausalLM(OlmoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, sliding_window=4))
+    model = tiny_model("OlmoeForCausalLM", sliding_window=4)
     message = "OlmoeAttention of layer 0 attends to the last 4 tokens by its sliding_window and to all by its mask"
     with pytest.raises(UserError, match=message):
         prepare_model(model)(**RadixCollator()(FEATURES))
@@ -72,7 +56,7 @@ def test_a_mask_that_a_model_made(tiny_qwen3):
 
 
 def test_a_window_whose_mask_does_not_come_from_masking_utils():
-    model = prepare_model(tiny_mistral())
+    model = prepare_model(tiny_model("MistralForCausalLM"))
     model.model.layers[1].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
     )

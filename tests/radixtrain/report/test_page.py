@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 from headless_browser import Browser
+from tiers import FULL, cases
 
 from radixtrain.report.contents import Break, DataReport, Example, GpuEstimate, Setting, SplitCost, TreeNode
 from radixtrain.report.page import OUTLINE_RUNS, render, write_page
@@ -175,9 +176,7 @@ class TestText:
         assert len(re.findall(r"rare\d+", text)) == OUTLINE_RUNS - 3
         assert "common" in text and "below" in text
 
-    def test_the_same_report_gives_the_same_page(self, report: DataReport) -> None:
-        assert render(report) == render(report)
-
+    @FULL
     def test_a_full_page_is_below_three_megabytes(self, report: DataReport, tmp_path: Path) -> None:
         """1,000 runs of 600 characters that hardly compress."""
         draw = Random(0)
@@ -215,9 +214,9 @@ class TestBrowser:
         assert browser.errors == []
         assert len(browser.requests) == 1 and browser.requests[0].startswith("file:")
 
-    @pytest.mark.parametrize("scheme", SCHEMES)
-    @pytest.mark.parametrize("width", [400, 1280])
-    @pytest.mark.parametrize(("name", "runs", "panels"), [("full", 7, 6), ("one row", 1, 0)])
+    @pytest.mark.parametrize("scheme", cases(SCHEMES, ["light"]))
+    @pytest.mark.parametrize("width", cases([400, 1280], [400]))
+    @pytest.mark.parametrize(("name", "runs", "panels"), cases([("full", 7, 6), ("one row", 1, 0)], [("full", 7, 6)]))
     def test_is_drawn(
         self, browser: Browser, pages: dict[str, Path], name: str, runs: int, panels: int, width: int, scheme: str
     ) -> None:
@@ -243,6 +242,7 @@ class TestBrowser:
         assert browser.evaluate("document.querySelectorAll('img, #tree a').length") == 0
         assert browser.evaluate("document.title").startswith("</script>")
 
+    @FULL
     def test_hover_shows_text_tokens_and_sequences(self, browser: Browser, pages: dict[str, Path]) -> None:
         browser.open(pages["full"])
         browser.move(*middle_of(browser, block_with("You route messages.")))
@@ -253,6 +253,7 @@ class TestBrowser:
         )
         assert browser.evaluate("document.querySelector('#run-text').textContent") == "You route messages."
 
+    @FULL
     def test_click_zooms_in_and_the_first_block_zooms_out(self, browser: Browser, pages: dict[str, Path]) -> None:
         browser.open(pages["full"])
         width = "document.querySelector('#tree path.surface').getBoundingClientRect().width"
@@ -264,6 +265,7 @@ class TestBrowser:
         browser.click(*middle_of(browser, block_with("Where is my card?")))
         browser.until("document.querySelector('#tree .iciclelayer').textContent.includes('You route')")
 
+    @FULL
     def test_follows_the_scheme_and_the_width(self, browser: Browser, pages: dict[str, Path]) -> None:
         browser.open(pages["full"], width=1280)
         colour = "document.querySelector('#tree path.surface').style.fill"
@@ -273,12 +275,14 @@ class TestBrowser:
         browser.call("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
         browser.until("document.querySelector('#tree .main-svg').getBoundingClientRect().width < 400")
 
+    @FULL
     def test_copies_the_command(self, browser: Browser, pages: dict[str, Path], report: DataReport) -> None:
         browser.open(pages["full"])
         browser.evaluate("document.addEventListener('copy', () => { window.copied = getSelection().toString() })")
         browser.click(*middle_of(browser, "[data-copy]"))  # a browser copies only on a real click
         assert browser.evaluate("window.copied") == report.command
 
+    @FULL
     def test_says_so_if_the_pictures_cannot_be_drawn(
         self, browser: Browser, pages: dict[str, Path], tmp_path: Path
     ) -> None:

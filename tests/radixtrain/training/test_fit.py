@@ -3,20 +3,29 @@
 import csv
 import json
 import re
-import signal
-import time
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiers import FULL, cases
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint
 from radixtrain.tree.cost_model import Rates
+from radixtrain.verification.oracle import float64_arithmetic
+
+FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
+BAR = 1e-10  # of ten steps with AdamW in float64
+
+
+@pytest.fixture
+def arguments(arguments: Any) -> Any:
+    """Of runs that measure nothing, so that what they compute does not depend on what else the machine does."""
+    return lambda *command, **flags: arguments(*command, **{"data__min_shared_tokens": 1, **flags})
 
 
 def losses(folder: Path, version: int = 0, column: str = "loss") -> dict[int, float]:
@@ -35,11 +44,15 @@ def assert_bit_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 
 def test_fit_learns_and_leaves_a_hugging_face_folder(arguments, shop, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     out = tmp_path / "out"
-    assert main(arguments(data__validation_file=shop / "validation.jsonl", trainer__max_epochs=6)) == 0
+    assert main(arguments(data__validation_file=shop / "validation.jsonl")) == 0
     curve = losses(out)
-    assert len(curve) == 30
-    assert curve[29] < 0.5 * curve[0]
+    assert len(curve) == 10 and curve[9] < 0.5 * curve[0]
+    for column in ("grad_norm", "learning_rate", "r", "best_r", "tokens_per_second", "computed_tokens_per_second"):
+        assert len(losses(out, column=column)) == 10
+    assert losses(out, column="best_r")[0] >= losses(out, column="r")[0] > 1.5
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     assert model.config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(out / "model").chat_template
@@ -49,61 +62,45 @@ def test_fit_learns_and_leaves_a_hugging_face_folder(arguments, shop, tmp_path, 
     assert not list(out.glob(".*partial"))
 
 
-def test_every_step_logs_what_a_person_watches(arguments, tmp_path):
-    assert main(arguments(trainer__max_steps=2)) == 0
-    speeds = ("tokens_per_second", "computed_tokens_per_second")
-    for column in ("loss", "grad_norm", "learning_rate", "r", "best_r", *speeds):
-        assert len(losses(tmp_path / "out", column=column)) == 2
-    assert losses(tmp_path / "out", column="best_r")[0] >= losses(tmp_path / "out", column="r")[0] > 1.5
+@float64_arithmetic()
+def test_neither_sharing_nor_the_cut_into_micro_batches_changes_a_run(arguments, tmp_path, capsys):
+    """Losses and trained weights, in float64; also with activation checkpointing."""
+    runs: dict[str, dict[str, Any]] = {
+        "ordinary": {"dedup": "false"},
+        "ordinary, cut": {"dedup": "false", "data__max_tokens": 120, "data__max_length": 120},
+        "cut": {"data__max_tokens": 120, "data__max_length": 120, "model__activation_checkpointing": "true"},
+        "whole": {},
+    }
+    for name, flags in runs.items():
+        flags = {"data__batch_size": 10, "trainer__max_epochs": 4, **flags}
+        assert main(arguments(output_dir=tmp_path / name, **FLOAT64, **flags)) == 0
+        assert ("data.max_tokens cuts a step into" in capsys.readouterr().out) == (name == "cut")
+    curve, trained = losses(tmp_path / "ordinary"), weights(tmp_path / "ordinary")
+    assert len(curve) == 8
+    for name in runs:
+        assert losses(tmp_path / name) == pytest.approx(curve, rel=BAR), name
+        for parameter, tensor in weights(tmp_path / name).items():
+            assert (tensor - trained[parameter]).norm() <= BAR * trained[parameter].norm(), (name, parameter)
+    r = {name: losses(tmp_path / name, column="r")[0] for name in runs}
+    best = {name: losses(tmp_path / name, column="best_r")[0] for name in ("cut", "whole")}
+    assert best["whole"] == best["cut"] >= r["whole"] > 1.2 * r["cut"] and r["ordinary"] <= 1.0
 
 
-def test_a_run_shorter_than_the_log_interval_has_metrics(arguments, tmp_path):
-    assert main(arguments(trainer__max_steps=2, trainer__log_every_n_steps=10)) == 0
-    assert list(losses(tmp_path / "out")) == [0, 1]
-
-
-def test_the_ordinary_arm_has_the_same_losses(arguments, tmp_path):
-    for name, dedup in (("on", "true"), ("off", "false")):
-        assert main(arguments(output_dir=tmp_path / name, dedup=dedup, trainer__max_epochs=4)) == 0
-    on, off = losses(tmp_path / "on"), losses(tmp_path / "off")
-    assert len(on) == 20
-    assert max(abs(on[step] - off[step]) for step in on) < 2e-5
-    assert losses(tmp_path / "off", column="r")[0] <= 1.0
-
-
-@pytest.mark.parametrize("dedup", ["true", "false"])
-def test_the_cut_into_micro_batches_changes_nothing(arguments, tmp_path, capsys, dedup):
-    sizes = {"one": 4096, "many": 120}
-    for name, max_tokens in sizes.items():
-        flags = {"data__max_tokens": max_tokens, "data__max_length": 120, "data__batch_size": 10}
-        assert main(arguments(output_dir=tmp_path / name, dedup=dedup, **flags)) == 0
-    one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
-    assert max(abs(one[step] - many[step]) for step in one) < 5e-6
-    if dedup == "true":
-        r, best = ({name: losses(tmp_path / name, column=column)[0] for name in sizes} for column in ("r", "best_r"))
-        assert best["one"] == best["many"] >= r["one"] > 1.2 * r["many"]
-        assert "data.max_tokens cuts a step into" in capsys.readouterr().out
-
-
-def test_workers_change_nothing(arguments, tmp_path):
+@FULL
+def test_workers_change_nothing_and_end_with_the_run(arguments, tmp_path):
+    """Not whenever Python finds the circle that holds their loader, which then waits 5 s for each of them."""
+    others = set(active_children())
     for name, workers in (("none", 0), ("two", 2)):
-        assert main(arguments(output_dir=tmp_path / name, data__dataloader_num_workers=workers)) == 0
+        flags = {"data__dataloader_num_workers": workers, "trainer__max_steps": 7}
+        assert main(arguments(output_dir=tmp_path / name, **flags)) == 0
+        assert set(active_children()) <= others
     assert_bit_equal(weights(tmp_path / "none"), weights(tmp_path / "two"))
 
 
-def test_workers_end_with_the_run(arguments, tmp_path):
-    """Not whenever Python finds the circle that holds their loader, which then waits 5 s for each of them."""
-    others = set(active_children())
-    assert main(arguments(data__dataloader_num_workers=2)) == 0
-    assert set(active_children()) <= others
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("step", [1, 3, 5, 7])
+@pytest.mark.parametrize(("step", "workers"), cases([(1, 0), (3, 2), (5, 0), (7, 2)], [(3, 2)]))
 def test_a_resumed_run_is_the_same_run(arguments, tmp_path, step, workers):
     """Five steps an epoch: inside the first, near its end, at its end, inside the second."""
     flags = {
-        "trainer__max_epochs": 2,
         "data__dataloader_num_workers": workers,
         "trainer__callbacks": "lightning.pytorch.callbacks.ModelCheckpoint",
         "trainer__callbacks.every_n_train_steps": 1,
@@ -113,7 +110,7 @@ def test_a_resumed_run_is_the_same_run(arguments, tmp_path, step, workers):
     }
     assert main(arguments(output_dir=tmp_path / "whole", **flags)) == 0
     saved = tmp_path / "saved" / f"step={step}.ckpt"
-    assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved, trainer__max_epochs=2)) == 0
+    assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved)) == 0
     whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
     assert sorted(resumed) == list(range(step, 10))
     assert all(resumed[later] == whole[later] for later in resumed)
@@ -131,17 +128,10 @@ def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_pa
     checkpoint = tmp_path / "out" / "checkpoints" / "last"
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"model        {tmp_path / 'exported'}"
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert_bit_equal(exported, after)
+    assert_bit_equal(load_file(tmp_path / "exported" / "model.safetensors"), after)
 
 
-def test_activation_checkpointing_changes_nothing(arguments, tmp_path):
-    for name, value in (("off", "false"), ("on", "true")):
-        assert main(arguments(output_dir=tmp_path / name, model__activation_checkpointing=value)) == 0
-    off, on = losses(tmp_path / "off"), losses(tmp_path / "on")
-    assert max(abs(off[step] - on[step]) for step in off) < 1e-6
-
-
+@FULL
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_a_precision_that_converts_the_batches(arguments, shop, tmp_path, precision):
     flags = {"trainer__precision": precision, "trainer__max_steps": 2, "data__predict_file": shop / "validation.jsonl"}
@@ -151,6 +141,7 @@ def test_a_precision_that_converts_the_batches(arguments, shop, tmp_path, precis
     assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 5
 
 
+@FULL
 def test_mixed_precision_is_as_good_as_the_ordinary_arms(arguments, tmp_path):
     """Its distance to the float32 losses is at most twice the ordinary arm's, and one rounding of bfloat16."""
     arms = {"truth": ("true", "32-true"), "radix": ("true", "bf16-mixed"), "ordinary": ("false", "bf16-mixed")}
@@ -164,53 +155,27 @@ def test_mixed_precision_is_as_good_as_the_ordinary_arms(arguments, tmp_path):
         assert radix <= 2 * ordinary + 2**-8 * truth
 
 
+@FULL
 def test_max_steps_alone_means_that_many_steps(arguments, tmp_path):
-    assert main(arguments(trainer__max_epochs=None, trainer__max_steps=12)) == 0
-    assert len(losses(tmp_path / "out")) == 12
+    """More than the three epochs that are the default; and a run shorter than the log interval logs each of them."""
+    for steps, interval in ((16, 1), (2, 10)):
+        flags = {"trainer__max_steps": steps, "trainer__log_every_n_steps": interval}
+        assert main(arguments(output_dir=tmp_path / str(steps), trainer__max_epochs=None, **flags)) == 0
+        assert list(losses(tmp_path / str(steps))) == list(range(steps))
 
 
-def test_a_fast_dev_run_leaves_no_model_and_no_checkpoint(arguments, tmp_path):
-    assert main(arguments(trainer__fast_dev_run="true")) == 0
-    assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "checkpoints").exists()
-
-
-def test_a_checkpoint_of_other_data_is_refused(arguments, tmp_path, capsys):
-    assert main(arguments(trainer__max_steps=3)) == 0
+def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
+    assert main(arguments(trainer__max_epochs=2)) == 0
     saved = tmp_path / "out" / "checkpoints" / "last"
-    assert main(arguments(output_dir=tmp_path / "other", ckpt_path=saved, data__batch_size=5)) == 1
-    assert "belongs to other steps: batch_size was 4 and is 5" in capsys.readouterr().err
+    for flags, message in (
+        ({"data__batch_size": 5}, "belongs to other steps: batch_size was 4 and is 5"),
+        ({"trainer__max_epochs": 1}, "ckpt_path: 2 epochs were begun, and trainer.max_epochs is 1; raise it to go on"),
+    ):
+        assert main(arguments(output_dir=tmp_path / "other", ckpt_path=saved, **flags)) == 1
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_resume_beyond_the_last_epoch_is_one_line(arguments, tmp_path, capsys):
-    assert main(arguments(trainer__max_epochs=3)) == 0
-    last = tmp_path / "out" / "checkpoints" / "last"
-    assert main(arguments(ckpt_path=last, trainer__max_epochs=1)) == 1
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message == "error: ckpt_path: 3 epochs were begun, and trainer.max_epochs is 1; raise it to go on"
-
-
-def test_sigterm_saves_and_exits_143_and_the_run_goes_on(arguments, start, tmp_path):
-    """What is resumed from the checkpoint has the losses of a run that nobody interrupted."""
-    flags = {"model__lr_scheduler_type": "constant", "model__learning_rate": 1e-3, "trainer__max_epochs": -1}
-    endless = arguments(output_dir=tmp_path / "out", data__dataloader_num_workers=1, trainer__max_steps=10**6, **flags)
-    run = start(endless)
-    first_epoch = tmp_path / "out" / "checkpoints" / "last"
-    deadline = time.monotonic() + 120
-    while not first_epoch.exists() and run.is_running and time.monotonic() < deadline:
-        time.sleep(0.05)
-    run.send(signal.SIGTERM)
-    assert run.wait(60) == 143, run.said()
-    assert re.match(r"stopped by SIGTERM after step \d+, which is saved; go on with", run.error())
-    step = read_checkpoint(first_epoch)["global_step"]
-    assert step > 0
-    short = {**flags, "trainer__max_steps": step + 7}
-    assert main(arguments(output_dir=tmp_path / "whole", **short)) == 0
-    assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=first_epoch, **short)) == 0
-    whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
-    assert sorted(resumed) == list(range(step, step + 7))
-    assert {later: whole[later] for later in resumed} == resumed
-
-
+@FULL
 @pytest.mark.usefixtures("wandb_offline")
 def test_weights_and_biases_offline(arguments, tmp_path):
     """By its short name: the metrics are written as a file too, and the configuration where it always is."""
@@ -231,82 +196,78 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(arguments, shop, tmp_pa
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_predict_writes_log_probabilities_in_the_order_of_the_file(arguments, shop, tmp_path):
-    records = {}
-    for name, dedup in (("on", "true"), ("off", "false")):
-        flags = {"data__predict_file": shop / "validation.jsonl", "dedup": dedup, "data__train_file": None}
-        assert main(arguments("predict", output_dir=tmp_path / name, **flags)) == 0
-        lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
-        records[name] = [json.loads(line) for line in lines]
-    assert [record["row"] for record in records["on"]] == [
-        f"{shop / 'validation.jsonl'}:{line}" for line in range(1, 6)
-    ]
-    for on, off in zip(records["on"], records["off"], strict=True):
-        assert on["tokens"] == off["tokens"]
-        assert on["logprobs"] == pytest.approx(off["logprobs"], abs=1e-4)
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
-    assert "Shelf" in tokenizer.decode(records["on"][0]["tokens"])
+AUTO = {"data__min_shared_tokens": "auto"}
 
 
-@pytest.fixture
-def never_calibrated(tmp_path, monkeypatch):
-    """A machine without a calibration, in this process and in its files; the folder where one would be kept."""
-    monkeypatch.setattr("radixtrain.hf.calibration._MEASURED", {})
-    monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "cold"))
-    return tmp_path / "cold"
+class TestCalibration:
+    """How much to share is measured, unless a setting or a checkpoint says it."""
 
+    SLOW = Rates(call=1.0, rectangle=1.0, pair=1e-3, element=1e-3, flop=1e-12)
+    FAST = Rates(call=1e-9, rectangle=1e-9, pair=1e-9, element=1e-9, flop=1.0)
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
-def test_a_machine_that_was_never_calibrated(arguments, shop, never_calibrated, command):
-    """Lightning builds some loaders in inference mode, in which nothing can be differentiated."""
-    files = {f"data__{name}_file": shop / "validation.jsonl" for name in ("validation", "test", "predict")}
-    assert main(arguments(command, **files, trainer__max_steps=1 if command == "fit" else None)) == 0
-    assert len(list(never_calibrated.glob("rates-*.json"))) <= 1
+    @pytest.fixture(autouse=True)
+    def on_a_machine(self, tmp_path, monkeypatch):
+        """`on_a_machine(name, rates)`: it was never calibrated, and if somebody measures, those are its rates."""
 
-
-def test_a_run_that_is_resumed_on_another_machine_chooses_as_before(arguments, tmp_path, never_calibrated, monkeypatch):
-    rates = Rates(call=1e-3, rectangle=0, pair=0, element=0, flop=1e-12)
-    monkeypatch.setattr("radixtrain.hf.calibration.measured_rates", lambda layer: (rates, 0.0))
-    assert main(arguments(trainer__max_steps=2)) == 0
-    saved = tmp_path / "out" / "checkpoints" / "step=2"
-    assert read_checkpoint(saved)["radixtrain_rates"]["call"] == 1e-3
-    monkeypatch.setattr("radixtrain.hf.calibration._MEASURED", {})
-    monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / "another"))
-    monkeypatch.setattr("radixtrain.hf.calibration.measured_rates", lambda layer: pytest.fail("measured again"))
-    assert main(arguments(output_dir=tmp_path / "resumed", ckpt_path=saved, trainer__max_steps=3)) == 0
-
-
-def test_a_deterministic_run_does_not_depend_on_a_calibration(arguments, tmp_path, never_calibrated, monkeypatch):
-    """Two machines would choose otherwise; without the setting their losses differ in the last digits."""
-    found = {}
-    slow = Rates(call=1.0, rectangle=1.0, pair=1e-3, element=1e-3, flop=1e-12)
-    fast = Rates(call=1e-9, rectangle=1e-9, pair=1e-9, element=1e-9, flop=1.0)
-    for deterministic in ("true", "false"):
-        for name, rates in (("slow", slow), ("fast", fast)):
+        def move(name, rates=None):
             monkeypatch.setattr("radixtrain.hf.calibration._MEASURED", {})
-            monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / f"{name}_{deterministic}"))
-            monkeypatch.setattr("radixtrain.hf.calibration.measured_rates", lambda layer, rates=rates: (rates, 0.0))
-            out = tmp_path / f"out_{name}_{deterministic}"
-            try:
-                assert main(arguments(output_dir=out, trainer__deterministic=deterministic)) == 0
-            finally:
+            monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path / name))
+            if rates:
+                monkeypatch.setattr("radixtrain.hf.calibration.measured_rates", lambda layer: (rates, 0.0))
+
+        move("cold")
+        return move
+
+    @pytest.mark.parametrize("command", cases(["fit", "validate", "test", "predict"], ["validate"]))
+    def test_it_is_measured(self, arguments, shop, tmp_path, command):
+        """Lightning builds some loaders in inference mode, in which nothing can be differentiated."""
+        files = {f"data__{name}_file": shop / "validation.jsonl" for name in ("validation", "test", "predict")}
+        steps = {"trainer__max_steps": 1 if command == "fit" else None}
+        assert main(arguments(command, **AUTO, **files, **steps)) == 0
+        assert len(list((tmp_path / "cold").glob("rates-*.json"))) <= 1  # none if the machine is too busy to tell
+
+    def test_a_run_that_is_resumed_on_another_machine_chooses_as_before(self, arguments, tmp_path, on_a_machine):
+        on_a_machine("first", self.SLOW)
+        assert main(arguments(trainer__max_steps=2, **AUTO)) == 0
+        saved = tmp_path / "out" / "checkpoints" / "step=2"
+        assert read_checkpoint(saved)["radixtrain_rates"]["call"] == self.SLOW.call
+        on_a_machine("second", self.FAST)
+        flags = {**AUTO, "output_dir": tmp_path / "resumed", "ckpt_path": saved, "trainer__max_steps": 3}
+        assert main(arguments(**flags)) == 0
+        last = read_checkpoint(tmp_path / "resumed" / "checkpoints" / "step=3")
+        assert last["radixtrain_rates"]["call"] == self.SLOW.call
+
+    def test_a_deterministic_run_does_not_depend_on_it(self, arguments, tmp_path, on_a_machine, caplog):
+        """Two machines would share otherwise, and so add in another order."""
+        found = {}
+        for deterministic in ("true", "false"):
+            for name, rates in (("slow", self.SLOW), ("fast", self.FAST)):
+                on_a_machine(f"{name}_{deterministic}", rates)
+                caplog.clear()
+                out = tmp_path / f"out_{name}_{deterministic}"
+                flags = {**AUTO, "trainer__deterministic": deterministic, "trainer__max_steps": 3}
+                assert main(arguments(output_dir=out, **flags)) == 0
                 torch.use_deterministic_algorithms(False)
-            found[name, deterministic] = losses(out)
-    assert found["slow", "true"] == found["fast", "true"]
-    assert found["slow", "false"] != found["fast", "false"]
+                chosen = [text for text in caplog.messages if text.startswith("the fastest way")]
+                found[name, deterministic] = chosen, losses(out)
+        assert found["slow", "true"] == found["fast", "true"]
+        assert found["slow", "false"][0] != found["fast", "false"][0]
 
 
-@pytest.mark.parametrize(("command", "split"), [("validate", "validation"), ("test", "test")])
-def test_validation_is_the_mean_over_tokens(arguments, shop, capsys, command, split):
-    """The same however it is batched."""
-    shown = set()
+@float64_arithmetic()
+@pytest.mark.parametrize(
+    ("command", "split"), cases([("validate", "validation"), ("test", "test")], [("test", "test")])
+)
+def test_validation_is_the_mean_over_tokens(arguments, shop, tmp_path, capsys, command, split):
+    """The same however it is batched: minus the mean of the log-probabilities that `predict` writes for each row."""
+    file = shop / "validation.jsonl"
+    assert main(arguments("predict", data__predict_file=file, data__train_file=None, **FLOAT64)) == 0
+    records = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert [record["row"] for record in records] == [f"{file}:{line}" for line in range(1, 6)]
+    logprobs = [logprob for record in records for logprob in record["logprobs"]]
     for batch_size in (1, 5):
-        flags = {
-            f"data__{split}_file": shop / "validation.jsonl",
-            "data__train_file": None,
-            "data__batch_size": batch_size,
-        }
+        flags = {f"data__{split}_file": file, "data__train_file": None, "data__batch_size": batch_size, **FLOAT64}
+        capsys.readouterr()
         assert main(arguments(command, **flags)) == 0
-        printed = capsys.readouterr().out
-        shown.add(next(word for word in printed.split() if word.replace(".", "").isdigit() and "." in word)[:7])
-    assert len(shown) == 1
+        printed = next(float(word) for word in capsys.readouterr().out.split() if re.fullmatch(r"\d+\.\d+", word))
+        assert printed == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-12)

@@ -12,9 +12,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from tiers import FULL, cases
+from tiny_models import tiny_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,24 +24,24 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
 from radixtrain.training.module import RadixModule
+from radixtrain.verification.oracle import float64_arithmetic
 from radixtrain.verification.step import verify_step
 
-SIZES = {
-    **{"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+SIZES = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ModernBertDecoderForCausalLM": ("ModernBertDecoderConfig", {}),
-    "BertLMHeadModel": ("BertConfig", DECODER),
-    "RobertaForCausalLM": ("RobertaConfig", DECODER),
-    "Gemma2ForCausalLM": ("Gemma2Config", {**HEADS, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}),
-    "GraniteForCausalLM": ("GraniteConfig", {**HEADS, "logits_scaling": 3.0}),
-    "Cohere2ForCausalLM": ("Cohere2Config", {**HEADS, "logit_scale": 0.25}),
-    "Qwen3ForCausalLM": ("Qwen3Config", {**HEADS, "tie_word_embeddings": False}),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "ModernBertDecoderForCausalLM": {},
+    "BertLMHeadModel": DECODER,
+    "RobertaForCausalLM": DECODER,
+    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
+    "GraniteForCausalLM": {"logits_scaling": 3.0},
+    "Cohere2ForCausalLM": {"logit_scale": 0.25},
+    "Qwen3ForCausalLM": {"tie_word_embeddings": False},
 }
-SHARES = [name for name in FAMILIES if name != "RobertaForCausalLM"]  # its positions start after its padding index
+# The positions of a RoBERTa start after its padding index, which sharing refuses.
+ARMS = [(name, dedup) for name in FAMILIES for dedup in (False, True) if not (dedup and name.startswith("Roberta"))]
+QUICK = [("BertLMHeadModel", True), ("BertLMHeadModel", False), ("Gemma2ForCausalLM", True), ("Qwen3ForCausalLM", True)]
+FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
 LAYERS_OF_HEAD = {
     "ModernBertDecoderForCausalLM": {"lm_head.dense.weight", "lm_head.norm.weight", "decoder.bias"},
     "BertLMHeadModel": {
@@ -57,20 +58,8 @@ FEATURES = [
 NUM_LABELS = 19
 
 
-def build(name: str, **changes: Any) -> Any:
-    """A tiny model whose weights are of order one, so that its head matters."""
-    config, settings = FAMILIES[name]
-    torch.manual_seed(0)
-    model = getattr(transformers, name)(getattr(transformers, config)(**{**SIZES, **settings, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape)
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * noise)
-    return model
-
-
 def saved(name: str, folder: Path, **changes: Any) -> Path:
-    build(name, **changes).save_pretrained(folder)
+    tiny_model(name, **{**SIZES, **FAMILIES[name], **changes}).save_pretrained(folder)
     return folder
 
 
@@ -81,41 +70,41 @@ def loaded(folder: Path, **settings: Any) -> RadixModule:
     return module
 
 
-def logprobs_of_hugging_face(folder: Path) -> list[list[float]]:
-    """Of the labelled tokens of each sequence, by `log_softmax` of the logits that the model returns."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    rows = []
-    for feature in FEATURES:
-        with torch.no_grad():
-            logprobs = model(torch.tensor([feature["input_ids"]])).logits[0].log_softmax(-1)
-        targets = list(enumerate(feature["labels"]))[1:]
-        rows.append([logprobs[place - 1, label].item() for place, label in targets if label != -100])
-    return rows
-
-
-@pytest.mark.parametrize(("name", "dedup"), [*((name, False) for name in FAMILIES), *((name, True) for name in SHARES)])
+@float64_arithmetic()
+@pytest.mark.parametrize(("name", "dedup"), cases(ARMS, QUICK))
 def test_loss_and_predictions(name: str, dedup: bool, tmp_path: Path) -> None:
     """In micro-batches of a few sequences; the loss also as Hugging Face's own loss function has it."""
-    module = loaded(saved(name, tmp_path), dedup=dedup)
-    expected = logprobs_of_hugging_face(tmp_path)
+    module = loaded(saved(name, tmp_path), dedup=dedup, dtype="float64")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
+    expected, own = [], 0.0
+    for feature in FEATURES:
+        with torch.no_grad():
+            output = model(**{key: torch.tensor([ids]) for key, ids in feature.items()})
+        targets = [(place, label) for place, label in enumerate(feature["labels"]) if place and label != -100]
+        logprobs = output.logits[0].log_softmax(-1)
+        expected.append([logprobs[place - 1, label].item() for place, label in targets])
+        own += output.loss.item() * len(targets)
     step = StepCollator(dedup=dedup, max_tokens=18)(FEATURES)
     assert len(step.micro_batches) > 1 and step.num_labels == NUM_LABELS
     with torch.no_grad():
-        loss = sum(module.loss_sum(batch).item() for batch in step.micro_batches) / NUM_LABELS
-    assert loss == pytest.approx(-sum(map(sum, expected)) / NUM_LABELS, rel=1e-6)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    own = [model(**{key: torch.tensor([ids]) for key, ids in feature.items()}).loss.item() for feature in FEATURES]
-    assert loss == pytest.approx(sum(x * len(y) for x, y in zip(own, expected, strict=True)) / NUM_LABELS, rel=1e-6)
+        loss = sum(module.loss_sum(batch).item() for batch in step.micro_batches)
+    assert loss == pytest.approx(-sum(map(sum, expected)), rel=1e-12)
+    assert loss == pytest.approx(own, rel=1e-12)
     step = StepCollator(dedup=dedup, max_tokens=18, merge_labels=False)(FEATURES)
     with torch.no_grad():
         records = module.predict_step(replace(step, where=tuple("abcd")), 0)
     for record, feature, logprobs in zip(records, FEATURES, expected, strict=True):
         assert record["tokens"] == [label for label in feature["labels"][1:] if label != -100]
-        assert record["logprobs"] == pytest.approx(logprobs, abs=1e-5)
+        assert record["logprobs"] == pytest.approx(logprobs, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in SHARES if name != "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "activation_checkpointing"),
+    cases(
+        [(name, on) for name, dedup in ARMS for on in (False, True) if dedup and name != "Qwen3ForCausalLM"],
+        [("BertLMHeadModel", False), ("Gemma2ForCausalLM", True)],
+    ),
+)
 def test_gradients(name: str, activation_checkpointing: bool, tmp_path: Path) -> None:
     """Every parameter, the head's own layers among them, against Hugging Face on each sequence in float64."""
     module = loaded(saved(name, tmp_path), activation_checkpointing=activation_checkpointing)
@@ -169,7 +158,7 @@ def test_a_micro_batch_without_labels(dedup: bool, tmp_path: Path) -> None:
 
 def test_a_model_that_was_not_loaded_here_is_measured_when_it_is_used(tmp_path: Path) -> None:
     module = RadixModule("unused")
-    module.model = build("GraniteForCausalLM")
+    module.model = tiny_model("GraniteForCausalLM", **SIZES, **FAMILIES["GraniteForCausalLM"])
     module.loss_sum(StepCollator(dedup=False)(FEATURES).micro_batches[0])
     assert module.plain_head is False
 
@@ -184,25 +173,27 @@ def modern_bert(shop: Path, tmp_path: Path) -> Path:
     return saved("ModernBertDecoderForCausalLM", tmp_path / "model", **sizes, **ids)
 
 
-@pytest.mark.parametrize("dedup", ["true", "false"])
+@float64_arithmetic()
+@pytest.mark.parametrize("dedup", ["true", pytest.param("false", marks=FULL)])
 def test_validate_prints_the_loss_of_hugging_face(
     arguments: Any, shop: Path, modern_bert: Path, capsys: pytest.CaptureFixture[str], dedup: str
 ) -> None:
-    flags = {"model__model_name_or_path": modern_bert, "data__train_file": None, "dedup": dedup}
+    flags = {"model__model_name_or_path": modern_bert, "data__train_file": None, "dedup": dedup, **FLOAT64}
     file = str(shop / "validation.jsonl")
-    assert main(arguments("validate", **flags, data__validation_file=file)) == 0
+    assert main(arguments("validate", **flags, data__min_shared_tokens=1, data__validation_file=file)) == 0
     printed = next(word for word in capsys.readouterr().out.split() if word.replace(".", "").isdigit() and "." in word)
     data = SFTData(validation_file=file, model_name_or_path=str(modern_bert))
     data.setup("validate")
-    model = AutoModelForCausalLM.from_pretrained(modern_bert).eval()
+    model = AutoModelForCausalLM.from_pretrained(modern_bert, dtype=torch.float64).eval()
     total = count = 0.0
     for sample in (sample for conversation in data.conversations["validation"] for sample in conversation):
         ids, labels = (torch.tensor([list(values)]) for values in (sample.input_ids, sample.labels))
         num_labels = int((labels[:, 1:] != -100).sum())
         total, count = total + model(ids, labels=labels).loss.item() * num_labels, count + num_labels
-    assert float(printed) == pytest.approx(total / count, rel=1e-5)
+    assert float(printed) == pytest.approx(total / count, rel=1e-12)
 
 
+@FULL
 def test_verify_passes(
     arguments: Any, modern_bert: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +202,8 @@ def test_verify_passes(
     assert "its own head is used, which holds [P, vocab] logits" in caplog.text
 
 
+@FULL
+@float64_arithmetic()
 def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any, shop: Path, tmp_path: Path) -> None:
     """The merged model predicts as the checkpoint with its adapters does."""
     pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
@@ -219,6 +212,7 @@ def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any,
     saved("Qwen3ForCausalLM", tmp_path / "model", vocab_size=len(tokenizer), max_position_embeddings=512)
     lora = {f"model__{name}": json.dumps(value) for name, value in LORA.items()}
     flags = {"model__model_name_or_path": tmp_path / "model", "data__predict_file": shop / "validation.jsonl"}
+    flags |= {"data__min_shared_tokens": 1, **FLOAT64}
     assert main(arguments(**flags, **lora, trainer__max_steps=3)) == 0
     checkpoint = tmp_path / "out" / "checkpoints" / "last"
     predicted = []
@@ -229,7 +223,7 @@ def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any,
         assert main(arguments("predict", **given, output_dir=tmp_path / name)) == 0
         lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
         predicted.append([logprob for line in lines for logprob in json.loads(line)["logprobs"]])
-    assert predicted[0] == pytest.approx(predicted[1], abs=1e-4)
+    assert predicted[0] == pytest.approx(predicted[1], rel=1e-10)
 
 
 class TestUnderTheTrainerOfAUser:
@@ -272,6 +266,7 @@ class TestUnderTheTrainerOfAUser:
         whole, resumed = self.losses(tmp_path / "whole"), self.losses(tmp_path / "resumed")
         assert resumed == {step: whole[step] for step in ("7", "8", "9")}
 
+    @FULL
     def test_loaders_without_a_data_module(self, shop: Path, tmp_path: Path) -> None:
         trainer, module, data = self.parts(shop, tmp_path / "script")
         data.setup("fit")
@@ -279,22 +274,11 @@ class TestUnderTheTrainerOfAUser:
         assert module.steps_per_epoch is None and data.step_cost is None
         assert len(self.losses(tmp_path / "script")) == 10
 
+    @FULL
     def test_the_first_batch_is_verified(
         self, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(logging.getLogger("radixtrain.training.callbacks"), "level", logging.INFO)
-        trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
-        trainer.fit(module, datamodule=data)
-        assert "first batch verified:" in caplog.text
-        trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
-        data.setup("fit")
-        with pytest.raises(UserError, match="verify_first_batch needs SFTData"):
-            trainer.fit(module, data.train_dataloader())
-
-    def test_the_first_batch_of_another_module_is_not_verified(
-        self, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Lightning keeps the callbacks of the module that it fitted before."""
+        """And not that of another module, although Lightning keeps the callbacks of the one that it fitted before."""
         monkeypatch.setattr(logging.getLogger("radixtrain.training.callbacks"), "level", logging.INFO)
         trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
         _, other, _ = self.parts(shop, tmp_path)
@@ -302,6 +286,10 @@ class TestUnderTheTrainerOfAUser:
             trainer.fit_loop.max_epochs = num_epochs
             trainer.fit(each, datamodule=data)
         assert caplog.text.count("first batch verified:") == 1
+        trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
+        data.setup("fit")
+        with pytest.raises(UserError, match="verify_first_batch needs SFTData"):
+            trainer.fit(module, data.train_dataloader())
 
     def test_predictions_of_steps_that_came_from_no_file(self, shop: Path, tmp_path: Path) -> None:
         trainer, module, _ = self.parts(shop, tmp_path)

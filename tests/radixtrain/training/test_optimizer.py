@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch import nn
 
 from radixtrain.training.optimizer import adamw, num_steps_of_run, schedule
@@ -51,4 +50,4 @@ def test_warm_up_in_steps_or_as_a_share(warmup_steps: float) -> None:
         optimizer.step()
         scheduler.step()
     expected = [0, 0.5, *(step / 8 for step in range(8, 0, -1))]
-    torch.testing.assert_close(torch.tensor(rates), torch.tensor(expected))
+    assert rates == pytest.approx(expected, rel=1e-12)

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from noise import assert_within_noise
+from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -17,12 +20,14 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.training.callbacks import PredictionWriter
 from radixtrain.training.module import RadixModule
+from radixtrain.verification.oracle import float64_arithmetic
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
 THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice
 QUESTIONS = [f"{INSTRUCTION}Where is the {thing}?" for thing in THINGS]
 WORDS = [" one", " two"]
 FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
+FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
 Predict = Callable[..., list[dict[str, Any]]]
 
@@ -52,10 +57,10 @@ def predict(arguments: Any, tmp_path: Path) -> Predict:
 
 
 class Loop:
-    """An ordinary loop: a row at a time, no padding, the whole logits."""
+    """An ordinary loop in float64: a row at a time, no padding, the whole logits."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    def __init__(self, folder: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def ids(self, text: str) -> list[int]:
@@ -93,7 +98,8 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]], ba
             assert one[name] == pytest.approx(other[name], rel=bar, abs=bar), name
 
 
-@pytest.mark.parametrize("dedup", [True, False])
+@float64_arithmetic()
+@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
 def test_a_completion_after_a_long_instruction(predict: Predict, shop: Path, dedup: bool) -> None:
     loop = Loop(shop / "model")
     answers = [" Shelf one.", " Shelf two.", " two", " Shelf two.", " Shelf one.", " three", " Shelf two."]
@@ -106,7 +112,8 @@ def test_a_completion_after_a_long_instruction(predict: Predict, shop: Path, ded
     assert found[0] == found[4], "the same row twice"
 
 
-@pytest.mark.parametrize("dedup", [True, False])
+@float64_arithmetic()
+@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
 def test_yes_or_no_at_the_end_of_a_prompt(predict: Predict, shop: Path, dedup: bool) -> None:
     """Rows of a reranker: an instruction, a question, no answer. The next token follows the generation prompt."""
     loop = Loop(shop / "model")
@@ -120,27 +127,44 @@ def test_yes_or_no_at_the_end_of_a_prompt(predict: Predict, shop: Path, dedup: b
     assert_equal(predict(rows, **flags, **FLOAT64, dedup=dedup), expected)
 
 
-@pytest.mark.parametrize(("precision", "bar"), [(FLOAT64, 1e-12), ({}, 2e-6)])
-@pytest.mark.parametrize("dedup", [True, False])
-def test_the_embedding_of_a_text(
-    predict: Predict, shop: Path, dedup: bool, precision: dict[str, str], bar: float
-) -> None:
-    """In float32 within 2e-6 of the float64 loop, for numbers of up to 1: 32 roundings."""
+@float64_arithmetic()
+@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
+def test_the_embedding_of_a_text(predict: Predict, shop: Path, dedup: bool) -> None:
     loop = Loop(shop / "model")
     expected = [loop.embedding(loop.tokenizer(text)["input_ids"]) for text in QUESTIONS]
     rows = [{"text": text} for text in QUESTIONS]
-    assert_equal(predict(rows, model__scores="[embedding]", **precision, dedup=dedup), expected, bar)
+    assert_equal(predict(rows, model__scores="[embedding]", **FLOAT64, dedup=dedup), expected)
 
 
+@FULL
+def test_in_float32_both_arms_are_as_far_from_the_truth(predict: Predict) -> None:
+    """The bar is measured: what the ordinary arm rounds."""
+
+    def embeddings(**flags: Any) -> np.ndarray:
+        rows = [{"text": text} for text in QUESTIONS]
+        return np.array([record["embedding"] for record in predict(rows, model__scores="[embedding]", **flags)])
+
+    shared, ordinary = embeddings(), embeddings(dedup=False)
+    with float64_arithmetic():
+        truth = embeddings(dedup=False, **FLOAT64)
+    assert_within_noise(shared, ordinary, truth, "embeddings")
+
+
+@FULL
 @pytest.mark.parametrize("precision", [{"trainer__precision": "bf16-mixed"}, {"model__dtype": "bfloat16"}])
 def test_in_16_bits_the_last_steps_are_float32(predict: Predict, precision: dict[str, str]) -> None:
+    """Numbers of a sum or a norm of 1 are off by a rounding of float32 each, of which bfloat16 has 65,536."""
     scores = {"model__scores": "[next_token_probs, embedding]", "model__next_tokens": json.dumps(WORDS)}
     for record in predict([{"text": text} for text in QUESTIONS[:3]], **scores, **precision):
-        assert math.hypot(*record["embedding"]) == pytest.approx(1, abs=1e-6)
-        assert sum(record["next_token_probs"].values()) == pytest.approx(1, abs=1e-6)
+        for total, size in (
+            (math.hypot(*record["embedding"]), len(record["embedding"])),
+            (sum(record["next_token_probs"].values()), len(WORDS)),
+        ):
+            assert abs(total - 1) <= size * FLOAT32_EPS
 
 
-@pytest.mark.parametrize("dedup", [True, False])
+@float64_arithmetic()
+@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
 def test_answers_to_questions(predict: Predict, shop: Path, dedup: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """With and without an answer in the file; token for token those of `model.generate`, a prompt at a time."""
     loop = Loop(shop / "model")
@@ -155,21 +179,23 @@ def test_answers_to_questions(predict: Predict, shop: Path, dedup: bool, capsys:
         expected = loop.completion(prompt, ids)
         assert record["answer"] == loop.tokenizer.decode(ids, skip_special_tokens=True)
         assert record["num_tokens"] == len(ids) and record["finish_reason"] in ("length", "stop")
-        assert record["logprob"] == pytest.approx(expected["completion_logprob"], abs=1e-5)
+        assert record["logprob"] == pytest.approx(expected["completion_logprob"], rel=1e-12)
     assert list(found[1]) == ["answer", "num_tokens", "logprob", "finish_reason"]
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
 
 
+@float64_arithmetic()
 def test_the_answers_of_both_arms_agree(predict: Predict) -> None:
     rows = [{"prompt": f"{question} shelf", "completion": " one"} for question in QUESTIONS]
     flags = {"model__generate": True, "evaluate_generation__max_new_tokens": 6, **FLOAT64}
     shared, ordinary = (predict(rows, **flags, dedup=dedup) for dedup in (True, False))
     for one, other in zip(shared, ordinary, strict=True):
-        assert one.pop("logprob") == pytest.approx(other.pop("logprob"), abs=1e-5) and one == other
+        assert one.pop("logprob") == pytest.approx(other.pop("logprob"), rel=1e-12) and one == other
     assert shared[0] == shared[4], "the same row twice"
 
 
+@float64_arithmetic()
 def test_scores_of_labels_and_of_the_last_token_beside_each_other(predict: Predict, shop: Path) -> None:
     """Then a row is tokenised as in training: with the end token, which is the last one."""
     loop = Loop(shop / "model")
@@ -216,9 +242,9 @@ def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str],
     assert "tokens per computed token;" in second and "sequences/s," in words and second.endswith(" s")
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "message"),
-    [
+def test_what_ends_the_run_before_it_writes(arguments: Any, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(chat("Where?")), encoding="utf-8")
+    refusals: list[tuple[dict[str, Any], int, str]] = [
         (
             {"model__scores": "[next_token_logits]", "model__next_tokens": '["yesyes"]'},
             1,
@@ -236,27 +262,21 @@ def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str],
         ({"model__scores": "[]"}, 1, "error: model.scores: expected one or more of logprobs"),
         ({"model__scores": "[embeding]"}, 1, "probs, embedding; found embeding"),
         ({"model__scores": "[perplexity, embedding]"}, 1, "rows.jsonl:1: expected at least one assistant turn"),
-    ],
-)
-def test_what_ends_the_run_before_it_writes(
-    arguments: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, str], code: int, message: str
-) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(chat("Where?")), encoding="utf-8")
-    assert main(arguments("predict", data__predict_file=tmp_path / "rows.jsonl", **flags)) == code
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out" / "predictions.jsonl").exists() and not [*tmp_path.glob("out/.*partial")]
+    ]
+    for flags, code, message in refusals:
+        assert main(arguments("predict", data__predict_file=tmp_path / "rows.jsonl", **flags)) == code
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out" / "predictions.jsonl").exists() and not [*tmp_path.glob("out/.*partial")]
 
 
-@pytest.mark.parametrize(
-    ("record", "name"),
-    [
+def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    records: list[tuple[dict[str, Any], str]] = [
         ({"row": "a.jsonl:3", "embedding": [0.5, math.nan]}, "embedding"),
         ({"row": "a.jsonl:3", "num_tokens": 1, "next_token_logits": {"yes": math.inf}}, "next_token_logits"),
         ({"row": "a.jsonl:3", "perplexity": -math.inf}, "perplexity"),
-    ],
-)
-def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path, record: dict[str, Any], name: str) -> None:
-    writer = PredictionWriter(tmp_path)
-    with pytest.raises(UserError, match=f"predict: {name} of a.jsonl:3 is not finite"):
-        writer.on_predict_batch_end(None, None, [record], None)  # type: ignore[arg-type]
-    assert not writer.path.exists()
+    ]
+    for record, name in records:
+        writer = PredictionWriter(tmp_path)
+        with pytest.raises(UserError, match=f"predict: {name} of a.jsonl:3 is not finite"):
+            writer.on_predict_batch_end(None, None, [record], None)  # type: ignore[arg-type]
+        assert not writer.path.exists()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import FULL
 
 from radixtrain.__main__ import main
 
@@ -22,7 +23,7 @@ def without_weights(shop: Path, tmp_path: Path) -> Path:
 def test_the_command(
     arguments: Arguments, without_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {"model__model_name_or_path": without_weights, "max_seconds": 2}
+    flags = {"model__model_name_or_path": without_weights, "max_seconds": 0.5}
     assert main(arguments("report", **flags)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "rows 20, 20 samples" in text, text
@@ -33,6 +34,7 @@ def test_the_command(
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html"]
 
 
+@FULL
 @pytest.mark.parametrize(
     "flags", [{"dedup": False}, {"trainer__precision": "bf16-mixed"}, {"model__attention": "path"}]
 )
@@ -43,6 +45,7 @@ def test_settings_of_the_run(
     assert "A training step is predicted to run at" in " ".join(capsys.readouterr().out.split())
 
 
+@FULL
 def test_adapters_and_checkpointing(
     arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import FULL, cases
 from torch import Tensor
 
 import radixtrain.hf.attention
 from radixtrain.__main__ import main
-from radixtrain.commands import COMMANDS
 from radixtrain.tree.cost_model import StepCost
 
 Arguments = Callable[..., list[str]]
@@ -26,6 +26,7 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
 
 
+@FULL
 def test_in_a_process_of_its_own(arguments: Arguments, start: Callable[..., Any], tmp_path: Path) -> None:
     run = start(arguments("verify", num_steps=2))
     assert run.wait() == 0, run.said()
@@ -48,6 +49,7 @@ def test_a_broken_attention_is_found_and_the_parameter_named(
     assert "NOT EQUAL" in captured.out
 
 
+@FULL
 def test_small_micro_batches_and_settings_of_the_run(arguments: Arguments) -> None:
     flags = {"data__max_tokens": 120, "data__max_length": 100, "data__min_shared_tokens": 4}
     assert main(arguments("verify", **flags, data__pad_to_multiple_of=8, model__activation_checkpointing=True)) == 0
@@ -73,11 +75,12 @@ def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys
     assert "zero:" not in capsys.readouterr().out
 
 
+@FULL
 @pytest.mark.parametrize(
     ("flags", "rungs"),
     [
-        ({"model__dtype": "bfloat16"}, ["float64", "float32", "bfloat16"]),
         ({"trainer__precision": "bf16-mixed"}, ["float64", "float32", "bfloat16"]),
+        ({"model__dtype": "bfloat16"}, ["float64", "float32", "bfloat16"]),
         ({"model__attention": "path"}, ["float64", "float32"]),
     ],
 )
@@ -89,6 +92,7 @@ def test_the_precision_of_the_run_is_a_rung(
     assert [line.split()[0] for line in lines if line.endswith(" equal")] == rungs
 
 
+@FULL
 def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +104,7 @@ def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
     assert "no such checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["verify", "fit", "predict"])
+@pytest.mark.parametrize("command", cases(["verify", "fit", "predict"], ["verify"]))
 def test_a_checkpoint_of_another_model_is_said_to_be_one(
     arguments: Arguments, tmp_path: Path, shop: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -117,26 +121,16 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(
     assert "Traceback" not in error
 
 
-def test_a_file_that_is_no_checkpoint(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "notes.ckpt"
-    path.write_text("no weights")
-    assert main(arguments("verify", ckpt_path=path)) == 1
-    assert f"error: ckpt_path {path}: not a checkpoint of radixtrain" in capsys.readouterr().err
-
-
 def test_the_first_sequences_of_a_step(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments("verify", num_sequences=2)) == 0
     assert capsys.readouterr().out.startswith("step 0: 2 sequences, ")
-
-
-@pytest.mark.parametrize("name", ["num_steps", "num_sequences"])
-def test_none_is_a_mistake(arguments: Arguments, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert main(arguments("verify", **{name: 0})) == 1
-    assert f"error: {name} must be at least 1, got 0" in capsys.readouterr().err
+    for name in ("num_steps", "num_sequences"):
+        assert main(arguments("verify", **{name: 0})) == 1
+        assert f"error: {name} must be at least 1, got 0" in capsys.readouterr().err
 
 
 class TestVerifyFirstBatch:
-    @pytest.mark.parametrize("use_peft", [False, True])
+    @pytest.mark.parametrize("use_peft", cases([False, True], [False]))
     def test_a_run_that_is_verified_is_the_same_run(self, arguments: Arguments, tmp_path: Path, use_peft: bool) -> None:
         """Bit for bit: the check does not change weights, order and random state."""
         for name, wanted in (("plain", False), ("verified", True)):
@@ -154,13 +148,6 @@ class TestVerifyFirstBatch:
         assert "Nothing was trained" in error
         assert not (tmp_path / "out" / "model").exists()
 
+    @FULL
     def test_the_ordinary_arm_has_nothing_to_verify_but_can(self, arguments: Arguments) -> None:
         assert main(arguments(model__verify_first_batch=True, dedup=False, trainer__max_steps=1)) == 0
-
-
-def test_help_is_about_this_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, has_own_key in (("verify", True), ("predict", False), ("fit", False)):
-        assert main([command, "--help"]) == 0
-        printed = capsys.readouterr().out
-        assert COMMANDS[command].help in printed and ("--num_sequences" in printed) == has_own_key
-        assert printed.count("--ckpt_path") == 1

@@ -12,7 +12,6 @@ from radixtrain.tree.arrays import (
     concatenate_ranges,
     cumulative,
     lengths_of,
-    read_only,
     validated_batch,
 )
 from radixtrain.tree.plan import build_prefix_plan
@@ -22,28 +21,13 @@ def int64(values):
     return np.array(values, dtype=np.int64)
 
 
-def test_lengths_and_bounds_are_inverse():
-    assert cumulative(int64([3, 0, 2])).tolist() == [0, 3, 3, 5]
-    assert lengths_of(int64([0, 3, 3, 5])).tolist() == [3, 0, 2]
-    assert (cumulative(int64([])).tolist(), lengths_of(int64([0])).tolist()) == ([0], [])
-
-
-def test_ranges_literally():
-    assert concatenate_ranges(int64([5, 0, 7]), int64([2, 3, 1])).tolist() == [5, 6, 0, 1, 2, 7]
-    assert concatenate_ranges(int64([]), int64([])).tolist() == []
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9))))
 def test_ranges_are_those_of_python(ranges):
     starts, lengths = ([pair[column] for pair in ranges] for column in (0, 1))
     found = concatenate_ranges(int64(starts), int64(lengths))
     assert found.tolist() == [number for start, length in ranges for number in range(start, start + length)]
     assert cumulative(int64(lengths)).tolist() == [0, *accumulate(lengths)]
-
-
-def test_read_only():
-    with pytest.raises(ValueError, match="read-only"):
-        read_only(int64([1]))[0] = 2
+    assert lengths_of(cumulative(int64(lengths))).tolist() == lengths
 
 
 def test_not_negative():
@@ -51,15 +35,6 @@ def test_not_negative():
     check_not_negative("rows", int64([0, 3]))
     with pytest.raises(ValueError, match=r"^rows must not be negative: rows\[1\] = -2$"):
         check_not_negative("rows", int64([0, -2, -3]))
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint64, ">i4"])
-def test_a_batch_comes_back_as_int64(dtype):
-    given_arrays = (np.array(values, dtype=dtype) for values in ([7, 8, 9], [0, 1, 3], [0, 0, 1]))
-    arrays = validated_batch(*given_arrays)
-    assert [array.tolist() for array in arrays] == [[7, 8, 9], [0, 1, 3], [0, 0, 1]]
-    assert {array.dtype for array in arrays} == {np.dtype(np.int64)}
-    assert validated_batch([], [0], None)[2] is None
 
 
 @pytest.mark.parametrize(

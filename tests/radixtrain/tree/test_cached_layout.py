@@ -1,7 +1,5 @@
 """What a pass of generation gives attention: windows through the slots of each sequence, and rows as slices."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -28,21 +26,6 @@ def layout(of: Paths) -> CachedLayout:
 
 
 class TestPaths:
-    @pytest.mark.parametrize(
-        ("window", "expected"),
-        [
-            (1, [[14], [20, 21], [30, 31, 32, 33]]),  # each new row sees itself, so only those are needed
-            (2, [[13, 14], [11, 20, 21], [30, 31, 32, 33]]),
-            (3, [[12, 13, 14], [10, 11, 20, 21], [30, 31, 32, 33]]),
-            (9, SLOTS),
-        ],
-    )
-    def test_within(self, window: int, expected: list[list[int]]) -> None:
-        """The first new row of a run sees `window` tokens, itself included, and every later one a token more."""
-        slots, cu_seqlens = paths().within(window)
-        assert slots.tolist() == [slot for run in expected for slot in run]
-        assert cu_seqlens.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
-
     def test_within_is_what_the_queries_see(self) -> None:
         for window in range(1, 7):
             slots, cu_seqlens = paths().within(window)
@@ -67,10 +50,6 @@ class TestWindowed:
         assert each.windowed(2) is first and asked == [0, 1, 2]
         assert each.windowed(3)[0].tolist() != first[0].tolist(), "another window is another call"
 
-    def test_a_pass_without_windows_asks_for_no_path(self) -> None:
-        asked: list[int] = []
-        assert layout(paths(asked)).num_rows == 7 and asked == []
-
 
 class TestSharedPiece:
     @pytest.mark.parametrize(
@@ -86,11 +65,8 @@ class TestSharedPiece:
         ],
         ids=str,
     )
-    @pytest.mark.parametrize("as_given", [list, np.array], ids=["list", "array"])
-    def test_rows_that_follow_each_other_are_a_slice(
-        self, rows: list[int], expected: slice | list[int], as_given: Callable[[list[int]], list[int] | np.ndarray]
-    ) -> None:
-        piece = shared_piece(as_given(rows), np.array(rows), CPU)
+    def test_rows_that_follow_each_other_are_a_slice(self, rows: list[int], expected: slice | list[int]) -> None:
+        piece = shared_piece(rows, np.array(rows), CPU)
         for found in (piece.q_rows, piece.k_rows):
             if isinstance(expected, slice):
                 assert found == expected
@@ -126,18 +102,12 @@ class TestSharedPieces:
             (slice(0, 4), slice(None), ((0, 2, 5, 7), (2, 4, 7, 8))),
         ]
 
-    def test_bounds_count_from_the_first_query(self) -> None:
-        assert self.pieces(([3, 4], [7, 8])) == [(slice(3, 5), slice(None), ((0, 2, 7, 9),))]
-
     @pytest.mark.parametrize("run", [([0, 2], [7, 8]), ([0, 1], [7, 9])], ids=["rows", "slots"])
     def test_what_is_no_range_is_gathered(self, run: tuple[list[int], list[int]]) -> None:
         ((q_rows, k_rows, bounds),) = self.pieces(run)
         assert bounds == ((0, 2, 0, 2),)
         for found, expected in ((q_rows, run[0]), (k_rows, run[1])):
             assert np.arange(50)[found].tolist() == expected
-
-    def test_nothing(self) -> None:
-        assert self.pieces() == []
 
     def test_a_device_takes_a_call_for_each(self) -> None:
         """Torch's meta device stands in for CUDA."""

@@ -1,7 +1,6 @@
 """Groups of sequences with a common beginning, against the tree that the tokens themselves spell."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +39,7 @@ def test_the_example_of_the_file():
 
 
 def test_what_all_have_in_common_is_no_group():
+    assert len(find_prefix_groups([])) == len(find_prefix_groups([own(0)])) == 0
     assert len(find_prefix_groups(begun(20, TUTOR))) == 0
     groups = find_prefix_groups([*begun(4, TUTOR, JUDGE), *begun(4, TUTOR, EXAMPLE)])
     assert len(groups) == 2 and groups.depth[0] == 240
@@ -63,12 +63,6 @@ def test_sequences_that_end_inside_the_prompt():
     groups = find_prefix_groups([TUTOR, TUTOR[:120], *begun(2, TUTOR), own(), own(5), own(0)])
     deepest = groups.depth[groups.group_of]
     assert deepest.tolist() == [240, 112, 240, 240, 0, 0, 0]
-
-
-@pytest.mark.parametrize("sequences", [[], [own()], [own(3)], [own(0), own(0)], [own(), own()]])
-def test_nothing_in_common(sequences):
-    groups = find_prefix_groups(sequences)
-    assert len(groups) == 0 and groups.group_of.tolist() == [0] * len(sequences)
 
 
 def test_depths():

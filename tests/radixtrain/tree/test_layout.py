@@ -2,7 +2,7 @@
 
 import pickle
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 import numpy as np
 import pytest
@@ -11,12 +11,14 @@ from accelerate.utils import send_to_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from radixtrain.kernels.cascade import Level
-from radixtrain.testing import ragged_batches
+from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.layout import PREFIX, TreeLayout, sequences_of
 from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.runs import RunCall, RunCost
 
 INT64 = {"gather_indices", "inverse_indices", "path_keys", "level_queries", "level_keys"}
 INT32 = {
@@ -24,6 +26,7 @@ INT32 = {
     *("level_cu_seqlens_q", "level_cu_seqlens_k"),
 }
 INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
+RUN_COSTS = [FREE_FORKS, RunCost()]
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
 
@@ -33,17 +36,24 @@ def plan_of(sequences, **options):
     return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
-def layout_of(sequences, tiles=None, **options):
-    return TreeLayout.from_plan(plan_of(sequences, **options), tiles)
+def layout_of(sequences, tiles=None, run_cost=None, **options):
+    return TreeLayout.from_plan(plan_of(sequences, **options), tiles, run_cost=run_cost)
+
+
+def whole_layout(sequences=FOREST, **options):
+    """With the tiles of `attention="tree"` and the runs of recurrent layers, which a batch has only if asked for."""
+    return layout_of(sequences, tiles=(16, 16), run_cost=FREE_FORKS, **options)
 
 
 def contents(layout):
-    """All fields as plain Python, to compare."""
-    values = {field.name: getattr(layout, field.name) for field in fields(layout)}
-    values.update(
-        {f"tiles.{name}": value for name, value in (vars(values.pop("tiles")) if layout.tiles else {}).items()}
-    )
-    return {name: (v.dtype, v.tolist()) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    """All fields as plain Python, to compare; without the devices."""
+
+    def plain(value):
+        if isinstance(value, torch.Tensor):
+            return value.dtype, list(value.shape) if value.is_meta else value.tolist()
+        return contents(value) if is_dataclass(value) else value
+
+    return {field.name: plain(getattr(layout, field.name)) for field in fields(layout)}
 
 
 def mask_pairs(plan):
@@ -100,13 +110,6 @@ def test_max_position_leaves_padding_rows_out(sequences, positions, expected):
     assert layout.max_position == expected
 
 
-def test_row_subtree_ends():
-    layout = layout_of(FOREST, pad_to_multiple_of=4)
-    assert layout.row_subtree_ends.tolist() == [5, 5, 3, 5, 5, 10, 7, 10, 9, 10, 12, 12]
-    assert layout.row_subtree_ends.dtype == torch.int32
-    assert layout.num_rows == 12
-
-
 @pytest.mark.parametrize("sequences", [[], [[]], [[3]]], ids=["no sequence", "an empty one", "one token"])
 def test_nothing_branches(sequences):
     layout = layout_of(sequences)
@@ -116,39 +119,13 @@ def test_nothing_branches(sequences):
     assert layout.num_rows == len(layout.row_subtree_ends) == sum(map(len, sequences))
 
 
-def test_missing_entry_is_named():
-    batch = layout_of(FOREST).to_batch()
-    del batch["radix_path_keys"]
-    with pytest.raises(KeyError) as error:
-        TreeLayout.from_batch(batch)
-    assert error.value.args == ("radix_path_keys",)
-
-
-def test_to_moves_every_tensor_and_nothing_else():
-    layout = layout_of(FOREST)
-    moved = layout.to("meta")
-    assert moved.device == torch.device("meta")
-    for name in INT64 | INT32:
-        assert getattr(moved, name).device.type == "meta"
-        assert getattr(moved, name).dtype == getattr(layout, name).dtype
-        assert getattr(layout, name).device.type == "cpu"
-    assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
-
-
-def test_off_the_host_no_bounds_are_read_back_and_levels_are_packed():
-    """On meta tensors, as on a device under capture, reading a value raises."""
-    moved = layout_of(FOREST).to("meta")
-    assert [piece.ragged.bounds for piece in moved.pieces] == [None] * 3
-    assert moved.sequences.bounds is moved.paths.bounds is None
-    assert moved.row_subtree_ends.shape == (10,)
-
-
 @example(DEEP, 1, None)
 @settings(max_examples=60, deadline=None)
 @given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([1, 2, 3]), st.sampled_from([None, 8]))
 def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, pad_to_multiple_of):
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
     layout = TreeLayout.from_plan(plan)
+    assert layout.row_subtree_ends.tolist() == plan.row_subtree_ends.tolist()
     paths, found = layout.paths, Counter()
     assert paths.causal
     for q0, q1, k0, k1 in paths.bounds:
@@ -172,36 +149,69 @@ def test_sequences_are_the_packed_batch(sequences):
 
 
 @settings(max_examples=30, deadline=None)
-@given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([None, 8]))
-def test_round_trip_through_a_batch(sequences, pad_to_multiple_of):
-    layout = layout_of(sequences, pad_to_multiple_of=pad_to_multiple_of)
-    again = TreeLayout.from_batch({"input_ids": None, **layout.to_batch()})
+@given(
+    ragged_batches(min_length=0, min_sequences=0), st.sampled_from([None, 8]), st.sampled_from([FREE_FORKS, RunCost()])
+)
+def test_round_trip_through_a_batch_and_a_pickle(sequences, pad_to_multiple_of, run_cost):
+    layout = layout_of(sequences, (16, 16), run_cost, pad_to_multiple_of=pad_to_multiple_of)
+    batch = {"input_ids": None, **layout.to_batch()}
+    assert layout.pieces and layout.paths and layout.sequences, "what is built of it is not a part of it"
+    for again in (
+        *map(TreeLayout.from_batch, (batch, pickle.loads(pickle.dumps(batch)))),
+        pickle.loads(pickle.dumps(layout)),
+    ):
+        assert contents(again) == contents(layout)
+        assert all(isinstance(level, Level) for level in again.levels)
+        assert all(isinstance(call, RunCall) for call in again.runs.calls)
+
+
+def as_lists(value):
+    """What pinned memory or a mover may make of nested tuples."""
+    return [as_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+MOVERS = {
+    "lists": lambda batch, device: {name: as_lists(value) for name, value in batch.items()},
+    "DataLoader": lambda batch, device: next(iter(DataLoader([batch], batch_size=None))),
+    "lightning": move_data_to_device,
+    "accelerate": send_to_device,
+}
+
+
+@pytest.mark.parametrize("sequences", [FOREST, [[1, 2, 3], [4, 5]], [[3]]], ids=["forks", "no fork", "one token"])
+@pytest.mark.parametrize("move", MOVERS.values(), ids=MOVERS)
+def test_a_batch_survives(move, sequences):
+    layout = whole_layout(sequences)
+    again = TreeLayout.from_batch(move(layout.to_batch(), torch.device("cpu")))
     assert contents(again) == contents(layout)
-    assert all(isinstance(level, Level) for level in again.levels)
+    assert {type(value) for call in again.runs.calls for value in call} == {int, tuple}
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "after its pieces were built"])
-def test_pickles(used):
-    layout = layout_of(FOREST)
-    if used:
-        assert layout.pieces and layout.paths and layout.sequences
-    assert contents(pickle.loads(pickle.dumps(layout))) == contents(layout)
-
-
-def test_batch_survives_the_default_conversion_of_a_data_loader():
-    layout = layout_of(FOREST)
-    (batch,) = DataLoader([layout.to_batch()], batch_size=None)
-    assert contents(TreeLayout.from_batch(batch)) == contents(layout)
-
-
-@pytest.mark.parametrize("move", [move_data_to_device, send_to_device], ids=["lightning", "accelerate"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_batch_survives_the_movers_of_other_trainers(move, device):
-    layout = layout_of(FOREST)
-    moved = TreeLayout.from_batch(move(layout.to_batch(), torch.device(device)))
-    assert {getattr(moved, name).device.type for name in INT64 | INT32} == {device}
+@pytest.mark.parametrize("move", [move_data_to_device, send_to_device, None], ids=["lightning", "accelerate", "to"])
+def test_moved_to_a_device(move):
+    """Every tensor and nothing else. Torch's meta device has no values, so none is read back."""
+    layout, meta = whole_layout(), torch.device("meta")
+    moved = TreeLayout.from_batch(move(layout.to_batch(), meta)) if move else layout.to(meta, non_blocking=True)
+    devices = {
+        x.device for x in tree_leaves([vars(part) for part in (moved, moved.tiles, moved.runs)]) if torch.is_tensor(x)
+    }
+    assert devices == {moved.device} == {meta} and layout.device.type == "cpu"
+    assert contents(moved) == contents(layout.to(meta))
     assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
-    assert len(moved.pieces) == (1 if device == "cpu" else 3)
+    assert (moved.tiles.held, moved.tiles.walked, moved.runs.calls) == (16, 16, layout.runs.calls)
+    assert [piece.ragged.bounds for piece in moved.pieces] == [None] * 3, "levels are packed"
+    assert moved.sequences.bounds is moved.paths.bounds is None
+
+
+@pytest.mark.parametrize(
+    "name", ["path_keys", "tiles_num_full", "runs_calls", "runs_rows", "runs_places", "runs_parents"]
+)
+def test_a_lost_entry_is_named(name):
+    batch = whole_layout().to_batch()
+    del batch[PREFIX + name]
+    with pytest.raises(KeyError) as error:
+        TreeLayout.from_batch(batch)
+    assert error.value.args == (PREFIX + name,)
 
 
 class TestTiles:
@@ -225,28 +235,6 @@ class TestTiles:
         }
         assert {value.dtype for value in tiles.values() if isinstance(value, torch.Tensor)} == {torch.int32}
 
-    @settings(max_examples=30, deadline=None)
-    @given(ragged_batches(min_length=0, min_sequences=0), st.sampled_from([None, 8]))
-    def test_round_trip_and_pickle(self, sequences, pad_to_multiple_of):
-        layout = layout_of(sequences, tiles=(16, 16), pad_to_multiple_of=pad_to_multiple_of)
-        assert contents(TreeLayout.from_batch(layout.to_batch())) == contents(layout)
-        assert contents(pickle.loads(pickle.dumps(layout))) == contents(layout)
-
-    @pytest.mark.parametrize("move", [move_data_to_device, send_to_device], ids=["lightning", "accelerate"])
-    def test_move(self, move):
-        layout = layout_of(FOREST, tiles=(16, 16))
-        moved = TreeLayout.from_batch(move(layout.to_batch(), torch.device("meta")))
-        for tiles in (moved.tiles, layout.to("meta").tiles):
-            assert {x.device.type for x in vars(tiles).values() if isinstance(x, torch.Tensor)} == {"meta"}
-            assert (tiles.held, tiles.walked) == (16, 16)
-        assert layout.tiles.key_blocks.device.type == "cpu"
-
-    def test_a_lost_entry_is_named(self):
-        batch = layout_of(FOREST, tiles=(16, 16)).to_batch()
-        del batch["radix_tiles_num_full"]
-        with pytest.raises(KeyError, match="radix_tiles_num_full"):
-            TreeLayout.from_batch(batch)
-
     def test_on_the_host_they_can_be_made_later(self):
         assert layout_of(FOREST).host_tiles.subtree_ends.tolist() == [5, 5, 3, 5, 5, 10, 7, 10, 9, 10]
 
@@ -262,7 +250,3 @@ def test_depth_of_a_row_is_its_place_in_every_sequence_that_has_it(sequences, mi
     layout = layout_of(sequences, min_shared_tokens=min_shared_tokens)
     places = torch.tensor([place for sequence in sequences for place in range(len(sequence))], dtype=torch.int64)
     assert torch.equal(layout.row_depths[layout.inverse_indices], places)
-
-
-def test_depths_literally():
-    assert layout_of(FOREST, pad_to_multiple_of=12).row_depths.tolist() == [0, 1, 2, 2, 3, 0, 1, 1, 2, 2, 0, 0]

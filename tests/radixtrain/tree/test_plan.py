@@ -3,9 +3,10 @@
 import dataclasses
 import doctest
 import pickle
-import time
+import sys
+import tracemalloc
 from collections import Counter
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -168,23 +169,6 @@ def test_padding_rows_come_last_in_a_segment_that_nothing_sees():
     assert repr(plan) == "PrefixPlan(B=2, T=6, U=4 + 2 padding, r=1.50, depth=2, segments=4)"
 
 
-@pytest.mark.parametrize(
-    ("sequences", "min_shared_tokens", "num_unique"),
-    [
-        pytest.param([[1, 2, 3], [1, 2, 4]], 2, 4, id="saves 2: kept"),
-        pytest.param([[1, 2, 3], [1, 2, 4]], 3, 6, id="saves 2 of 3: gone"),
-        pytest.param([[1, 2, 3], [1, 2, 4], [1, 2, 5]], 4, 5, id="two more branches save twice"),
-        pytest.param([[1, 2], [1, 2]], 2, 2, id="identical: kept"),
-        pytest.param([[1, 2], [1, 2]], 3, 4, id="identical: gone"),
-        pytest.param([[1, 2], [1, 2, 3]], 2, 3, id="a prefix is a branch too"),
-        pytest.param([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7]], 3, 8, id="only the deeper branch pays"),
-        pytest.param([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7]], 2, 8, id="only the upper branch pays"),
-    ],
-)
-def test_min_shared_tokens(sequences, min_shared_tokens, num_unique):
-    assert plan_of(sequences, min_shared_tokens=min_shared_tokens).num_unique_tokens == num_unique
-
-
 def test_positions_are_part_of_the_identity():
     sequences = [[1, 2, 3], [1, 2, 3]]
     assert plan_of(sequences, [[0, 1, 2], [0, 1, 2]]).num_unique_tokens == 3
@@ -199,15 +183,6 @@ def test_large_ids_and_positions(largest):
     plan = plan_of([[1, largest, 3], [1, largest, 4], [1, low, 5]])
     assert plan.num_unique_tokens == (5 if low == largest else 6), "the low 32 bits are not the id"
     assert plan_of([[1, 2], [1, 2]], [[0, largest], [0, low]]).num_unique_tokens == (2 if low == largest else 3)
-
-
-@pytest.mark.parametrize("order", permutations(range(4)), ids=str)
-def test_gather_is_the_first_occurrence_in_the_batch_and_not_in_sorted_order(order):
-    """Four sequences that leave one trunk ever earlier, in every order."""
-    sequences = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2], [1, 2, 3, 4, 5]]
-    plan = plan_of([sequences[index] for index in order])
-    inverse = plan.inverse_indices.tolist()
-    assert plan.gather_indices.tolist() == [inverse.index(row) for row in range(plan.num_rows)]
 
 
 def test_docstrings():
@@ -233,29 +208,13 @@ def test_errors(keywords, message):
 @pytest.mark.parametrize("pad_to_multiple_of", [None, 16])
 def test_plan_is_immutable(pad_to_multiple_of):
     plan = plan_of([[1, 2, 3], [1, 2, 4]], pad_to_multiple_of=pad_to_multiple_of)
-    for name in ARRAYS:
+    for name in [*ARRAYS, "row_subtree_ends", "segment_levels"]:
         assert getattr(plan, name).dtype == np.int64
         with pytest.raises(ValueError, match="read-only"):
             getattr(plan, name)[0] = 9
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(plan, name, None)
-
-
-@pytest.mark.parametrize("name", [*DERIVED, "row_subtree_ends", "segment_levels"])
-def test_derived_arrays_are_immutable_and_computed_once(name):
-    plan = plan_of([[1, 2, 3], [1, 2, 4]])
-    with pytest.raises(ValueError, match="read-only"):
-        getattr(plan, name)[0] = 9
-    assert getattr(plan, name) is getattr(plan, name)
-
-
-@pytest.mark.parametrize("name", DERIVED)
-def test_derived_arrays_depend_on_no_order_of_reading(name):
-    sequences = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9], [9]]
-    fresh, read = (plan_of(sequences, pad_to_multiple_of=8) for _ in range(2))
-    for other in DERIVED:
-        getattr(read, other)
-    assert getattr(fresh, name).tolist() == getattr(read, name).tolist()
+        assert getattr(plan, name) is getattr(plan, name), "computed once"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.counts = None
 
 
 def test_plan_pickles_and_stays_immutable():
@@ -271,14 +230,6 @@ def test_plan_pickles_and_stays_immutable():
         assert not getattr(again, name).flags.writeable
 
 
-def test_plan_keeps_no_hold_of_its_inputs():
-    ids, cu_seqlens, positions = np.array([1, 2, 1, 3]), np.array([0, 2, 4]), np.array([0, 1, 0, 1])
-    plan = build_prefix_plan(ids, cu_seqlens, positions)
-    ids[:], cu_seqlens[:], positions[:] = 9, 9, 9
-    assert plan.cu_seqlens.tolist() == [0, 2, 4]
-    assert plan.position_ids.tolist() == [0, 1, 1]
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint64, ">i4"])
 def test_any_integer_dtype_gives_the_same_plan(dtype):
     ids, cu_seqlens = pack([[7, 8, 9], [7, 8, 5]])
@@ -290,35 +241,20 @@ def test_any_integer_dtype_gives_the_same_plan(dtype):
 
 
 @settings(max_examples=100, deadline=None)
-@given(batches_with_positions())
-def test_rows_are_the_distinct_histories(batch):
-    sequences, positions = batch
-    plan, nodes = plan_of(sequences, positions), histories(sequences, positions)
-    assert plan.num_rows == len(nodes)
-    rows = set()
-    for history, packed in nodes.items():
-        (row,) = set(plan.inverse_indices[packed].tolist())
-        rows.add(row)
-        assert plan.gather_indices[row] == packed[0]
-        assert plan.counts[row] == len(packed)
-        assert plan.position_ids[row] == history[-1][1]
-    assert rows == set(range(len(nodes)))
-
-
-@settings(max_examples=100, deadline=None)
 @given(batches_with_positions(), options)
-def test_compact_and_expand(batch, options):
+def test_rows_are_the_distinct_histories(batch, options):
+    """And each is gathered from its first occurrence in the batch."""
     sequences, positions = batch
-    plan = plan_of(sequences, positions, **options)
+    plan, nodes = plan_of(sequences, positions, **options), histories(sequences, positions)
     (ids, _), (places, _) = pack(sequences), pack(positions)
-    unique = plan.num_unique_tokens
+    inverse, unique = plan.inverse_indices.tolist(), plan.num_unique_tokens
+    assert unique == len(nodes) or (unique > len(nodes) and options["min_shared_tokens"] > 1)
     assert ids[plan.gather_indices][plan.inverse_indices].tolist() == ids.tolist()
     assert plan.position_ids[plan.inverse_indices].tolist() == places.tolist()
-    inverse = plan.inverse_indices.tolist()
     assert plan.gather_indices[:unique].tolist() == [inverse.index(row) for row in range(unique)]
     assert plan.counts.tolist() == [inverse.count(row) for row in range(plan.num_rows)]
     history_of_row = {}
-    for history, packed in histories(sequences, positions).items():
+    for history, packed in nodes.items():
         for token in packed:
             assert history_of_row.setdefault(inverse[token], history) == history, "one row stands for two histories"
 
@@ -379,49 +315,6 @@ def test_path_entries_are_whole_sequences_with_their_new_rows_last(batch, option
     assert plan.path_cu_seqlens_k[-1] == len(plan.path_keys)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data(), batches_with_positions(), st.sampled_from([1, 2, 4]))
-def test_order_of_the_sequences_changes_no_count(data, batch, min_shared_tokens):
-    pairs = list(zip(*batch, strict=True))
-    shuffled = data.draw(st.permutations(pairs))
-    one, other = (
-        plan_of([ids for ids, _ in order], [places for _, places in order], min_shared_tokens=min_shared_tokens)
-        for order in (pairs, shuffled)
-    )
-    for name in ("counts", "position_ids", "segment_starts", "segment_parents", "subtree_ends", "path_keys"):
-        assert getattr(one, name).tolist() == getattr(other, name).tolist()
-
-
-@settings(max_examples=100, deadline=None)
-@given(ragged_batches(min_length=0), st.integers(1, 12))
-def test_every_branch_point_left_saves_min_shared_tokens(sequences, min_shared_tokens):
-    """A branch point is a row after which the sequences part; one that ends there is a branch of its own.
-
-    It saves (its depth - the depth of the branch point above) x (branches - 1) rows.
-    """
-    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens)
-    paths, parents = [path for path in row_paths(plan) if path], row_parents(plan)
-    branches = Counter(parents.values()) + Counter(path[-1] for path in paths)
-    for path in paths:
-        above = 0
-        for depth, row in enumerate(path, start=1):
-            if branches[row] > 1:
-                assert (depth - above) * (branches[row] - 1) >= min_shared_tokens
-                above = depth
-
-
-@settings(max_examples=50, deadline=None)
-@given(ragged_batches(min_length=0))
-def test_nothing_worth_sharing_gives_the_trivial_plan(sequences):
-    plan = plan_of(sequences, min_shared_tokens=1 + sum(map(len, sequences)))
-    lengths = [len(sequence) for sequence in sequences if sequence]
-    assert plan.num_unique_tokens == plan.num_tokens == sum(lengths)
-    assert plan.counts.tolist() == [1] * sum(lengths)
-    assert sorted(np.diff(plan.segment_starts).tolist()) == sorted(lengths)
-    assert plan.segment_parents.tolist() == [-1] * len(lengths)
-    assert plan.subtree_ends.tolist() == plan.segment_starts[1:].tolist()
-
-
 @settings(max_examples=50, deadline=None)
 @given(batches_with_positions(), st.sampled_from([1, 3]), st.sampled_from([2, 5, 16]))
 def test_padding_changes_nothing_before_it(batch, min_shared_tokens, multiple):
@@ -476,23 +369,29 @@ def nested(num_tokens):
 
 @pytest.mark.parametrize(
     ("batch", "num_tokens"),
-    [(shared_prompt, 1_000_000), (one_long_sequence, 500_000), (nested, 1_000_000), (single_tokens, 65_536)],
+    [(shared_prompt, 200_000), (one_long_sequence, 100_000), (nested, 200_000), (single_tokens, 16_384)],
 )
-def test_time_grows_with_the_tokens(batch, num_tokens):
-    """64 times the tokens: 20 to 250 times as long on a busy machine, caches and page faults included; 4096 if squared.
+def test_work_grows_with_the_tokens(batch, num_tokens):
+    """64 times the tokens are at most 64 times the calls and 100 times the memory; a quadratic step takes 4096 times.
 
-    The best of several runs. A million tokens took 0.005 s on one core of an AMD EPYC, 65,536 sequences of one token
-    0.04 s.
+    NumPy's time is in its calls, each of which is at most as long as its arrays, so no clock is needed.
     """
-    small, large = (best_time(batch(size), repeats) for size, repeats in ((num_tokens // 64, 30), (num_tokens, 4)))
-    assert large < 64 * 10 * small
-    assert large < 1.0
+    small, large = (calls_and_memory(batch(size)) for size in (num_tokens // 64, num_tokens))
+    assert large[0] <= 64 * small[0]
+    assert large[1] <= 100 * small[1]
 
 
-def best_time(sequences, repeats):
-    ids, cu_seqlens, times = np.concatenate(sequences), np.cumsum([0, *map(len, sequences)]), []
-    for _ in range(repeats):
-        start = time.perf_counter()
+def calls_and_memory(sequences):
+    """What a plan takes: calls of functions of C, and bytes at its peak."""
+    ids, cu_seqlens, calls = np.concatenate(sequences), np.cumsum([0, *map(len, sequences)]), Counter()
+    sys.setprofile(lambda frame, event, given: calls.update([event]))
+    try:
         build_prefix_plan(ids, cu_seqlens)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    finally:
+        sys.setprofile(None)
+    tracemalloc.start()
+    try:
+        build_prefix_plan(ids, cu_seqlens)
+        return calls["c_call"], tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.run_choice import MIN_SAVED, MULTIPLES, cheapest_runs, runs_of_segments
-from radixtrain.tree.runs import RunCall, RunCost, RunTable
+from radixtrain.tree.runs import RunCall, RunCost
 
 CALLS_ONLY = RunCost(call=1.0, row=0.0, state=0.0)
 # The drawing of the module: A = [0, 3), B = [3, 5), C = [5, 7), D = [7, 10), E = [10, 12).
@@ -82,26 +82,6 @@ class TestTheDrawing:
             [0, 0, 0, 0],
         )
 
-    def test_leaves_of_one_length_when_only_rows_cost(self):
-        assert contents(runs_of_segments(*DRAWN, min_saved=2, rates=FREE_FORKS)) == (
-            (
-                *(RunCall(1, 3, 1, ()), RunCall(1, 2, 1, ((0, 1),))),
-                *(RunCall(2, 2, 0, ((0, 1), (1, 1))), RunCall(1, 3, 0, ((1, 1),))),
-            ),
-            [0, 1, 2, 3, 4, 10, 11, 5, 6, 7, 8, 9],
-            [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 5, 6],
-            [0, 0, 0, 0],
-        )
-
-    def test_only_the_first_fork_is_worth_it(self):
-        """A fork of A saves its 3 rows once, one of B its 2."""
-        assert contents(runs_of_segments(*DRAWN, min_saved=3, rates=CALLS_ONLY)) == (
-            (RunCall(1, 3, 1, ()), RunCall(3, 5, 0, ((0, 3),))),
-            [*(0, 1, 2), *(3, 4, 5, 6, 6), *(3, 4, 7, 8, 9), *(10, 11, 11, 11, 11)],
-            [0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 14],
-            [0, 0, 0],
-        )
-
     def test_without_forks(self):
         table = runs_of_segments(*DRAWN, min_saved=None, rates=FREE_FORKS)
         assert contents(table) == (
@@ -167,12 +147,6 @@ def test_forks_of_different_lengths_are_different_calls():
     table = runs_of_segments(*segments_of([[*prompt, end] for prompt in prompts for end in (8, 9)]), 2, 1, FREE_FORKS)
     assert table.calls == (RunCall(1, 2, 1, ()), RunCall(2, 3, 1, ()), RunCall(6, 2, 0, ((0, 2), (1, 4))))
     assert table.parents.tolist() == [0, 0, 0, 0, 1, 1]
-
-
-def test_a_multiple_makes_their_lengths_equal():
-    prompts = [[1, 1, 1], [2, 2], [3, 3, 3]]
-    table = runs_of_segments(*segments_of([[*prompt, end] for prompt in prompts for end in (8, 9)]), 2, 2, CALLS_ONLY)
-    assert table.calls == (RunCall(3, 2, 1, ()), RunCall(6, 2, 0, ((0, 6),)))
 
 
 def test_a_fork_that_ends_above_its_segment():
@@ -309,17 +283,3 @@ def test_leaves_are_put_into_the_calls_that_cost_least(lengths, rates):
     ways = [[0, *cut, count] for cut in cuts]
     costs = [sum(rates.call + (end - start) * ordered[end - 1] for start, end in pairwise(way)) for way in ways]
     assert table.cost(rates) == min(costs)
-
-
-def test_equal_lengths_share_a_call():
-    assert [call.num_runs for call in _flat([5] * 9).calls] == [9]
-
-
-def test_similar_lengths_share_a_call_if_calls_are_dear():
-    lengths = [5, 6, 7, 90, 91, 92]
-    assert [(call.num_runs, call.length) for call in _flat(lengths, RunCost(call=64.0)).calls] == [(3, 7), (3, 92)]
-    assert len(_flat(lengths, FREE_FORKS).calls) == 6
-
-
-def _flat(lengths, rates=FREE_FORKS) -> RunTable:
-    return runs_of_segments(np.cumsum([0, *lengths]), np.full(len(lengths), -1), 2, 1, rates)

@@ -38,13 +38,6 @@ def num_unique_by_the_rule(sequences, min_shared_tokens):
     return rows(group, 0) if group else 0
 
 
-def test_sort_sequences_is_stable_and_leaves_empty_ones_out():
-    by_order = sort_sequences(*pack([[7, 8, 9], [], [7, 8], [7, 8, 9], [256], [1]]))
-    assert by_order.order.tolist() == [5, 2, 0, 3, 4]
-    assert by_order.lengths.tolist() == [1, 2, 3, 3, 1]
-    assert by_order.lcp.tolist() == [0, 0, 2, 3, 0]
-
-
 @pytest.mark.parametrize("offset", [0, 2**32], ids=["four bytes", "eight bytes"])
 @pytest.mark.parametrize("places", [None, 0, 2**32], ids=["default positions", "positions", "large positions"])
 def test_neighbours_part_at_the_depth_of_the_last_two_or_at_another(offset, places):

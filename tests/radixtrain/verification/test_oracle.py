@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from radixtrain.verification.oracle import (
     float64_throughout,
@@ -28,16 +28,16 @@ FEATURES = [
 
 def test_the_loss_is_the_mean_over_labelled_tokens(tiny_qwen3: Callable[..., Any]) -> None:
     """Written out by hand: log-softmax of the model's logits, picked and averaged over the five labels."""
-    model = tiny_qwen3()
-    picked = []
-    for feature in FEATURES:
-        logprobs = model(input_ids=torch.tensor([feature["input_ids"]])).logits[0].log_softmax(-1)
-        labels = list(enumerate(feature["labels"]))[1:]
-        picked += [logprobs[place - 1, label].item() for place, label in labels if label != -100]
-    assert len(picked) == 5
-    for arm in (ordinary_one_by_one, ordinary_padded):
-        loss = gradients_of(model, lambda arm=arm: arm(model, FEATURES)).loss
-        assert loss == pytest.approx(-sum(picked) / 5, rel=1e-6)
+    model, picked = tiny_qwen3(), []
+    with float64_throughout(model):
+        for feature in FEATURES:
+            logprobs = model(input_ids=torch.tensor([feature["input_ids"]])).logits[0].log_softmax(-1)
+            labels = list(enumerate(feature["labels"]))[1:]
+            picked += [logprobs[place - 1, label].item() for place, label in labels if label != -100]
+        assert len(picked) == 5
+        for arm in (ordinary_one_by_one, ordinary_padded):
+            loss = gradients_of(model, lambda arm=arm: arm(model, FEATURES)).loss
+            assert loss == pytest.approx(-sum(picked) / 5, rel=1e-12)
 
 
 @pytest.mark.parametrize("offset", [None, 3])
@@ -50,10 +50,10 @@ def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any], offs
     truth = float64_truth(model, features)
     with float64_throughout(model):
         padded = gradients_of(model, lambda: ordinary_padded(model, features))
-    assert padded.loss == pytest.approx(truth.loss, rel=1e-14)
+    assert padded.loss == pytest.approx(truth.loss, rel=1e-12)
     for name, tensor in truth.tensors.items():
         assert tensor.dtype == torch.float64
-        assert (padded.tensors[name] - tensor).norm() <= 1e-13 * tensor.norm(), name
+        assert (padded.tensors[name] - tensor).norm() <= 1e-12 * tensor.norm(), name
 
 
 class _SeesDtypes(TorchDispatchMode):
@@ -81,16 +81,12 @@ def test_nothing_is_cast_to_float32(tiny_qwen3: Callable[..., Any]) -> None:
 
 
 def test_router_weights_are_lifted_too() -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
+    model = tiny_model("Qwen3MoeForCausalLM")
     truth = float64_truth(model, FEATURES)
     with float64_throughout(model):
         padded = gradients_of(model, lambda: ordinary_padded(model, FEATURES))
     for name, tensor in truth.tensors.items():
-        assert (padded.tensors[name] - tensor).norm() <= 1e-13 * max(1e-3, tensor.norm()), name
+        assert (padded.tensors[name] - tensor).norm() <= 1e-12 * max(1e-3, tensor.norm()), name
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -101,7 +97,8 @@ def test_activation_checkpointing_stays_in_float64(tiny_qwen3: Callable[..., Any
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     recomputed = float64_truth(model, FEATURES)
-    assert all(torch.equal(recomputed.tensors[name], tensor) for name, tensor in plain.tensors.items())
+    for name, tensor in plain.tensors.items():
+        assert (recomputed.tensors[name] - tensor).norm() <= 1e-12 * tensor.norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -132,8 +129,3 @@ def test_flash_attention_is_sdpa_meanwhile(tiny_qwen3: Callable[..., Any], monke
     set_name("flash_attention_2")
     assert float64_truth(model, FEATURES).loss == truth.loss
     assert model.config._attn_implementation == "flash_attention_2"
-
-
-def test_features_without_loss_are_refused(tiny_qwen3: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="no token of these features bears loss"):
-        float64_truth(tiny_qwen3(), [{"input_ids": [1, 2], "labels": [-100, -100]}])

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
@@ -27,11 +26,7 @@ EOS_AT_THE_END = "{% if not add_generation_prompt %}<eos>{% endif %}"
 
 
 def encoder(template: str, **options: Any) -> ChatEncoder:
-    backend = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.add_special_tokens([AddedToken("<end>"), AddedToken("<eos>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
-    return ChatEncoder(tokenizer, **options)
+    return ChatEncoder(byte_tokenizer(template, eos="<eos>", special=("<end>", "<eos>")), **options)
 
 
 def user(content: str) -> dict[str, Any]:

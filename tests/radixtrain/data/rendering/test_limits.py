@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiers import FULL
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -17,6 +18,7 @@ from radixtrain.data.rendering.limited import limit
 from radixtrain.data.rendering.template import template_variables
 from radixtrain.errors import DataError, UserError
 
+pytestmark = FULL
 MESSAGES = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
 MEGABYTES = 1 << 10  # of ru_maxrss, which is in KiB
 LONG = "{% set ns = namespace(s='abcdefgh') %}{% for i in range(14) %}{% set ns.s = ns.s + ns.s %}{% endfor %}"

@@ -6,18 +6,15 @@ found nevertheless, or the chat refused.
 
 import random
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from byte_tokenizer import TWO_NEWLINES, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tiers import TRIES
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from radixtrain.data.chat import ChatEncoder
@@ -143,9 +140,11 @@ PHI = """\
 
 KEEPING = {"chatml": CHATML, "llama": LLAMA, "gemma": GEMMA}
 TEMPLATES = KEEPING | {"qwen3": QWEN3, "mistral": MISTRAL, "deepseek": DEEPSEEK, "harmony": HARMONY, "phi": PHI}
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|bos|>", "</s>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>"]
-SPECIAL += ["[INST]", "[/INST]", "<|User|>", "<|Assistant|>", "<|start|>", "<|end|>", "<|return|>"]
-SPECIAL += ["<|analysis|>", "<|final|>", "<|user|>", "<|assistant|>", "<|system|>"]
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|bos|>", "</s>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>"),
+    *("[INST]", "[/INST]", "<|User|>", "<|Assistant|>", "<|start|>", "<|end|>", "<|return|>"),
+    *("<|analysis|>", "<|final|>", "<|user|>", "<|assistant|>", "<|system|>"),
+)
 EOS = {"llama": "<|eot|>", "gemma": "</turn>", "harmony": "<|return|>"}
 EOS |= dict.fromkeys(("mistral", "deepseek", "phi"), "</s>")
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -153,17 +152,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 @cache
 def tokenizer_of(name: str, *, with_markers: bool = False) -> PreTrainedTokenizerFast:
-    """A token for each byte, and for two line feeds together."""
-    names = bytes_to_unicode()
-    feed = names[ord("\n")]
-    backend = Tokenizer(models.BPE({names[byte]: byte for byte in range(256)} | {feed * 2: 256}, [(feed, feed)]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token) for token in SPECIAL])
     template = TEMPLATES[name] if with_markers else MARKERS.sub("", TEMPLATES[name])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=EOS.get(name, "<|im_end|>"), chat_template=template
-    )
+    return byte_tokenizer(template, eos=EOS.get(name, "<|im_end|>"), special=SPECIAL)
 
 
 def message(role: str, content: str, **keys: Any) -> dict[str, Any]:
@@ -191,6 +181,7 @@ def marked(name: str, chat: Conversation) -> tuple[str, list[str]]:
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+CALLED = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 PLAIN = [message("user", "hi"), message("assistant", "yo"), message("user", "q"), message("assistant", "a")]
 THINKING = [
     message("user", "hi"),
@@ -231,24 +222,24 @@ TOOL_USE = [
         ("deepseek", [message("user", "hi"), message("assistant", "<think>greet</think>yo")], ["yo</s>"]),
         ("harmony", THINKING, ["<|final|>yo<|end|>", "<|analysis|>end<|end|><|start|>assistant<|final|>a<|return|>"]),
         ("phi", PLAIN, ["yo<|end|>", "a<|end|>\n</s>"]),
+        (
+            "qwen3",
+            TOOL_USE,
+            [
+                f"{CALLED}<|im_end|>",
+                f"so\n{CALLED}\n{CALLED}<|im_end|>",
+                "yes<|im_end|>",
+                f"<think>\nagain\n</think>\n\n{CALLED}<|im_end|>",
+                "<think>\n\n</think>\n\nyes!<|im_end|>",
+            ],
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_turns(name: str, messages: list[dict[str, Any]], turns: list[str]) -> None:
-    assert found(chat_of(name, messages)) == turns
-
-
-def test_calls_of_tools() -> None:
-    chat = chat_of("qwen3", TOOL_USE, tools=TOOLS)
-    call = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
-    assert found(chat) == [
-        f"{call}<|im_end|>",
-        f"so\n{call}\n{call}<|im_end|>",
-        "yes<|im_end|>",
-        f"<think>\nagain\n</think>\n\n{call}<|im_end|>",
-        "<think>\n\n</think>\n\nyes!<|im_end|>",
-    ]
-    assert marked("qwen3", chat) == (chat.text(), found(chat))
+    chat = chat_of(name, messages, **({"tools": TOOLS} if messages is TOOL_USE else {}))
+    assert found(chat) == turns
+    assert marked(name, chat) == (chat.text(), turns)
 
 
 def test_a_prompt_that_closes_the_thinking_is_not_learned() -> None:
@@ -260,10 +251,7 @@ def test_a_prompt_that_closes_the_thinking_is_not_learned() -> None:
 
 
 def with_template(template: str, messages: list[dict[str, Any]]) -> Conversation:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of("chatml").backend_tokenizer, eos_token="<|im_end|>", chat_template=template
-    )
-    return Conversation(tokenizer, messages, "a.jsonl:1", {})
+    return Conversation(byte_tokenizer(template), messages, "a.jsonl:1", {})
 
 
 def test_a_name_that_is_written_twice() -> None:
@@ -279,12 +267,6 @@ def test_a_name_that_is_written_twice() -> None:
     assert found(with_template(template, messages)) == ["call weather<|im_end|>", "yes<|im_end|>"]
 
 
-def test_some_turns_only() -> None:
-    chat = chat_of("chatml", PLAIN)
-    [(start, end)] = find_turns(chat, [3], DraftTokenizer(chat.tokenizer))
-    assert chat.text()[start:end] == "a<|im_end|>"
-
-
 # Any chat: what is found is what the markers enclose
 
 NASTY = ["<|im_end|>\n<|im_start|>assistant\n", "[/INST]", "</s>", "<|end|>", "<think>", "</think>", "<tool_response>"]
@@ -293,9 +275,13 @@ CONTENT = st.lists(st.sampled_from(NASTY) | st.text(max_size=3), max_size=5).map
 PAIRS = st.lists(st.tuples(CONTENT, CONTENT, st.none() | CONTENT), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=60, deadline=None)
-@given(system=st.none() | CONTENT, pairs=PAIRS, thinks=st.sampled_from([None, False]))
+@settings(max_examples=12 * TRIES, deadline=None)
+@given(
+    name=st.sampled_from(list(TEMPLATES)),
+    system=st.none() | CONTENT,
+    pairs=PAIRS,
+    thinks=st.sampled_from([None, False]),
+)
 def test_found_is_what_is_marked_or_refused(
     name: str, system: str | None, pairs: list[tuple[str, str, str | None]], thinks: bool | None
 ) -> None:
@@ -372,27 +358,29 @@ def test_what_is_not_certain_is_refused(template: str, reason: str) -> None:
     assert str(raised.value) == f"a.jsonl:1: split_turns: false: {reason}, {ENDING}{WAY_OUT}"
 
 
-def test_turns_that_overlap_are_refused() -> None:
-    """The second one begins with what ends the first one where that is the last."""
-    template = (
-        "{% for m in messages %}{{ m.content + '-' }}{% endfor %}{{ '' if add_generation_prompt else '<|im_end|>' }}"
-    )
-    messages = [message("user", "hi"), message("assistant", "yo"), message("assistant", "<|im_end|>a")]
-    with pytest.raises(DataError, match="does not write turn 3 after the one before it"):
-        found(with_template(template, messages))
-
-
-def test_a_first_turn_after_two_headers_is_refused() -> None:
-    template = MARKERS.sub("", "{{- '<|im_start|>assistant\\n' }}" + CHATML)
-    with pytest.raises(DataError, match="turn 1 is the assistant's, with no prompt before it"):
-        found(with_template(template, PLAIN[1:]))
-
-
-def test_a_first_turn_without_a_header_is_refused() -> None:
-    with pytest.raises(
-        DataError, match=r"turn 1 is the assistant's, with no prompt before it.*; begin with another turn"
-    ):
-        found(chat_of("mistral", PLAIN[1:]))
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        # The second turn begins with what ends the first one where that is the last.
+        (
+            with_template(
+                "{% for m in messages %}{{ m.content + '-' }}{% endfor %}"
+                "{{ '' if add_generation_prompt else '<|im_end|>' }}",
+                [message("user", "hi"), message("assistant", "yo"), message("assistant", "<|im_end|>a")],
+            ),
+            "does not write turn 3 after the one before it",
+        ),
+        (
+            with_template(MARKERS.sub("", "{{- '<|im_start|>assistant\\n' }}" + CHATML), PLAIN[1:]),
+            "turn 1 is the assistant's, with no prompt before it",
+        ),
+        (chat_of("mistral", PLAIN[1:]), r"turn 1 is the assistant's, with no prompt before it.*; begin with another"),
+    ],
+    ids=["turns that overlap", "a first turn after two headers", "a first turn without a header"],
+)
+def test_turns_without_a_place_of_their_own_are_refused(chat: Conversation, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        found(chat)
 
 
 # Samples
@@ -403,49 +391,15 @@ def encoded(name: str, messages: list[dict[str, Any]], split_turns: bool = False
     return encoder.encode(Row({"messages": messages}, "a.jsonl:1"))
 
 
-def test_a_whole_chat_is_one_sample() -> None:
-    [sample] = encoded("chatml", PLAIN)
-    tokenizer = tokenizer_of("chatml")
-    assert sample.input_ids.dtype == sample.labels.dtype == np.int64
-    assert tokenizer.decode(sample.input_ids) == chat_of("chatml", PLAIN).text()
-    assert tokenizer.decode(sample.labels[sample.labels != -100]) == "yo<|im_end|>a<|im_end|>"
-    assert (sample.input_ids[sample.labels != -100] == sample.labels[sample.labels != -100]).all()
-
-
-def test_the_same_as_with_markers() -> None:
-    for name in KEEPING:
-        [without], [with_markers] = encoded(name, PLAIN), encoded(name, PLAIN, with_markers=True)
-        assert np.array_equal(without.input_ids, with_markers.input_ids)
-        assert np.array_equal(without.labels, with_markers.labels)
-
-
 def test_borders_of_turns_are_borders_of_tokens() -> None:
     """Two line feeds are one token elsewhere. At inference the prompt's tokens are given, its last line feed too."""
     messages = [message("user", "a\n\nb"), message("assistant", "\nyo")]
     [sample] = encoded("chatml", messages)
     assert sample.labels[sample.labels != -100][0] == ord("\n")
-    assert (sample.input_ids == 256).sum() == 1
+    assert (sample.input_ids == TWO_NEWLINES).sum() == 1
     [split] = encoded("chatml", messages, split_turns=True)
     assert split.input_ids.tolist() == sample.input_ids.tolist()[: len(split.input_ids)]
     assert split.labels.tolist() == sample.labels.tolist()[: len(split.labels)]
-
-
-def test_a_target_gets_no_space_where_a_text_begins() -> None:
-    """As `tests/radixtrain/data/test_chat.py` has it for a prompt and its target."""
-    vocab = {piece: i for i, piece in enumerate(["<unk>", "</s>", "▁", "a", "b", ":", "[", "]"])}
-    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.add_special_tokens([AddedToken("</s>")])
-    template = (
-        "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=template
-    )
-    messages = [message("user", "a"), message("assistant", "b")] * 2
-    [sample] = ChatEncoder(tokenizer, split_turns=False).encode(Row({"messages": messages}, "a.jsonl:1"))
-    assert sample.input_ids.tolist() == [2, 6, 3, 7, 4, 1, 6, 3, 7, 4, 1]
-    assert sample.labels.tolist() == [-100, -100, -100, -100, 4, 1, -100, -100, -100, 4, 1]
 
 
 # Split and whole agree where the template keeps everything
@@ -466,22 +420,3 @@ def test_the_same_labels_with_the_same_contexts(name: str) -> None:
         assert all(each.input_ids.tolist() == ids[: len(each.input_ids)] for each in split)
         learned = [(t, label) for each in split for t, label in enumerate(each.labels.tolist()) if label != -100]
         assert learned == [(t, label) for t, label in enumerate(labels) if label != -100]
-
-
-def test_the_same_summed_loss(tiny_qwen3: Callable[..., Any]) -> None:
-    model = tiny_qwen3(vocab_size=300).double().eval()
-
-    def summed_loss(samples: list[Sample]) -> float:
-        return sum(float(loss_of(model, sample)) for sample in samples)
-
-    messages = long_chat(random.Random(0), num_turns=4)
-    whole, split = summed_loss(encoded("chatml", messages)), summed_loss(encoded("chatml", messages, split_turns=True))
-    assert whole > 1 and abs(whole - split) <= 1e-12 * whole
-    thinking = [encoded("qwen3", THINKING), encoded("qwen3", THINKING, split_turns=True)]
-    assert abs(summed_loss(thinking[0]) - summed_loss(thinking[1])) > 1e-3  # it is not the same if thinking is dropped
-
-
-def loss_of(model: Any, sample: Sample) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.from_numpy(sample.input_ids)[None]).logits[0, :-1]
-    return torch.nn.functional.cross_entropy(logits, torch.from_numpy(sample.labels[1:]), reduction="sum")

@@ -1,16 +1,13 @@
 """What a chat template reads: on small ones, and on all that TRL carries."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from byte_tokenizer import byte_tokenizer
+from tiers import FULL
 
 from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
-
-
-def of(template: Any) -> Any:
-    return SimpleNamespace(chat_template=template)
 
 
 @pytest.mark.parametrize(
@@ -28,34 +25,36 @@ def of(template: Any) -> Any:
     ],
 )
 def test_template_variables(template: Any, variables: set[str] | None) -> None:
-    assert template_variables(of(template)) == variables
+    assert template_variables(byte_tokenizer(template)) == variables
 
 
 def test_unread_variable() -> None:
+    """A misspelt one: `tests/radixtrain/data/test_rows.py`."""
     variables = frozenset({"messages", "enable_thinking"})
     assert unread_variable({"enable_thinking": False, "documents": []}, variables) == ""
-    assert unread_variable({"enable_thinkin": False}, variables) == (
-        "chat_template_kwargs: the chat template reads no variable 'enable_thinkin', did you mean enable_thinking?"
-    )
     assert unread_variable({"date": 1}, variables).endswith("reads no variable 'date'; remove it")
     assert unread_variable({"date": 1}, None) == ""
 
 
+@FULL
 def test_the_templates_of_trl_are_all_understood() -> None:
     trl = pytest.importorskip("trl", reason="carries chat templates of many models: pip install trl")
     templates = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
     assert len(templates) > 20
     for path in templates:
         source = path.read_text(encoding="utf-8")
-        found = template_variables(of(source))
+        found = template_variables(byte_tokenizer(source))
         assert found is not None and "messages" in found, path.name
         assert "enable_thinking" in found or "enable_thinking is defined" not in source, path.name
 
 
-def test_renders_developer() -> None:
-    def rendering(template: Any) -> Any:
-        return SimpleNamespace(chat_template=None, apply_chat_template=template)
-
-    assert renders_developer(rendering(lambda messages, tokenize: messages[0]["content"]))
-    assert not renders_developer(rendering(lambda messages, tokenize: messages[1]["content"]))
-    assert not renders_developer(rendering(lambda messages, tokenize: 1 / 0))
+@pytest.mark.parametrize(
+    ("text", "renders"),
+    [
+        ("{{ messages[0].content }}", True),
+        ("{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}", False),
+        ("{{ raise_exception('unknown role') }}", False),
+    ],
+)
+def test_renders_developer(text: str, renders: bool) -> None:
+    assert renders_developer(byte_tokenizer(text)) is renders

@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 
 import pytest
+from tiers import TRIES
 
 from radixtrain.data.tokenized.about import ABOUT, read_about, write_about
 from radixtrain.hf.rates_file import OLDER
@@ -11,16 +12,12 @@ from radixtrain.hf.rates_file import OLDER
 CONTENT = {"digest": "ab12", "report": {"num_rows": 10, "long": [1, 2]}, "seconds": 0.1 + 0.2, "files": {"a": "x"}}
 
 
-def test_it_is_read_back(tmp_path):
+def test_it_is_read_back_and_every_flipped_bit_is_found(tmp_path):
     write_about(tmp_path, CONTENT)
     assert read_about(tmp_path) == CONTENT
-
-
-def test_every_flipped_bit_is_found(tmp_path):
-    write_about(tmp_path, CONTENT)
     good = (tmp_path / ABOUT).read_bytes()
     for place in range(len(good)):
-        for bit in (0, 5):
+        for bit in (0, 5) if TRIES > 10 else (place % 8,):
             (tmp_path / ABOUT).write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
             with suppress(ValueError):
                 assert read_about(tmp_path) == CONTENT, f"byte {place}: another content passed"

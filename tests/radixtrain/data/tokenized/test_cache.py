@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import CHATML
+from tiers import cases
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
@@ -20,12 +22,7 @@ from radixtrain.data.tokenized.cache import Tokenized, TokenizingOptions, tokeni
 from radixtrain.data.tokenized.store import FILES
 from radixtrain.errors import DataError, UserError
 
-CHATML = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
-)
 Tokenize = Callable[..., Tokenized]
-LOUD = {"chat_template_kwargs": {"loud": False}}
 
 
 def chat(question: str, answer: str, **columns: Any) -> dict[str, Any]:
@@ -71,38 +68,58 @@ def test_the_second_time_nothing_is_encoded(
     assert [line.endswith("tokens (tokenised by an earlier run)") for line in caplog.messages] == [False, True]
 
 
-def test_overwrite_cache(chats: Path, tokenize: Tokenize, encoded: list[str], tmp_path: Path) -> None:
-    first = tokenize(chats)
-    assert ids_of(tokenize(chats, overwrite_cache=True)) == ids_of(first)
-    assert len(encoded) == 2
-    assert len(entries(tmp_path / "cache")) == 1
-
-
-def another_version(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def another_version(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     patch.setattr(sys.modules["transformers"], "__version__", "99")  # not an import: other tests load it again
     return {}
 
 
-CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]] = {
-    "a row": lambda path, _: write(path, [chat("another", "one")]) and {},
-    "the template": lambda path, _: {"template": "{{- messages[0].content + '|' }}{%- for m in messages[1:] %}"
-                                                  "{{- m.content + '<|im_end|>' }}{%- endfor %}"},
-    "max_length": lambda path, _: {"max_length": 500},
-    "split_turns": lambda path, _: {"split_turns": False},
-    "assistant_only_loss": lambda path, _: {"assistant_only_loss": False},
-    "the vocabulary": lambda path, _: {"vocab_size": 300},
-    "chat_template_kwargs": lambda path, _: {"template": f"{CHATML}{{%- if loud %}}{{% endif %}}", **LOUD},
-    "on_bad_row": lambda path, _: {"skip_bad_rows": True},
-    "the library that renders": lambda path, patch: another_version(patch),
-}  # fmt: skip
+def tomorrow(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> date:
+            return date(2099, 1, 2)
+
+    patch.setattr(fingerprint, "date", Tomorrow)
+    return DATED
+
+
+def another_row(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    write(path, [chat("another", "one")])
+    return {}
+
+
+DATED = {"template": "{{- strftime_now('%Y') }}" + CHATML}
+LOUD = "{%- if loud %}{{- loud | tojson }}{% endif %}" + CHATML
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[..., dict[str, Any]]]] = {
+    # options of the first run, and of the second one
+    "a row": ({}, another_row),
+    "the library that renders": ({}, another_version),
+    "the date, which the template writes": (DATED, tomorrow),
+    "the template": ({}, {"template": CHATML.replace("\\n", " ")}),
+    "variables of the template": ({"template": LOUD}, {"template": LOUD, "chat_template_kwargs": {"loud": False}}),
+    "their order": (
+        {"template": LOUD, "chat_template_kwargs": {"loud": {"b": 1, "a": 2}}},
+        {"template": LOUD, "chat_template_kwargs": {"loud": {"a": 2, "b": 1}}},
+    ),
+    "columns": ({}, {"columns": {"messages": "messages"}}),
+    "max_length": ({}, {"max_length": 500}),
+    "split_turns": ({}, {"split_turns": False}),
+    "assistant_only_loss": ({}, {"assistant_only_loss": False}),
+    "the vocabulary": ({}, {"vocab_size": 300}),
+    "on_bad_row": ({}, {"skip_bad_rows": True}),
+    "overwrite_cache": ({}, {"overwrite_cache": True}),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_tokenises_again(
     change: str, chats: Path, tokenize: Tokenize, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenize(chats)
-    changed = CHANGES[change](chats, monkeypatch)
+    first, second = CHANGES[change]
+    tokenize(chats, **first)
+    tokenize(chats, **first)
+    assert len(encoded) == 1
+    changed = second(chats, monkeypatch) if callable(second) else second
     fingerprint._versions.cache_clear()
     try:
         tokenize(chats, **changed)
@@ -119,21 +136,17 @@ def test_what_does_not_tokenise_again(chats: Path, tokenize: Tokenize, encoded: 
 
 
 def test_another_name_is_another_entry(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
-    """The name is part of what errors say."""
-    copy = tmp_path / "copy.jsonl"
-    shutil.copy(chats, copy)
+    """The name is part of what errors say; also that of a file in a folder."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    copy = Path(shutil.copy(chats, folder / "a.jsonl"))
     assert tokenize(chats).store[0][0].where == f"{chats}:1"
-    assert tokenize(copy).store[0][0].where == f"{copy}:1"
+    assert tokenize(copy).store[0][0].where == tokenize(folder).store[0][0].where == f"{copy}:1"
+    copy.rename(folder / "b.jsonl")
+    assert tokenize(folder).store[0][0].where == f"{folder}/b.jsonl:1"
 
 
-def test_columns_are_part_of_the_key(tmp_path: Path, tokenize: Tokenize) -> None:
-    path = write(tmp_path / "a.jsonl", [{"question": "ab", "answer": "cd", "other": "ef"}])
-    first = tokenize(path, columns={"prompt": "question", "completion": "answer"})
-    second = tokenize(path, columns={"prompt": "question", "completion": "other"})
-    assert ids_of(first) != ids_of(second)
-
-
-@pytest.mark.parametrize("num_proc", [1, 3])
+@pytest.mark.parametrize("num_proc", cases([1, 3], [3]))
 def test_processes_give_what_one_gives(num_proc: int, tmp_path: Path, tokenize: Tokenize) -> None:
     rows = [chat(f"question {n}" * (n % 7 + 1), f"answer {n}") for n in range(900)]
     path = write(tmp_path / "many.jsonl", rows)
@@ -142,7 +155,7 @@ def test_processes_give_what_one_gives(num_proc: int, tmp_path: Path, tokenize: 
     assert len(found.store[899]) == 1 and bytes(found.store[899][0].input_ids[-11:-1].tolist()) == b"answer 899"
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("num_proc", cases([1, 2], [2]))
 def test_the_first_bad_row_of_the_file_is_the_error(num_proc: int, tmp_path: Path, tokenize: Tokenize) -> None:
     rows: list[Any] = [chat(f"question {n}", "yes") for n in range(700)]
     rows[650] = "not JSON"
@@ -153,7 +166,7 @@ def test_the_first_bad_row_of_the_file_is_the_error(num_proc: int, tmp_path: Pat
     assert entries(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("num_proc", cases([1, 2], [2]))
 def test_skipped_rows_are_counted_and_the_first_few_named(
     num_proc: int, tmp_path: Path, tokenize: Tokenize, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,42 +263,6 @@ def test_a_file_that_changes_while_it_is_read(
     with pytest.raises(UserError, match=r"chats\.jsonl: changed while it was read"):
         tokenize(chats)
     assert entries(tmp_path / "cache") == []
-
-
-def test_a_file_of_another_name_in_a_folder(tmp_path: Path, tokenize: Tokenize) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    first = write(folder / "a.jsonl", [chat("one", "two")])
-    assert tokenize(folder).store[0][0].where == f"{first}:1"
-    first.rename(folder / "b.jsonl")
-    assert tokenize(folder).store[0][0].where == f"{folder}/b.jsonl:1"
-
-
-def test_the_order_of_a_templates_variables_counts(chats: Path, tokenize: Tokenize) -> None:
-    template = "{%- if loud %}{{- loud | tojson }}{% endif %}" + CHATML
-    loud = [{"b": 1, "a": 2}, {"a": 2, "b": 1}]
-    first, second = (tokenize(chats, template=template, chat_template_kwargs={"loud": each}) for each in loud)
-    assert first.store.folder != second.store.folder
-
-
-def test_a_template_that_writes_the_date(
-    chats: Path, tokenize: Tokenize, encoded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Tomorrow(date):
-        @classmethod
-        def today(cls) -> date:
-            return date(2099, 1, 2)
-
-    template = "{{- strftime_now('%Y') }}" + CHATML
-    tokenize(chats, template=template)
-    tokenize(chats, template=template)
-    monkeypatch.setattr(fingerprint, "date", Tomorrow)
-    tokenize(chats, template=template)
-    assert len(encoded) == 2
-    tokenize(chats)
-    monkeypatch.undo()
-    tokenize(chats)
-    assert len(encoded) == 3
 
 
 def test_variables_that_json_does_not_know(chats: Path, tokenize: Tokenize) -> None:

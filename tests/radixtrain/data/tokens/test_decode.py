@@ -4,23 +4,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from byte_tokenizer import END, VOCAB_SIZE, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixtrain.data.tokens.decode import decode_runs
-
-
-def _byte_level() -> PreTrainedTokenizerBase:
-    """A token for each byte."""
-    names = bytes_to_unicode()
-    backend = Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|im_end|>")])
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def _metaspace() -> PreTrainedTokenizerBase:
@@ -34,7 +24,7 @@ def _metaspace() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-BYTES, WORDS = _byte_level(), _metaspace()
+BYTES, WORDS = byte_tokenizer(), _metaspace()
 FIRST_BYTE = 6  # of WORDS
 
 
@@ -71,7 +61,7 @@ def test_fallback_bytes_complete_a_character() -> None:
 
 
 def test_special_tokens_are_shown() -> None:
-    assert decode_runs(BYTES, [97, 256, 98], [0, 1, 3]) == ["a", "<|im_end|>b"]
+    assert decode_runs(BYTES, [97, END, 98], [0, 1, 3]) == ["a", "<|im_end|>b"]
 
 
 def test_nothing() -> None:
@@ -95,7 +85,7 @@ def test_joined_they_are_the_text(text: str, data: st.DataObject) -> None:
     assert all(run in text for run in runs)
 
 
-@given(st.lists(st.integers(0, 256), max_size=24), st.data())
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=24), st.data())
 def test_joined_they_are_the_text_of_broken_bytes_too(ids: list[int], data: st.DataObject) -> None:
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=8))), len(ids)]
     runs = decode_runs(BYTES, ids, cuts)

@@ -4,14 +4,17 @@ import itertools
 import json
 import logging
 import os
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import FULL, TRIES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,25 +25,8 @@ ROOT = Path(__file__).resolve().parents[4]
 DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 TEXT = "The quick brown fox, 12 of them.\n\nIt's hé's ça!  Twice   blank\tand tab\n<think>\nno\n</think>"
 START, END = "<|im_start|>", "<|im_end|>"
-WORDS = [
-    START,
-    END,
-    "<think>",
-    "</think>",
-    " ",
-    "\n",
-    "\n\n",
-    "the",
-    " fox",
-    "é",
-    "12",
-    "<",
-    "|>",
-    "<|im",
-    "_",
-    "a b",
-    "xy",
-]
+WORDS = [START, END, "<think>", "</think>", " ", "\n", "\n\n", "the", " fox", "é", "12"]
+WORDS += ["<", "|>", "<|im", "_", "a b", "xy"]  # parts of them
 
 
 def trained(pre_tokenizer: Any, normalizer: Any = None, added: tuple[AddedToken, ...] = ()) -> PreTrainedTokenizerFast:
@@ -64,40 +50,47 @@ def qwen_like(*added: AddedToken) -> PreTrainedTokenizerFast:
     return trained(pre_tokenizers.Sequence([split, last]), normalizers.NFC(), added)
 
 
-KINDS = {
-    "like Qwen": qwen_like(),
-    "byte level with a blank before": trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "a token that takes the blanks around it": qwen_like(AddedToken("</think>", lstrip=True, rstrip=True)),
-    "a token inside another": qwen_like(AddedToken("<|im", normalized=False)),
-    "tokens of which one goes on where another ends": qwen_like(
+KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "like Qwen": lambda: qwen_like(),
+    "byte level with a blank before": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "a token that takes the blanks around it": lambda: qwen_like(AddedToken("</think>", lstrip=True, rstrip=True)),
+    "a token inside another": lambda: qwen_like(AddedToken("<|im", normalized=False)),
+    "tokens of which one goes on where another ends": lambda: qwen_like(
         AddedToken("fox<|im", normalized=True), AddedToken("<|im_", normalized=False)
     ),
-    "a token that looks at its neighbours": qwen_like(AddedToken("xy", single_word=True, normalized=False)),
-    "blanks as marks, always": trained(pre_tokenizers.Metaspace(prepend_scheme="always")),
-    "blanks as marks, at the start of the text": trained(pre_tokenizers.Metaspace(prepend_scheme="first")),
-    "lower case": trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Lowercase()),
-    "a mark before each piece": trained(
+    "a token that looks at its neighbours": lambda: qwen_like(AddedToken("xy", single_word=True, normalized=False)),
+    "blanks as marks, always": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "blanks as marks, at the start of the text": lambda: trained(pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "lower case": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Lowercase()),
+    "a mark before each piece": lambda: trained(
         pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Prepend("_")
     ),
 }  # fmt: skip
+
+
+@cache
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    return KINDS[kind]()
 
 
 def whole(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
-@given(texts=st.lists(st.lists(st.sampled_from(WORDS), max_size=12).map("".join), max_size=5))
+@settings(max_examples=15 * TRIES, deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    texts=st.lists(st.lists(st.sampled_from(WORDS), max_size=12).map("".join), max_size=5),
+)
 def test_equals_the_whole_text(kind: str, texts: list[str]) -> None:
-    tokenize = PieceTokenizer(KINDS[kind])
+    tokenize = PieceTokenizer(tokenizer_of(kind))
     tokenize.is_checked = True  # so that the pieces answer, not the comparison
-    assert [ids.tolist() for ids in tokenize(texts)] == whole(KINDS[kind], texts)
+    assert [ids.tolist() for ids in tokenize(texts)] == whole(tokenizer_of(kind), texts)
 
 
 def test_which_are_split() -> None:
     """The others are right because their texts stay whole."""
-    split = {kind for kind, tokenizer in KINDS.items() if PieceTokenizer(tokenizer).borders is not None}
+    split = {kind for kind in KINDS if PieceTokenizer(tokenizer_of(kind)).borders is not None}
     stay_whole = {
         "a token that looks at its neighbours",
         "blanks as marks, always",
@@ -108,7 +101,7 @@ def test_which_are_split() -> None:
 
 
 def test_a_repeated_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenize = PieceTokenizer(KINDS["like Qwen"])
+    tokenize = PieceTokenizer(tokenizer_of("like Qwen"))
     given_texts: list[str] = []
     ask = tokenize._whole
     monkeypatch.setattr(tokenize, "_whole", lambda texts: given_texts.extend(texts) or ask(texts))
@@ -120,7 +113,7 @@ def test_a_repeated_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MAX_KEPT_CHARACTERS", 60)
-    tokenize = PieceTokenizer(KINDS["like Qwen"])
+    tokenize = PieceTokenizer(tokenizer_of("like Qwen"))
     for number in range(50):
         tokenize([f"{START}the prompt{END}number {number}"])
     assert sum(map(len, tokenize.kept)) == tokenize.num_kept_characters <= 60
@@ -133,7 +126,7 @@ def test_a_tokenizer_that_sees_over_its_borders_is_found(
 ) -> None:
     """As if a pre-tokenizer looked at the start of the text, but was not known to."""
     monkeypatch.setattr(pieces, "PIECEWISE", {*pieces.PIECEWISE, "Metaspace"})
-    tokenizer = KINDS["blanks as marks, at the start of the text"]
+    tokenizer = tokenizer_of("blanks as marks, at the start of the text")
     tokenize = PieceTokenizer(tokenizer)
     assert tokenize.borders is not None
     tokenize(["the fox"])  # nothing to compare yet
@@ -145,35 +138,26 @@ def test_a_tokenizer_that_sees_over_its_borders_is_found(
 
 
 def test_no_texts_and_empty_texts() -> None:
-    tokenize = PieceTokenizer(KINDS["like Qwen"])
+    tokenize = PieceTokenizer(tokenizer_of("like Qwen"))
     assert tokenize([]) == []
     assert [(ids.dtype, ids.shape) for ids in tokenize(["", ""])] == [(np.dtype(np.int64), (0,))] * 2
 
 
+@FULL
 @pytest.mark.data
-@pytest.mark.full
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"no real chats in {DATA}: RADIXTRAIN_DATA names a folder that has them")
 @pytest.mark.parametrize(
     "name", ["banking77_train", "gsm8k_fewshot_train", "gsm8k_many_prompts_train", "gsm8k_plain_train"]
 )
-def test_rows_of_real_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default every fifth, with RADIXTRAIN_TRIES=1 every one."""
-    some = 1 if "RADIXTRAIN_TRIES" in os.environ else 5
-    path = DATA / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"no {path}; set RADIXTRAIN_DATA to a folder that has it")
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    sys.modules.pop("tiny", None)
-    import tiny
-
-    with path.open(encoding="utf-8") as lines:
+def test_rows_of_real_data(name: str) -> None:
+    """Every fifth row; with RADIXTRAIN_TRIES=500 every one."""
+    step = 1 if TRIES >= 500 else 5
+    with (DATA / f"{name}.jsonl").open(encoding="utf-8") as lines:
         chats = [json.loads(line)["messages"] for line in lines]
     tokenizer = tiny.train_tokenizer({turn["content"] for turn in itertools.chain(*chats[:400])}, 2048)
     tokenize = PieceTokenizer(tokenizer)
     tokenize.is_checked = True
-    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in chats[::some]]
-    for start in range(0, len(texts), 500):
-        block = texts[start : start + 500]
-        expected = whole(tokenizer, block)
-        different = [n for n, ids in enumerate(tokenize(block)) if ids.tolist() != expected[n]]
-        assert not different, f"row {(start + different[0]) * some + 1}"
+    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in chats[::step]]
+    found, expected = tokenize(texts), whole(tokenizer, texts)
+    assert [n for n, ids in enumerate(found) if ids.tolist() != expected[n]] == []
     assert tokenize.borders is not None

@@ -5,43 +5,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
+from tiers import cases
+from tiny_models import tiny_model
+from tiny_models import tiny_qwen3 as qwen3
 from torch import Tensor
 from transformers import DynamicCache
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.padded.calls import arguments_of
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
 BATCH = {"input_ids": IDS, "attention_mask": MASK}
 LEFT = {"input_ids": IDS.flip(1), "attention_mask": MASK.flip(1)}
-SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0}
-GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
-GPT2 |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0}
+PACKED = {"input_ids": torch.tensor([[7, 8, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]])}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
-def tiny(family: str, sizes: dict[str, Any] = SIZES, **changes: Any) -> Any:
-    """A model in training mode, weights of order one."""
-    torch.manual_seed(0)
-    model_class = getattr(transformers, family)
-    model = model_class(model_class.config_class(**{**sizes, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    return model.train()
-
-
-def qwen3(**changes: Any) -> Any:
-    return tiny("Qwen3ForCausalLM", **changes)
-
-
-def gpt2(**changes: Any) -> Any:
-    return tiny("GPT2LMHeadModel", GPT2, **changes)
+def gpt2() -> Any:
+    return tiny_model("GPT2LMHeadModel")
 
 
 def cache() -> DynamicCache:
@@ -132,12 +113,12 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "packed, with a cache": (
         "a row has several sequences, which transformers separates only with use_cache=False",
         qwen3,
-        {"input_ids": torch.tensor([[7, 8, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]])},
+        PACKED,
     ),
     "packed, and not separated": (
         "a row has several sequences, and this model does not separate them",
-        lambda: tiny("BioGptForCausalLM", {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
-        {"input_ids": torch.tensor([[7, 8, 7, 8]]), "position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False},
+        lambda: tiny_model("BioGptForCausalLM"),
+        {**PACKED, "use_cache": False},
     ),
     "negative positions": (
         "position_ids are negative",
@@ -152,7 +133,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
     "chunks": (
         "attention within chunks of 4 tokens, and longer rows",
-        lambda: tiny("Llama4ForCausalLM", attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=64),
+        lambda: tiny_model("Llama4ForCausalLM"),
         BATCH,
     ),
     "nothing in common": (
@@ -227,7 +208,7 @@ class TestState:
             before=lambda model: setattr(model.model, "_is_replica", True),
         )
 
-    @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+    @pytest.mark.parametrize("transform", cases(["grad", "vmap", "jvp"], quick=["grad"]))
     def test_transforms(self, transform):
         """`torch.func` has its own rules for autograd functions."""
 
@@ -247,21 +228,27 @@ class TestState:
 
         assert_untouched(make, call, "torch.func or forward-mode differentiation runs")
 
-    @pytest.mark.parametrize("targets", [["q_proj"], ["lm_head"], ["q_proj", "lm_head"]], ids=" ".join)
     @pytest.mark.parametrize("share_first", [True, False])
-    def test_adapters_by_row(self, targets, share_first):
+    def test_adapters_by_row(self, share_first):
         """PEFT gives every layer of a call the names of the adapters, one for each row."""
-        lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-        results = []
-        for share in (lambda model: model, share_prefixes):
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+
+        def make(share: Callable[[Any], Any]) -> Any:
             torch.manual_seed(0)
-            model = qwen3(tie_word_embeddings=False)
+            model = qwen3(tie_word_embeddings=False).double()
             model = get_peft_model(share(model), lora) if share_first else share(get_peft_model(model, lora))
             model.add_adapter("other", lora)
-            with torch.no_grad():
-                output = model.eval()(**BATCH, use_cache=False, adapter_names=["other", "__base__"])
-            results.append(output.logits[MASK.bool()])
-        torch.testing.assert_close(*results)
+            return model.eval()
+
+        untouched, shared = make(lambda model: model), make(share_prefixes)
+        with torch.no_grad():
+            logits = [
+                model(**BATCH, use_cache=False, adapter_names=["other", "__base__"]).logits[MASK.bool()]
+                for model in (untouched, shared)
+            ]
+        torch.testing.assert_close(*logits, rtol=1e-12, atol=1e-12)
 
 
 class TestShared:
@@ -304,9 +291,3 @@ class TestShared:
         with torch.no_grad():
             model(**BATCH)
         assert sharing_report(model).num_shared == 1
-
-
-def test_arguments_of():
-    model = qwen3().model
-    found = arguments_of(model, (IDS, None), {"use_cache": False, "labels": None})
-    assert set(found) == {"input_ids", "use_cache"} and found["input_ids"] is IDS

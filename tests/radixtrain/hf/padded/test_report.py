@@ -40,8 +40,3 @@ def test_a_copy_counts_its_own_calls():
     for copied in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
         copied.not_shared["generate() runs"] += 1
         assert report.not_shared["generate() runs"] == 2
-
-
-def test_reports_do_not_share_their_counts():
-    SharingReport().not_shared["a reason"] += 1
-    assert not SharingReport().not_shared

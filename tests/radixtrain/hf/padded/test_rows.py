@@ -57,14 +57,6 @@ class TestSequences:
     def test_cu_seqlens(self, mask, cu_seqlens):
         assert read([[7, 8, 9]] * 3, mask).cu_seqlens.tolist() == cu_seqlens
 
-    def test_one_row(self):
-        rows = read([[7, 8]])
-        assert rows.cu_seqlens.tolist() == [0, 2] and rows.places(plan_of(rows)).tolist() == [0, 1]
-
-    def test_a_hidden_row_has_no_unique_rows(self):
-        rows = read([[7, 8], [5, 6], [7, 9]], [[1, 1], [0, 0], [1, 1]])
-        assert rows.places(plan_of(rows)).tolist() == [0, 1, 3, 3, 0, 2]
-
     def test_ids_that_are_equal_only_in_their_lower_32_bits(self):
         rows = read([[7, 8], [7 + 2**32, 8]])
         assert plan_of(rows).num_rows == 4
@@ -107,21 +99,18 @@ class TestPositions:
 
 class TestPacked:
     @pytest.mark.parametrize(
-        ("positions", "cu_seqlens"),
+        ("positions", "cu_seqlens", "places"),
         [
-            ([0, 1, 2, 0, 1], [0, 3, 5]),
-            ([0, 0, 0, 1, 2], [0, 1, 2, 5]),
-            ([0, 1, 2, 3, 0], [0, 4, 5]),
+            ([0, 1, 2, 0, 1], [0, 3, 5], [0, 1, 2, 0, 1]),
+            ([0, 0, 0, 1, 2], [0, 1, 2, 5], [0, 1, 2, 3, 4]),
+            ([0, 1, 2, 3, 0], [0, 4, 5], [0, 1, 2, 3, 4]),
         ],
     )
-    def test_sequences_of_one_row(self, positions, cu_seqlens):
+    def test_sequences_of_one_row(self, positions, cu_seqlens, places):
+        """A prefix is shared within the row."""
         rows = read([[7, 8, 9, 7, 8]], None, [positions])
         assert rows.is_packed and rows.packing_is_plain and rows.kept_positions is None
-        assert rows.cu_seqlens.tolist() == cu_seqlens
-
-    def test_a_prefix_is_shared_within_the_row(self):
-        rows = read([[7, 8, 9, 7, 8]], None, [[0, 1, 2, 0, 1]])
-        assert rows.places(plan_of(rows)).tolist() == [0, 1, 2, 0, 1]
+        assert rows.cu_seqlens.tolist() == cu_seqlens and rows.places(plan_of(rows)).tolist() == places
 
     @pytest.mark.parametrize(
         ("ids", "positions"),

@@ -10,7 +10,7 @@ from radixtrain.hf.padded.spread import PLACES_AT_A_TIME, Places, check_gradient
 CPU = torch.device("cpu")
 KEPT = np.array([[True, True, False], [False, True, True]])
 PLACES = Places.on(CPU, KEPT, np.array([0, 1, 3, 3, 0, 2]))
-HIDES = r"the loss reads {} places that attention_mask hides"
+HIDES = r"the loss reads {} places that attention_mask hides.*set the labels of padding to -100.*first token of a row"
 
 
 def unique_rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -35,10 +35,6 @@ class TestSpread:
         head = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
         with pytest.raises(UserError, match=HIDES.format(2)):
             (PLACES.spread(unique_rows().detach()) @ head).sum().backward()
-
-    def test_without_gradients_nothing_is_tracked(self):
-        with torch.no_grad():
-            assert not PLACES.spread(unique_rows()).requires_grad
 
     def test_the_gradient_of_a_row_is_the_sum_over_its_places(self):
         rows = unique_rows()
@@ -87,12 +83,6 @@ class TestGradientAtPadding:
         with pytest.raises(UserError, match=HIDES.format(2)):
             self.backward(weights, [0, 2])
 
-    def test_logits_of_three_axes(self):
-        weights = torch.zeros(2, 3, 4)
-        weights[1, 2, 3] = 1
-        with pytest.raises(UserError, match=HIDES.format(1)):
-            self.backward(weights, [0, 1])
-
     def test_more_places_than_are_checked_at_a_time(self):
         weights = torch.zeros(3 * PLACES_AT_A_TIME, 1)
         weights[[0, -1]] = 1
@@ -114,10 +104,3 @@ class TestGradientAtPadding:
         rows = unique_rows()
         Nothing.apply(PLACES.spread(rows)).backward()
         assert rows.grad is None or not rows.grad.any()
-
-    def test_says_what_to_do(self):
-        with pytest.raises(UserError, match=r"set the labels of padding to -100.*label of the first token of a row"):
-            self.backward(torch.ones(2, 1), [1])
-
-    def test_a_tensor_without_gradient(self):
-        check_gradient_at(torch.tensor([0]), torch.ones(2, 2))

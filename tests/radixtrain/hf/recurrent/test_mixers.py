@@ -74,13 +74,10 @@ def test_a_shared_block_counts_once_and_its_layers_hold_the_mixers():
 
 
 def test_only_those_of_the_text():
-    """The convolutions and layers of the vision encoder do not count."""
+    """Neither the convolutions and layers of a vision encoder count, nor text layers that attend to images."""
     decoder = decoder_of("Qwen3_5ForConditionalGeneration")
     assert list(mixers_of(decoder)) == ["layers.0.linear_attn"]
     assert num_attention_layers(decoder) == 1
-
-
-def test_layers_that_attend_to_images_are_not_counted():
     assert num_attention_layers(decoder_of("MllamaForCausalLM")) == 2
     assert len(text_layers(decoder_of("MllamaForCausalLM"))) == 3
 
@@ -120,15 +117,13 @@ def test_a_class_without_a_source_file():
     assert mixers_of(nn.ModuleList([namespace["Typed"]()])) == {}
 
 
-def test_a_mixer_outside_of_every_list_has_no_layer():
-    model = nn.ModuleDict({"mixer": Protocol(), "layers": nn.ModuleList([Mentions()])})
+def test_the_layer_around_a_mixer():
+    """The outermost list has the layers; a mixer outside of every list has none."""
+    inner = nn.ModuleDict({"parts": nn.ModuleList([Protocol()])})
+    model = nn.ModuleDict({"mixer": Protocol(), "layers": nn.ModuleList([Mentions(), inner])})
     assert layer_around(model, "mixer") is None
     assert layer_around(model, "layers.0.inner") is model["layers"][0]
-
-
-def test_a_list_in_a_layer_is_not_the_layer():
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"parts": nn.ModuleList([Protocol()])})])})
-    assert layer_around(model, "layers.0.parts.0") is model["layers"][0]
+    assert layer_around(model, "layers.1.parts.0") is inner
 
 
 @pytest.mark.parametrize(

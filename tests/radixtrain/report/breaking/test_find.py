@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import FULL, cases
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.data.chat import ChatEncoder
@@ -172,7 +173,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("planting", CAUSES)
+@pytest.mark.parametrize("planting", cases(CAUSES, ["a date", "tools, a line each", "versions"]))
 def test_a_planted_cause(
     planting: str, chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -296,7 +297,7 @@ CLEAN: dict[str, Callable[[random.Random, int], str]] = {
 }
 
 
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("turns", cases([1, 3], [1]))
 @pytest.mark.parametrize("name", CLEAN)
 def test_clean_data_has_none(
     name: str, turns: int, chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
@@ -318,6 +319,7 @@ def test_samples_without_a_prompt_have_none(
 
 
 @pytest.mark.data
+@FULL
 @pytest.mark.parametrize("name", ["banking77", "gsm8k_many_prompts", "gsm8k_plain", "gsm8k_fewshot"])
 def test_the_real_data_sets_have_none_until_a_date_is_planted(name: str) -> None:
     source = DATA / f"{name}_train.jsonl"

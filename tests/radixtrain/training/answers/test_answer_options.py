@@ -1,10 +1,9 @@
 """The options of generation: what is refused, and what becomes of them."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from torch import nn
+from transformers import AutoTokenizer, GenerationConfig
 
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
@@ -32,18 +31,19 @@ def test_the_fields_of_a_generation_config(shop):
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     turn, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     tokenizer.eos_token = "<|endoftext|>"
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[end, 99]))
+    model = nn.Module()
+    model.generation_config = GenerationConfig(eos_token_id=[end, 99])
     prompts = [Prompt(np.array([5]), np.array([6, turn]), "a:1")]
     options = AnswerOptions(do_sample=True, temperature=0.5, generation_kwargs={"top_p": 0.9})
     assert options.fields(tokenizer, model, prompts) == {
         **{"max_new_tokens": 256, "do_sample": True, "temperature": 0.5, "top_p": 0.9},
         "eos_token_id": sorted([end, turn, 99]),
     }
-    assert options.fields(tokenizer, SimpleNamespace(), prompts)["eos_token_id"] == sorted([end, turn])
+    assert options.fields(tokenizer, nn.Module(), prompts)["eos_token_id"] == sorted([end, turn])
 
 
 def test_an_answer_needs_an_end(shop):
     tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     tokenizer.eos_token, tokenizer.chat_template = None, None
     with pytest.raises(UserError, match="neither the model nor its tokenizer has an end-of-sequence token"):
-        AnswerOptions().fields(tokenizer, SimpleNamespace(), [])
+        AnswerOptions().fields(tokenizer, nn.Module(), [])

@@ -1,6 +1,7 @@
-"""Answers of both arms: the same, and nothing of the process is changed."""
+"""Answers of both arms, in float64: the same, and nothing of the process is changed."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import prepare_model
+from radixtrain.training.answers import predicted_answers
 from radixtrain.training.answers.answer_options import AnswerOptions
 from radixtrain.training.answers.answering import answer_prompts, check_answering
+from radixtrain.training.answers.predicted_answers import PredictedAnswers
+from radixtrain.verification.oracle import float64_arithmetic
 
 QUESTIONS = [
     "Where is the apple?",
@@ -21,7 +25,11 @@ QUESTIONS = [
     "Where is the apple?",
 ]
 
-FLOAT32_LOGIT = 2 * 2**-24 * 16  # `model.generate` rounds its logits, of up to 16, to float32
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with float64_arithmetic():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +68,12 @@ def test_both_arms_agree(model, tokenizer, prompts, options):
     shared = answers(prepare_model(model), prompts, tokenizer, dedup=True, **options)
     for one, other in zip(shared.answers, ordinary.answers, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
-        assert one.logprob == pytest.approx(other.logprob, abs=len(one.token_ids) * FLOAT32_LOGIT)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-11)
     assert shared.num_computed_tokens < ordinary.num_computed_tokens >= ordinary.num_prompt_tokens
 
 
 def test_both_arms_end_where_they_should(model, tokenizer, prompts):
-    """An end token of the config and a stop string: those that the free answer holds."""
+    """An end token of the config or of the call, none, and a stop string: those that the free answer holds."""
     free = answers(model, prompts, tokenizer, dedup=False, max_new_tokens=8).answers[0]
     assert len(free.token_ids) == 8 and free.finish_reason == "length"
     end = next(token for token in free.token_ids[2:] if token not in free.token_ids[:2])
@@ -76,6 +84,11 @@ def test_both_arms_end_where_they_should(model, tokenizer, prompts):
         [found] = answers(prepare(model), prompts[:1], tokenizer, dedup=arm, max_new_tokens=8).answers
         assert found.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and found.finish_reason == "stop"
         model.generation_config.eos_token_id = None
+        for given, reason in ((end, "stop"), ([end], "stop"), (None, "length")):
+            kwargs = {"max_new_tokens": 8, "generation_kwargs": {"eos_token_id": given}}
+            [same] = answers(model, prompts[:1], tokenizer, dedup=arm, **kwargs).answers
+            assert same.token_ids == (free.token_ids if given is None else found.token_ids)
+            assert same.finish_reason == reason
         kwargs = {"max_new_tokens": 8, "generation_kwargs": {"stop_strings": [words[place]]}}
         stopped = answers(model, prompts, tokenizer, dedup=arm, **kwargs).answers[0]
         assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: place + 1]
@@ -123,3 +136,42 @@ def test_a_model_with_a_recurrent_state_is_refused_before_it_runs(tiny_hybrid, t
     model = tiny_hybrid("Qwen3.5")
     with pytest.raises(UserError, match=r"Qwen3_5ForCausalLM"):
         check_answering(model, tokenizer, prompts, AnswerOptions(max_new_tokens=2), dedup=True)
+
+
+# What `predict` writes, batch by batch.
+
+
+@pytest.fixture
+def predicted():
+    predicted = PredictedAnswers()
+    predicted.options = AnswerOptions(max_new_tokens=2)
+    return predicted
+
+
+def test_records_are_those_of_a_single_batch_and_the_shared_beginning_is_computed_once(
+    predicted, model, tokenizer, prompts
+):
+    prompts = prompts[:3]  # no two are equal
+    whole = PredictedAnswers()
+    whole.options = predicted.options
+    expected = whole.records(model, prompts, tokenizer, dedup=True)
+    found = [record for each in prompts for record in predicted.records(model, [each], tokenizer, dedup=True)]
+    assert [each["row"] for each in found] == [each.where for each in prompts]
+    for one, other in zip(found, expected, strict=True):
+        assert one == {**other, "logprob": pytest.approx(other["logprob"], rel=1e-11)}
+    assert predicted.speed.num_computed_tokens == whole.speed.num_computed_tokens
+
+
+def test_prompts_that_do_not_fit_twice_leave_the_cache_alone(predicted, model, tokenizer, prompts, monkeypatch):
+    monkeypatch.setattr(predicted_answers, "MAX_TOKENS", 2 * max(len(each.token_ids) for each in prompts) - 1)
+    assert len(predicted.records(model, prompts, tokenizer, dedup=True)) == len(prompts)
+    assert predicted.cache.num_tokens == 0
+
+
+def test_the_closing_line(predicted, model, tokenizer, prompts):
+    for _ in range(2):
+        predicted.records(model, prompts, tokenizer, dedup=True)
+    speed = predicted.speed
+    assert speed.num_answers == 2 * len(prompts) and speed.num_new_tokens == 4 * len(prompts)
+    shape = r"\d\.\d\d tokens of prompts per computed token; [\d.,]+ answers/s, [\d,]+ new tokens/s, \d+ s"
+    assert re.fullmatch(shape, str(speed)) and float(str(speed).split()[0]) > 2

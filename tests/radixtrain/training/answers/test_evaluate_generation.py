@@ -10,9 +10,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.verification.oracle import float64_arithmetic
 
 GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
 
@@ -62,55 +64,49 @@ def test_a_run_that_learns_the_answers(run, shop, tmp_path, capsys):
 
 
 def test_training_is_bit_equal_to_one_without(run, tmp_path):
-    """After five steps, with draws, and with an evaluation after every second step."""
-    flags = {"trainer__max_steps": 5, "trainer__val_check_interval": 2, "data__dataloader_num_workers": 1}
+    """After three steps, with draws, and with an evaluation after each. Without it nothing is answered."""
+    flags = {"trainer__max_steps": 3, "trainer__val_check_interval": 1, "data__dataloader_num_workers": 1}
     sampled = {**GREEDY, "evaluate_generation__do_sample": True, "evaluate_generation__temperature": 2.0}
     states = {}
     for name, options in (("without", {}), ("with", sampled)):
         assert run(output_dir=tmp_path / name, **flags, **options) == 0
         states[name] = random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
     without, evaluated = (load_file(tmp_path / name / "model" / "model.safetensors") for name in states)
-    assert without.keys() == evaluated.keys() and len(list((tmp_path / "with" / "answers").iterdir())) == 2
+    assert without.keys() == evaluated.keys() and len(list((tmp_path / "with" / "answers").iterdir())) == 3
+    assert EvaluateGeneration().logged is None and not (tmp_path / "without" / "answers").exists()
     assert [name for name in without if not torch.equal(without[name], evaluated[name])] == []
     assert states["without"] == states["with"]
     assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
 
 
+@FULL
 def test_both_arms_have_the_same_answers(run, tmp_path):
-    """Also after the weights have changed: nothing of an earlier validation is used again."""
+    """In float64, also after the weights have changed: nothing of an earlier validation is used again."""
+    flags = {"trainer__max_epochs": 3, "model__dtype": "float64", "trainer__precision": "64-true", **GREEDY}
     for name, dedup in (("on", "true"), ("off", "false")):
-        assert (
-            run(output_dir=tmp_path / name, dedup=dedup, trainer__max_epochs=3, model__dtype="float64", **GREEDY) == 0
-        )
+        with float64_arithmetic():
+            assert run(output_dir=tmp_path / name, dedup=dedup, **flags) == 0
     steps = sorted(path.name for path in (tmp_path / "on" / "answers").iterdir())
     on, off = ([table(tmp_path / name / "answers" / step) for step in steps] for name in ("on", "off"))
     assert on == off and len(on) == 3
     assert on[0] != on[2], "the answers of a model that learns change"
 
 
+@FULL
 def test_checkpoints_and_early_stopping_see_the_metric_of_the_same_validation(run, tmp_path):
-    """The third validation is the first that is not better: it stops the run, and its checkpoint is not the best."""
-    (tmp_path / "callbacks.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "trainer": {
-                    "callbacks": [
-                        {
-                            "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                            "init_args": {
-                                **{"dirpath": str(tmp_path / "best"), "filename": "{step}-{eval_contains:.2f}"},
-                                **{"monitor": "eval_contains", "mode": "max"},
-                            },
-                        },
-                        {
-                            "class_path": "lightning.pytorch.callbacks.EarlyStopping",
-                            "init_args": {"monitor": "eval_contains", "mode": "max", "patience": 1},
-                        },
-                    ]
-                }
-            }
-        )
-    )
+    """The first validation that is not better stops the run, and its checkpoint is not the best."""
+    callbacks = {
+        "ModelCheckpoint": {"dirpath": str(tmp_path / "best"), "filename": "{step}-{eval_contains:.2f}"},
+        "EarlyStopping": {"patience": 1},
+    }
+    listed = [
+        {
+            "class_path": f"lightning.pytorch.callbacks.{name}",
+            "init_args": {"monitor": "eval_contains", "mode": "max", **own},
+        }
+        for name, own in callbacks.items()
+    ]
+    (tmp_path / "callbacks.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": listed}}))
     judge = {"evaluate_generation__metric": "contains", "evaluate_generation__max_new_tokens": 12}
     assert run(config=tmp_path / "callbacks.yaml", trainer__max_epochs=20, **judge) == 0
     scores = logged(tmp_path / "out", "eval_contains")
@@ -132,6 +128,7 @@ def test_validate(run, shop, tmp_path, capsys):
     assert len(table(tmp_path / "out" / "answers" / "validate.csv")) == 3
 
 
+@FULL
 def test_a_function_of_the_user(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     source = "def words(answers, targets, rows):\n    return [len(r['prompt']) for r in rows]\n"
@@ -141,6 +138,7 @@ def test_a_function_of_the_user(run, tmp_path, monkeypatch):
     assert min(logged(tmp_path / "out", "eval_words").values()) > 100
 
 
+@FULL
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_gets_a_table(run, tmp_path):
     logger = {"trainer__logger": "lightning.pytorch.loggers.WandbLogger", "trainer__logger.save_dir": tmp_path / "out"}
@@ -151,59 +149,42 @@ def test_wandb_gets_a_table(run, tmp_path):
     assert len(found["data"]) == 5
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_in_the_precision_of_the_run(run, tmp_path, precision):
-    assert run(trainer__max_steps=5, trainer__precision=precision, **GREEDY) == 0
-    assert (tmp_path / "out" / "answers" / "step=5.csv").is_file()
+KINDS = {
+    "bf16-mixed": {"trainer__precision": "bf16-mixed"},
+    "64-true": {"trainer__precision": "64-true"},
+    "adapters": {"model__use_peft": "true", "model__lora_r": 2},
+}
 
 
-def test_adapters(run, tmp_path):
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
-    assert run(trainer__max_steps=5, model__use_peft="true", model__lora_r=2, **GREEDY) == 0
+@FULL
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_precision_of_the_run_and_with_adapters(run, tmp_path, kind):
+    assert run(trainer__max_steps=5, **KINDS[kind], **GREEDY) == 0
     assert len(table(tmp_path / "out" / "answers" / "step=5.csv")) == 5
 
 
+@FULL
 def test_a_fast_dev_run_tries_it_and_writes_nothing(run, tmp_path):
     assert run(trainer__fast_dev_run="true", **GREEDY) == 0
     assert not (tmp_path / "out" / "answers").exists()
 
 
-def test_off_by_default(run, tmp_path):
-    assert EvaluateGeneration().logged is None
-    assert run(trainer__max_steps=5) == 0
-    assert not (tmp_path / "out" / "answers").exists()
-
-
+# What is wrong with a metric or an option by itself: test_metrics.py and test_answer_options.py.
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            {"metric": "exact_macht"},
-            "error: evaluate_generation.metric: no metric 'exact_macht', did you mean exact_match?",
-        ),
-        ({"metric": "my.module.f"}, "my.module.f cannot be imported: no module 'my'"),
-        ({"metric": "regex", "pattern": "("}, "evaluate_generation.pattern: '(' is no regular expression"),
+        ({"metric": "exact_macht"}, "error: .*metric: no metric 'exact_macht', did you mean exact_match?"),
         ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, the first is that of"),
-        ({"pattern": "a"}, "evaluate_generation.pattern needs evaluate_generation.metric: regex"),
-        ({"max_new_tokens": 0}, "evaluate_generation.max_new_tokens must be at least 1, got 0"),
-        (
-            {"metric": "contains", "num_samples": 0},
-            "evaluate_generation.num_samples must be at least 1, or null for all",
-        ),
-        ({"metric": "contains", "generation_kwargs": "{top_pp: 1}"}, "top_pp"),
-        ({"metric": "contains", "generation_kwargs": "{num_beams: 4}"}, "num_beams=4 is not supported"),
-        ({"metric": "contains", "generation_kwargs": "{num_beams: 4}"}, "leave it out, or set dedup: false"),
+        ({"num_samples": 0}, "evaluate_generation.num_samples must be at least 1, or null for all"),
+        ({"generation_kwargs": "{top_pp: 1}"}, "top_pp"),
+        ({"generation_kwargs": "{num_beams: 4}"}, "num_beams=4 is not supported: .* set dedup: false"),
     ],
 )
 def test_what_is_refused_before_anything_is_written(run, tmp_path, capsys, flags, message):
+    flags = {"metric": "contains", **flags}
     assert run(**{f"evaluate_generation__{name}": value for name, value in flags.items()}) == 1
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert not (tmp_path / "out").exists()
-
-
-def test_an_unknown_key(run, capsys):
-    assert run(evaluate_generation__metrik="contains") == 2
-    assert "did you mean evaluate_generation.metric?" in capsys.readouterr().err
 
 
 def test_a_run_without_validation_rows(run, capsys, tmp_path):
@@ -212,12 +193,14 @@ def test_a_run_without_validation_rows(run, capsys, tmp_path):
     assert capsys.readouterr().err.endswith(expected) and not (tmp_path / "out").exists()
 
 
+@FULL
 def test_rows_of_the_training_file(run, tmp_path):
     """`data.val_size` takes them out; the rows that are judged are those."""
     assert run(data__validation_file=None, data__val_size=4, trainer__max_steps=4, **GREEDY) == 0
     assert len(table(tmp_path / "out" / "answers" / "step=4.csv")) == 4
 
 
+@FULL
 def test_rows_without_an_answer(run, tmp_path, capsys, caplog):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "shelf one"}\n{"prompt": "shelf", "completion": " one"}\n', encoding="utf-8")
@@ -232,6 +215,7 @@ def test_rows_without_an_answer(run, tmp_path, capsys, caplog):
     assert not (tmp_path / "other").exists()
 
 
+@FULL
 def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_metric.py").write_text("def f(answers, targets, rows):\n    return answers[99]\n")
@@ -241,17 +225,7 @@ def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monk
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_a_hybrid_is_refused_before_training(run, shop, tmp_path, capsys, tiny_hybrid):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
-    tiny_hybrid("LFM2", vocab_size=400, max_position_embeddings=512).save_pretrained(tmp_path / "hybrid")
-    tokenizer.save_pretrained(tmp_path / "hybrid")
-    assert run(model__model_name_or_path=tmp_path / "hybrid", trainer__max_steps=1, **GREEDY) == 1
-    assert "Lfm2" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
-
-
+@FULL
 def test_a_model_without_a_chat_template(run, shop, tmp_path, capsys):
     """Chats cannot be rendered; prompts with completions need no template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -264,6 +238,6 @@ def test_a_model_without_a_chat_template(run, shop, tmp_path, capsys):
     assert "the tokenizer has no chat template" in capsys.readouterr().err
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "shelf", "completion": " one"}\n' * 4, encoding="utf-8")
-    flags = {"data__train_file": path, "data__validation_file": path, "trainer__max_epochs": 20}
+    flags = {"data__train_file": path, "data__validation_file": path, "trainer__max_steps": 1}
     assert run(model__model_name_or_path=tmp_path / "base", **flags, **GREEDY) == 0
-    assert list(logged(tmp_path / "out", "eval_exact_match").values())[-1] == 1
+    assert len(table(tmp_path / "out" / "answers" / "step=1.csv")) == 4

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import pytest
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from radixtrain.training.devices.started import PARENT
 
@@ -15,7 +16,11 @@ VARIABLES = (
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], None]:
-    """`environment(variables)` sets variables of a launcher. Those of the launcher of the tests are hidden."""
+    """`environment(variables)` sets variables of a launcher. Those of the launcher of the tests are hidden.
+
+    A trainer that a test makes as rank 1 of them leaves this process no loggers: its rank is put back, too.
+    """
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

@@ -6,9 +6,11 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from tiers import FULL, cases
 
 from radixtrain.training.results.curves import BestStep, Curve, LogPart, read_curves, write_curves
 
+EVAL = "2.5,,,,0,\n"
 HEADER = "eval_loss,learning_rate,loss,r,step,tokens_per_second\n"
 
 
@@ -52,19 +54,19 @@ def test_a_run_that_went_back_twice(tmp_path: Path) -> None:
     assert listed(read_curves(parts)["loss"]) == [(1, 1.0), (3, 3.0)]
 
 
-@pytest.mark.parametrize("lines", [",,nan,,0,\n", ",,,,0,\n", ",,inf,,0,\n", ",,oops,,0,\n", ",,1.0,,,\n", ",,1.0,,0,"])
-def test_what_is_no_point_is_left_out(tmp_path: Path, lines: str) -> None:
-    """The last one is a line that was not written to its end."""
-    assert "loss" not in read_curves([part(tmp_path / "log", lines)])
-
-
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_what_is_no_point_is_left_out_and_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """The last line was not written to its end."""
+    for number, lines in enumerate(
+        [",,nan,,0,\n", ",,,,0,\n", ",,inf,,0,\n", ",,oops,,0,\n", ",,1.0,,,\n", ",,1.0,,0,"]
+    ):
+        assert "loss" not in read_curves([part(tmp_path / str(number), lines)])
     kept = part(tmp_path / "version_1", training(range(3, 5)), first_step=3)
     assert listed(read_curves([LogPart(str(tmp_path / "version_0"), 0), kept])["loss"])[0][0] == 4
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 12, 400])
-@pytest.mark.parametrize("validations", ["", "2.5,,,,0,\n"])
+@pytest.mark.parametrize(
+    ("num_steps", "validations"), cases([(1, ""), (2, ""), (12, ""), (400, ""), (12, EVAL)], [(12, EVAL)])
+)
 def test_the_picture(tmp_path: Path, num_steps: int, validations: str) -> None:
     parts = [part(tmp_path / "log", training(range(num_steps)) + validations)]
     assert write_curves(parts, tmp_path / "loss.png", BestStep("eval_loss", 1))
@@ -79,6 +81,7 @@ def test_without_metrics_there_is_none(tmp_path: Path) -> None:
     assert not (tmp_path / "loss.png").exists()
 
 
+@FULL
 def test_settings_of_matplotlib_do_not_matter_and_stay(tmp_path: Path) -> None:
     parts = [part(tmp_path / "log", training(range(9)))]
     assert write_curves(parts, tmp_path / "one.png")

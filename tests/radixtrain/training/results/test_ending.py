@@ -48,12 +48,7 @@ def of_lightning() -> EarlyStopping:
         (20, {"callbacks": [of_lightning()]}, "early_stopping", "stopped early at step 20 of 30: Monitored metric r"),
         (18, {"callbacks": [TimeIsUp("00:00:00:01")]}, "max_time", "stopped by trainer.max_time at step 18 of 30; go"),
         (18, {"callbacks": [Timer("00:00:00:09")]}, "callback", "stopped by a callback at step 18 of 30; go on with"),
-        (
-            1800,
-            {"max_epochs": -1, "callbacks": [TimeIsUp("00:00:00:01")]},
-            "max_time",
-            "stopped by trainer.max_time at",
-        ),
+        (18, {"max_epochs": -1, "callbacks": [TimeIsUp("00:00:00:01")]}, "max_time", "stopped by trainer.max_time at"),
     ],
 )
 def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str) -> None:
@@ -66,11 +61,7 @@ def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str)
     ("step", "changes", "text"),
     [
         (30, {}, "nothing left to do: step 30 of 30 was reached before; raise trainer.max_epochs to go on"),
-        (
-            12,
-            {"max_steps": 12},
-            "nothing left to do: step 12 of 12 was reached before; raise trainer.max_steps to go on",
-        ),
+        (12, {"max_steps": 12}, "nothing left to do: step 12 of 12 was reached before; raise trainer.max_steps to go"),
         (0, {"max_steps": 0}, "no step to take: trainer.max_steps is 0"),
         (0, {"max_epochs": 0}, "no step to take: trainer.max_epochs is 0"),
         (0, {"limit_train_batches": 0}, "no step to take: trainer.limit_train_batches is 0"),
@@ -82,19 +73,13 @@ def test_without_a_step(step: int, changes: dict[str, Any], text: str) -> None:
     assert ending.text.startswith(text) and ending.is_complete
 
 
-def test_without_a_checkpoint() -> None:
+def test_without_a_checkpoint_and_by_an_error() -> None:
     ending = ending_of(*run_at(18, callbacks=[TimeIsUp("00:00:00:01")]), first_step=0, has_checkpoint=False)
     assert ending.text.endswith("; no checkpoint was written to go on from") and not ending.is_complete
-
-
-@pytest.mark.parametrize(
-    ("error", "reason", "text"),
-    [
+    for error, reason, text in (
         (Stopped("stopped by SIGTERM after step 12", 143), "Stopped", "stopped by SIGTERM after step 12"),
         (UserError("one\ntwo"), "UserError", "one"),
         (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
-    ],
-)
-def test_by_an_error(error: BaseException, reason: str, text: str) -> None:
-    ending = ending_by_error(error)
-    assert (ending.reason, ending.text, ending.is_complete) == (reason, text, False)
+    ):
+        ending = ending_by_error(error)
+        assert (ending.reason, ending.text, ending.is_complete) == (reason, text, False)

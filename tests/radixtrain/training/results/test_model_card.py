@@ -5,6 +5,7 @@ import re
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
@@ -46,6 +47,7 @@ def test_a_readme_of_ones_own_is_never_lost(tmp_path):
     check_model_folder(tmp_path)
 
 
+@FULL
 def test_fit_and_export_write_it(arguments, shop, tmp_path, monkeypatch, capsys):
     """Twice into one folder: the first card is recognised. The code of the card runs in the folder."""
     flags = {"data__validation_file": shop / "validation.jsonl", "trainer__max_epochs": 1}

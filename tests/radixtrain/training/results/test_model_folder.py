@@ -1,12 +1,12 @@
 """The folder that a model is written to: replaced as a whole, and only if that loses nothing else."""
 
-import os
-import sys
-from contextlib import suppress
+import re
 
 import pytest
 import torch
+from killed_in_a_fork import kills_at_file_operations
 from safetensors.torch import load_file
+from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -20,27 +20,21 @@ def parts(shop):
     return AutoModelForCausalLM.from_pretrained(shop / "model"), AutoTokenizer.from_pretrained(shop / "model")
 
 
-def test_a_previous_model_is_replaced(parts, tmp_path):
+def test_a_previous_model_is_replaced_and_files_of_ones_own_are_never_lost(parts, tmp_path):
     for _ in range(2):
         save_hf_folder(*parts, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_other_files_are_never_lost(parts, tmp_path):
     (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.tex").write_text("years")
-    with pytest.raises(UserError, match=r"holds what is no model \(thesis\.tex\)"):
-        save_hf_folder(*parts, tmp_path / "precious")
-    assert (tmp_path / "precious" / "thesis.tex").read_text() == "years"
-
-
-@pytest.mark.parametrize("name", ["results.json", "notes.txt", "thesis.md", "run1.safetensors"])
-def test_files_of_ones_own_beside_a_model_are_never_lost(parts, tmp_path, name):
-    save_hf_folder(*parts, tmp_path / "model")
-    (tmp_path / "model" / name).write_text("years")
-    with pytest.raises(UserError, match="holds what is no model"):
-        save_hf_folder(*parts, tmp_path / "model")
-    assert (tmp_path / "model" / name).read_text() == "years"
+    for folder, name in (
+        *(("model", name) for name in ("results.json", "notes.txt", "thesis.md", "run1.safetensors")),
+        ("precious", "thesis.tex"),
+    ):
+        path = tmp_path / folder / name
+        path.write_text("years")
+        with pytest.raises(UserError, match=rf"holds what is no model \({re.escape(name)}\)"):
+            save_hf_folder(*parts, tmp_path / folder)
+        assert path.read_text() == "years"
+        path.unlink()
 
 
 def test_what_is_read_is_not_replaced(shop):
@@ -63,41 +57,26 @@ def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, c
     assert "is read from there; choose another" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_exchanged", [True, False])
+@pytest.mark.parametrize("is_exchanged", [pytest.param(True, marks=FULL), False])
 def test_a_kill_while_it_is_replaced_leaves_a_whole_model(parts, tmp_path, monkeypatch, is_exchanged):
     """At each rename and at each file that is deleted afterwards."""
     if not is_exchanged:
         monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
     model, tokenizer = parts
-    for number in range(99):
-        save_hf_folder(model, tokenizer, tmp_path / "model")
-        child = os.fork()
-        if child == 0:
-            with suppress(BaseException):
-                torch.nn.init.zeros_(model.model.norm.weight)
-                die_at_change(number)
-                save_hf_folder(model, Silent(), tmp_path / "model")
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def replace():
+        torch.nn.init.zeros_(model.model.norm.weight)
+        save_hf_folder(model, Silent(), tmp_path / "model")
+
+    save_hf_folder(model, tokenizer, tmp_path / "model")
+    changes = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "ctypes.dlopen")
+    for _ in kills_at_file_operations(replace, changes):
         check_model_folder(tmp_path / "model")
         norm = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
         assert norm.eq(0).all() or norm.ne(0).all()
         assert (tmp_path / "model" / "tokenizer.json").exists() == bool(norm.ne(0).all())
-        if code == 0:
-            break
-    assert number > 10 and norm.eq(0).all() and [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def die_at_change(number):
-    """Ends this process, without any cleaning up, before its change number `number` of a folder."""
-    left = [number]
-
-    def count(event, arguments):
-        left[0] -= event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "ctypes.dlopen")
-        if left[0] < 0:
-            os._exit(9)
-
-    sys.addaudithook(count)
+        save_hf_folder(model, tokenizer, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 class Silent:

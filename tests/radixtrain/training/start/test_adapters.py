@@ -7,61 +7,48 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import FULL
+from tiny_models import tiny_model, tiny_qwen3
 from torch import nn
-from transformers import AutoModelForCausalLM, FalconH1Config, FalconH1ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from radixtrain.errors import UserError
+from radixtrain.training.module import RadixModule
 from radixtrain.training.start import adapters
 from radixtrain.training.start.adapters import check_quantized, merged
 from radixtrain.training.start.loading import load_trainable
+from radixtrain.verification.oracle import float64_arithmetic
 
 pytest.importorskip("peft", reason="adapters need peft: pip install 'radixtrain[peft]'")
 needs_bitsandbytes = pytest.mark.skipif(
     adapters.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'radixtrain[qlora]'"
 )
-
-SIZES = {
-    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
-}
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
-def settings(path: Any, **changes: Any) -> SimpleNamespace:
-    loading = {"model_name_or_path": str(path), "dtype": "float32", "attn_implementation": "sdpa"}
-    preparing = {"dedup": True, "attention": "auto", "kernel": "auto", "allow_dropout": None}
-    lora = {"use_peft": True, "lora_r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
-    kinds = {"use_dora": False, "use_rslora": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4"}
-    bits = {"bnb_4bit_compute_dtype": None, "bnb_4bit_use_double_quant": False, "activation_checkpointing": False}
-    return SimpleNamespace(**{**loading, **preparing, **lora, **kinds, **bits, **changes})
+def settings(path: Any, **changes: Any) -> Any:
+    return RadixModule(str(path), **{"use_peft": True, "lora_r": 2, "lora_alpha": 4, **changes}).hparams
 
 
 @pytest.fixture
 def folder(tmp_path):
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
+    tiny_qwen3().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-@pytest.fixture
-def without_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
-
-
+@FULL
 def test_all_linear_without_the_layer_that_peft_refuses(tmp_path):
     """PEFT says to remove it from `target_modules`, which has no list then."""
-    mamba = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
-    FalconH1ForCausalLM(FalconH1Config(**SIZES, **mamba)).save_pretrained(tmp_path)
+    tiny_model("FalconH1ForCausalLM").save_pretrained(tmp_path)
     others = ["down_proj", "gate_proj", "in_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     reason = "all-linear has out_proj, which PEFT refuses for the Mamba layers of this model; name the others: "
-    with pytest.raises(UserError, match=re.escape(f"{reason}[{', '.join(others)}]")):
-        load_trainable(settings(tmp_path, lora_target_modules="all-linear"))
-    with pytest.raises(
-        UserError, match=r"no layer has a name of \['in_prj'\]; linear layers are down_proj, .*in_proj, "
+    for names, message in (
+        ("all-linear", re.escape(f"{reason}[{', '.join(others)}]")),
+        (["in_prj"], r"no layer has a name of \['in_prj'\]; linear layers are down_proj, .*in_proj, "),
+        (["q_proj", "in_prj"], r"no layer has the name 'in_prj', did you mean in_proj\?"),
     ):
-        load_trainable(settings(tmp_path, lora_target_modules=["in_prj"]))
-    with pytest.raises(UserError, match=r"no layer has the name 'in_prj', did you mean in_proj\?"):
-        load_trainable(settings(tmp_path, lora_target_modules=["q_proj", "in_prj"]))
+        with pytest.raises(UserError, match=message):
+            load_trainable(settings(tmp_path, lora_target_modules=names))
     adapted = load_trainable(settings(tmp_path, lora_target_modules=others))
     assert {path.split(".")[-4] for path, x in adapted.named_parameters() if x.requires_grad} == set(others)
 
@@ -83,18 +70,32 @@ def test_the_options_of_peft(folder):
     assert of == [4 / 2, pytest.approx(4 / 2**0.5)]
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}])
-@pytest.mark.parametrize("bits", [{}, pytest.param({"load_in_4bit": True}, marks=needs_bitsandbytes)])
-def test_what_is_merged_computes_what_was_trained(folder, tmp_path, options, bits):
-    """Merged into 4 bits, PEFT rounds the adapters away: the logits were off by as much as quantisation costs."""
-    model = filled(load_trainable(settings(folder, **options, **bits)))
-    expected = model(input_ids=IDS).logits
+@pytest.mark.parametrize("options", [{}, pytest.param({"use_dora": True}, marks=FULL), {"use_rslora": True}])
+def test_what_is_merged_computes_what_was_trained(folder, tmp_path, options):
+    with float64_arithmetic():
+        model = filled(load_trainable(settings(folder, dtype="float64", **options)))
+        expected = model(input_ids=IDS).logits
+        whole = merged(model)
+        torch.testing.assert_close(whole(input_ids=IDS).logits, expected, rtol=1e-12, atol=1e-12)
+        whole.save_pretrained(tmp_path / "merged")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+        torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-12, atol=1e-12)
+
+
+@FULL
+@needs_bitsandbytes
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_what_is_merged_into_four_bits_computes_what_was_trained(folder, tmp_path, options):
+    """PEFT rounds the adapters away, so the logits were off by as much as quantisation costs; now by a hundredth."""
+    model = filled(load_trainable(settings(folder, load_in_4bit=True, **options)))
+    expected, unquantised = model(input_ids=IDS).logits, filled(load_trainable(settings(folder, **options)))
+    bar = (unquantised(input_ids=IDS).logits - expected).norm() / 100
     untouched = model.base_model.model.model.embed_tokens.weight.clone()
     whole = merged(model)
-    assert torch.allclose(whole(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert (whole(input_ids=IDS).logits - expected).norm() < bar
     whole.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert torch.allclose(again.eval()(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert (again.eval()(input_ids=IDS).logits - expected).norm() < bar
     assert again.dtype == torch.float32 and not hasattr(again.config, "quantization_config")
     assert torch.equal(again.get_input_embeddings().weight, untouched)
 
@@ -107,8 +108,9 @@ def test_what_is_merged_computes_what_was_trained(folder, tmp_path, options, bit
         ({}, r"model\.load_in_4bit needs the package bitsandbytes: pip install 'radixtrain\[qlora\]'"),
     ],
 )
-def test_what_four_bits_need(tmp_path, without_bitsandbytes, changes, reason):
+def test_what_four_bits_need(tmp_path, monkeypatch, changes, reason):
     """Before the weights are looked for."""
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=reason):
         load_trainable(settings(tmp_path / "none", load_in_4bit=True, **changes))
 
@@ -126,6 +128,7 @@ def test_a_checkpoint_of_other_quantised_weights(tiny_qwen3):
         check_quantized(model, settings("m"))
 
 
+@FULL
 @needs_bitsandbytes
 def test_a_checkpoint_of_4_bits(folder, tmp_path):
     from transformers import BitsAndBytesConfig
@@ -135,6 +138,4 @@ def test_a_checkpoint_of_4_bits(folder, tmp_path):
     model.save_pretrained(tmp_path / "stored")
     with pytest.raises(UserError, match=r"is quantised, and weights of 4 bits do not train; set model\.use_peft: true"):
         load_trainable(settings(tmp_path / "stored", use_peft=False))
-    adapted = filled(load_trainable(settings(tmp_path / "stored")))
-    expected = adapted(input_ids=IDS).logits
-    assert torch.allclose(merged(adapted)(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    assert load_trainable(settings(tmp_path / "stored"))(input_ids=IDS).logits.isfinite().all()

@@ -1,6 +1,7 @@
 """What is refused before a row is read."""
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.training.start import first_checks
 from radixtrain.training.start.first_checks import check_monitors, check_room, earlier_run, num_stored_parameters
 
+LENGTH = b"\x02\0\0\0\0\0\0\0"  # of the header
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -46,18 +48,16 @@ class TestWeights:
         ):
             num_stored_parameters(str(tmp_path))
 
-    @pytest.mark.parametrize("cut", [1, 60, 200])
-    def test_a_file_that_was_not_copied_to_its_end(self, folder, cut):
+    def test_a_file_that_is_damaged(self, folder):
         path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:-cut])
-        with pytest.raises(UserError, match=f"^{path}: the weights (are incomplete|cannot be read)"):
-            num_stored_parameters(str(folder))
-
-    @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0{}", b"\x02\0\0\0\0\0\0\0[]"])
-    def test_a_file_of_something_else(self, folder, content):
-        (folder / "model.safetensors").write_bytes(content)
-        with pytest.raises(UserError, match="the weights cannot be read, the file is damaged"):
-            num_stored_parameters(str(folder))
+        whole = path.read_bytes()
+        for content, said in (
+            *((whole[:-cut], "are incomplete|cannot be read") for cut in (1, 60, 200)),
+            *((x, "cannot be read, the file is damaged") for x in (b"", b"abc", b"\xff" * 100, LENGTH + b"[]")),
+        ):
+            path.write_bytes(content)
+            with pytest.raises(UserError, match=f"^{path}: the weights ({said})"):
+                num_stored_parameters(str(folder))
 
     def test_another_format(self, tmp_path):
         (tmp_path / "pytorch_model.bin").touch()
@@ -68,13 +68,11 @@ class TestWeights:
         (tmp_path / "adapter_config.json").write_text("{}")
         assert num_stored_parameters(str(tmp_path)) is None
 
-    @pytest.mark.parametrize(("offline", "name"), [(True, "nobody/nothing"), (True, "nothing")])
-    def test_a_name_that_was_never_downloaded(self, monkeypatch, offline, name):
-        monkeypatch.setattr(first_checks.constants, "HF_HUB_OFFLINE", offline)
-        with pytest.raises(UserError, match="no downloaded weights of that name, and HF_HUB_OFFLINE forbids"):
-            num_stored_parameters(name)
-
-    def test_a_name_that_can_be_downloaded(self, monkeypatch):
+    def test_a_name_that_was_never_downloaded(self, monkeypatch):
+        monkeypatch.setattr(first_checks.constants, "HF_HUB_OFFLINE", True)
+        for name in ("nobody/nothing", "nothing"):
+            with pytest.raises(UserError, match="no downloaded weights of that name, and HF_HUB_OFFLINE forbids"):
+                num_stored_parameters(name)
         monkeypatch.setattr(first_checks.constants, "HF_HUB_OFFLINE", False)
         assert num_stored_parameters("nobody/nothing") is None
 
@@ -102,58 +100,42 @@ class TestRoom:
             check_room(tmp_path, 10**8, self.FULL, 2)
         check_room(tmp_path, None, self.FULL, 2)
 
-    def test_a_file_where_the_folder_should_be(self, tmp_path):
+    def test_a_file_where_the_folder_should_be_and_one_that_is_read_only(self, tmp_path, monkeypatch):
         (tmp_path / "out").touch()
         with pytest.raises(UserError, match=r"out is a file; name a folder"):
             check_room(tmp_path / "out" / "run", 1, self.FULL, 2)
-
-    def test_a_folder_that_is_read_only(self, tmp_path, monkeypatch):
         monkeypatch.setattr("os.access", lambda path, mode: False)
         with pytest.raises(UserError, match=f"{tmp_path} cannot be written to"):
             check_room(tmp_path / "run", 1, self.FULL, 2)
 
 
-class TestMonitors:
-    def test_what_is_logged(self):
-        callbacks = [EarlyStopping("eval_loss"), ModelCheckpoint(monitor="r"), ModelCheckpoint(), LearningRateMonitor()]
-        check_monitors(callbacks, has_validation=True)
-
-    def test_a_misspelt_one(self):
-        with pytest.raises(
-            UserError, match=r"ModelCheckpoint: monitor: no metric 'val_loss', did you mean eval_loss\?"
-        ):
-            check_monitors([ModelCheckpoint(monitor="val_loss")], has_validation=True)
-        with pytest.raises(UserError, match="no metric 'accuracy'; a run logs loss, grad_norm,"):
-            check_monitors([EarlyStopping("accuracy")], has_validation=True)
-
-    def test_what_answers_are_worth(self):
-        callbacks = [EarlyStopping("eval_exact_match", mode="max")]
-        check_monitors(callbacks, has_validation=True, of_answers="eval_exact_match")
-        with pytest.raises(
-            UserError, match=r"eval_exact_match is not logged: set evaluate_generation\.metric: exact_m"
-        ):
-            check_monitors(callbacks, has_validation=True)
-        with pytest.raises(UserError, match=r"no metric 'eval_words', did you mean eval_word\?"):
-            check_monitors([EarlyStopping("eval_words")], has_validation=True, of_answers="eval_word")
-
-    def test_a_loss_of_rows_that_are_not_there(self):
-        with pytest.raises(UserError, match=r"eval_loss needs rows for it: set data\.validation_file or"):
-            check_monitors([EarlyStopping("eval_loss")], has_validation=False)
+def test_what_is_monitored():
+    callbacks = [EarlyStopping("eval_loss"), ModelCheckpoint(monitor="r"), ModelCheckpoint(), LearningRateMonitor()]
+    check_monitors(callbacks, has_validation=True)
+    of_answers = EarlyStopping("eval_exact_match", mode="max")
+    check_monitors([of_answers], has_validation=True, of_answers="eval_exact_match")
+    for callback, settings, said in (
+        (ModelCheckpoint(monitor="val_loss"), {}, "ModelCheckpoint: monitor: no metric 'val_loss', did you mean eval"),
+        (EarlyStopping("accuracy"), {}, "no metric 'accuracy'; a run logs loss, grad_norm,"),
+        (of_answers, {}, "eval_exact_match is not logged: set evaluate_generation.metric: exact_m"),
+        (EarlyStopping("eval_words"), {"of_answers": "eval_word"}, "no metric 'eval_words', did you mean eval_word?"),
+        (
+            EarlyStopping("eval_loss"),
+            {"has_validation": False},
+            "eval_loss needs rows for it: set data.validation_file",
+        ),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            check_monitors([callback], **{"has_validation": True, **settings})
 
 
-class TestEarlierRuns:
-    @pytest.fixture
-    def model(self, tmp_path):
-        (tmp_path / "run" / "model").mkdir(parents=True)
-        (tmp_path / "run" / "model" / "config.json").touch()
-        return tmp_path / "run" / "model"
-
-    @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
-    def test_weights_from_elsewhere(self, model, subcommand):
+def test_an_earlier_run_whose_weights_are_not_taken(tmp_path):
+    model = tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
+    for subcommand in ("validate", "test", "predict"):
         notice = earlier_run(subcommand, model, "base", None)
         assert notice.startswith(f"{subcommand} takes the weights of base; for those of the run")
         assert earlier_run(subcommand, model, str(model), None) == ""
-
-    def test_nothing_to_say(self, model, tmp_path):
-        assert earlier_run("fit", model, "base", None) == earlier_run("verify", model, "base", None) == ""
-        assert earlier_run("fit", tmp_path / "new" / "model", "base", None) == ""
+    assert earlier_run("fit", model, "base", None) == earlier_run("verify", model, "base", None) == ""
+    assert earlier_run("fit", tmp_path / "new" / "model", "base", None) == ""

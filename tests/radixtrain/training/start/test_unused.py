@@ -22,10 +22,6 @@ def unused(tmp_path):
     return run
 
 
-def test_defaults_are_not_named(unused):
-    assert unused() == unused(TEXT) == []
-
-
 @pytest.mark.parametrize(
     ("model", "named"),
     [
@@ -61,24 +57,20 @@ def test_keys_of_the_data(unused, data, named):
     assert unused(**data) == [named]
 
 
-@pytest.mark.parametrize(
-    ("row", "is_chat"),
-    [
+def test_the_chat_template_of_rows_that_are_no_chats(unused):
+    for row, is_chat in (
         (CHAT, True),
         (TEXT, False),
         ({"prompt": "a", "completion": "b"}, False),
         ({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}, True),
         ({"input_ids": [1, 2]}, False),
         ({"nothing": 1}, True),  # an error elsewhere
-    ],
-)
-def test_the_chat_template_of_rows_that_are_no_chats(unused, row, is_chat):
-    expected = [] if is_chat else ["data.chat_template_kwargs (the rows are no chats)"]
-    assert unused(row, chat_template_kwargs={"enable_thinking": False}) == expected
+    ):
+        expected = [] if is_chat else ["data.chat_template_kwargs (the rows are no chats)"]
+        assert unused(row, chat_template_kwargs={"enable_thinking": False}) == expected
 
 
-def test_validation_without_rows(unused):
+def test_validation_without_rows_and_defaults(unused):
     trainer = {"val_check_interval": 10, "limit_val_batches": None}
-    expected = ["trainer.val_check_interval (there are no rows to validate on)"]
-    assert unused(trainer=trainer) == expected
-    assert unused(trainer=trainer, val_size=1) == []
+    assert unused(trainer=trainer) == ["trainer.val_check_interval (there are no rows to validate on)"]
+    assert unused(trainer=trainer, val_size=1) == unused() == unused(TEXT) == []

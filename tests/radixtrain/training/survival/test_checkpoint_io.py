@@ -6,9 +6,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from radixtrain.checkpoints.folder import DamagedCheckpoint, read_checkpoint
+from radixtrain.checkpoints.folder import read_checkpoint
 from radixtrain.checkpoints.manifest import MANIFEST
-from radixtrain.checkpoints.packing import MODEL
 from radixtrain.errors import UserError
 from radixtrain.training.survival.checkpoint_io import FolderCheckpointIO
 
@@ -47,16 +46,6 @@ def test_a_run_of_lightning_goes_on_from_a_folder(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_a_damaged_one_stops_the_run(tmp_path):
-    path = tmp_path / "x.ckpt"
-    one = trainer(tmp_path, 1)
-    one.fit(BoringModel())
-    one.save_checkpoint(path)
-    (path / MODEL).write_bytes((path / MODEL).read_bytes()[:-1])
-    with pytest.raises(DamagedCheckpoint, match=r"x\.ckpt: model\.safetensors is damaged: it has"):
-        trainer(tmp_path, 1).fit(BoringModel(), ckpt_path=path)
-
-
 def test_only_a_local_disk(tmp_path):
     io = FolderCheckpointIO()
     for act in (lambda: io.save_checkpoint({}, "s3://bucket/x"), lambda: io.load_checkpoint("gs://bucket/x")):
@@ -64,11 +53,3 @@ def test_only_a_local_disk(tmp_path):
             act()
     with pytest.raises(UserError, match="storage_options"):
         io.save_checkpoint({}, tmp_path / "x", storage_options={"key": 1})
-
-
-def test_removed(tmp_path):
-    io = FolderCheckpointIO()
-    io.save_checkpoint({"x": 1}, tmp_path / "x.ckpt")
-    io.remove_checkpoint(str(tmp_path / "x.ckpt"))
-    io.remove_checkpoint(tmp_path / "x.ckpt")
-    assert list(tmp_path.iterdir()) == []

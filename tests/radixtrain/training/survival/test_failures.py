@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from radixtrain.errors import UserError
 from radixtrain.training.survival.failures import explain
@@ -28,7 +26,6 @@ BUS_ERROR = (
     "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
     "shared memory. Please try to raise your shared memory limit."
 )
-OPEN_FILES = "Too many open files. Communication with the workers is no longer possible"
 NO_MEMORY = [
     (MemoryError(), "the machine ran out of memory: set data.max_tokens"),
     (
@@ -92,12 +89,6 @@ def test_numpy() -> None:
     assert "when 512. TiB" in (explain(error.value, None) or "")
 
 
-def test_pytorch_on_the_cpu() -> None:
-    with pytest.raises(RuntimeError) as error:
-        torch.empty(2**46)
-    assert "the machine ran out of memory when" in (explain(error.value, None) or "")
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -139,18 +130,9 @@ class TestDisk:
     def test_other_reasons(self, number: int, words: str, tmp_path: Path) -> None:
         assert words in (explain(OSError(number, os.strerror(number), str(tmp_path / "x")), tmp_path) or "")
 
-    @pytest.mark.parametrize("text", ["I/O error: No space left on device (os error 28)", "[Errno 28] Error writing"])
-    def test_libraries_that_keep_only_the_words(self, text: str, tmp_path: Path) -> None:
-        assert "is full, where " in (explain(Exception(text), tmp_path) or "")
-
-    def test_raised_from(self, tmp_path: Path) -> None:
-        try:
-            try:
-                raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a"))
-            except OSError as inner:
-                raise RuntimeError("while writing") from inner
-        except RuntimeError as error:
-            assert f"where {tmp_path / 'a'} is" in (explain(error, tmp_path) or "")
+    def test_libraries_that_keep_only_the_words(self, tmp_path: Path) -> None:
+        for text in ("I/O error: No space left on device (os error 28)", "[Errno 28] Error writing"):
+            assert "is full, where " in (explain(Exception(text), tmp_path) or "")
 
 
 class TestCheckpoint:
@@ -167,30 +149,6 @@ class TestCheckpoint:
             (folder / "last").write_text("step=7\n")
         said = f". The last checkpoint is {folder / 'step=7'}; go on with --ckpt_path last"
         assert (explain(MemoryError(), tmp_path) or "").endswith(said)
-
-
-class Tensors(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(2000)
-
-
-def test_a_worker_that_is_killed() -> None:
-    """A real one, whose connection breaks; torch's handler of SIGCHLD, which may come before or after, is off."""
-    steps: Any = iter(DataLoader(Tensors(), batch_size=None, num_workers=1))
-    next(steps)
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        with pytest.raises((RuntimeError, OSError, EOFError)) as error:
-            os.kill(steps._workers[0].pid, signal.SIGKILL)
-            for _ in steps:
-                pass
-    finally:
-        steps._shutdown_workers()  # or the handler raises again
-        signal.signal(signal.SIGCHLD, handler)
-    assert "a DataLoader worker" in (explain(error.value, None) or "")
 
 
 def usage(free: int) -> Any:

@@ -1,4 +1,4 @@
-"""Locks that a second process holds: one that this test forks."""
+"""Locks that a second process holds: one that this test forks. Every pair of commands: `tests/claims/survival`."""
 
 import fcntl
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from radixtrain.errors import UserError
-from radixtrain.training.survival.folder_lock import LOCK, locked, locked_model
+from radixtrain.training.survival.folder_lock import locked, locked_model
 
 
 @contextmanager
@@ -42,45 +42,16 @@ def refused(enter: AbstractContextManager[None]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "predict"])
-@pytest.mark.parametrize("other", ["fit", "predict", "report"])
-def test_a_second_command_is_refused(command: str, other: str, tmp_path: Path) -> None:
+def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with another(lambda: locked(folder, other)) as process:
-        message = refused(locked(folder, command))
-        assert message.startswith(f"{folder} is in use by `radixtrain {other}`, process {process} on ")
-        assert message.endswith("; wait until it ends, or set another output_dir")
-    with locked(folder, command):  # the other one was killed
-        pass
-    assert not list(folder.iterdir())
-
-
-def test_neither_is_disturbed_by_the_refused_one(tmp_path: Path) -> None:
-    with another(lambda: locked(tmp_path, "fit")):
+    with another(lambda: locked(folder, "predict")) as process:
         for _ in range(3):
-            refused(locked(tmp_path, "fit"))
-        assert (tmp_path / LOCK).is_file()
-
-
-def test_this_process_is_refused_too(tmp_path: Path) -> None:
-    with locked(tmp_path, "fit"):
-        assert "in use by this process" in refused(locked(tmp_path, "fit"))
-        with another(lambda: locked(tmp_path / "elsewhere", "fit")):
-            pass
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:  # the lock outlives the refusal
-            from radixtrain.training.survival import folder_lock
-
-            folder_lock._held.clear()
-            try:
-                with locked(tmp_path, "fit"):
-                    os.write(write, b"in")
-            except UserError:
-                os.write(write, b"no")
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert os.read(read, 2) == b"no"
+            message = refused(locked(folder, "fit"))
+            assert message.startswith(f"{folder} is in use by `radixtrain predict`, process {process} on ")
+            assert message.endswith("; wait until it ends, or set another output_dir")
+    with locked(folder, "fit"):
+        assert "in use by this process" in refused(locked(folder, "fit"))
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("name", ["model", "best"])

@@ -46,63 +46,42 @@ def test_job_id(variables: dict[str, str], found: str | None, monkeypatch: pytes
         monkeypatch.setenv(name, value)
     assert slurm.job_id() == found
     assert slurm.is_batch_job() == (found is not None)
-
-
-def test_a_terminal_is_no_batch_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "41")
-    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")  # in a terminal
     assert not slurm.is_batch_job()
 
 
 def test_requeue(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Done, refused, and without `scontrol`."""
     with caplog.at_level(logging.INFO):
         slurm.requeue()
-    assert scontrol.with_name("asked").read_text() == "requeue 41\n"
-    assert caplog.messages == ["SLURM job 41 requeued"]
-
-
-def test_requeue_refused(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
-    scontrol.with_name("refuses").touch()
-    slurm.requeue()
+        assert scontrol.with_name("asked").read_text() == "requeue 41\n"
+        scontrol.with_name("refuses").touch()
+        slurm.requeue()
+        scontrol.unlink()
+        slurm.requeue()
     reason = "Requeue is disabled for the job"
-    assert caplog.messages == [f"SLURM job 41 was not requeued ({reason}); submit it again with --ckpt_path last"]
+    assert caplog.messages[:2] == [
+        "SLURM job 41 requeued",
+        f"SLURM job 41 was not requeued ({reason}); submit it again with --ckpt_path last",
+    ]
+    assert "(no scontrol in PATH)" in caplog.messages[2]
 
 
-def test_no_scontrol(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
-    scontrol.unlink()
-    slurm.requeue()
-    assert "(no scontrol in PATH)" in caplog.messages[0]
-
-
-class TestRestarted:
-    def test_the_same_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SLURM_JOB_ID", "41")
-        slurm.remember_job(tmp_path)
-        assert not slurm.is_restarted(tmp_path)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert slurm.is_restarted(tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == [slurm.RECORD]
-
-    def test_another_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SLURM_JOB_ID", "40")
-        slurm.remember_job(tmp_path)
-        monkeypatch.setenv("SLURM_JOB_ID", "41")
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert not slurm.is_restarted(tmp_path)
-        slurm.remember_job(tmp_path)
-        assert slurm.is_restarted(tmp_path)
-
-    def test_a_folder_without_a_record(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SLURM_JOB_ID", "41")
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert not slurm.is_restarted(tmp_path)
-
-    def test_outside(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        slurm.remember_job(tmp_path)
-        assert not list(tmp_path.iterdir())
-        (tmp_path / slurm.RECORD).write_text("41\n")
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert not slurm.is_restarted(tmp_path)
+def test_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same job again, in the folder that it remembers; another job is none."""
+    slurm.remember_job(tmp_path)
+    assert not list(tmp_path.iterdir())  # outside of SLURM
+    monkeypatch.setenv("SLURM_JOB_ID", "40")
+    slurm.remember_job(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [slurm.RECORD] and not slurm.is_restarted(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert slurm.is_restarted(tmp_path) and not slurm.is_restarted(tmp_path / "elsewhere")
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert not slurm.is_restarted(tmp_path)
+    slurm.remember_job(tmp_path)
+    assert slurm.is_restarted(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert not slurm.is_restarted(tmp_path)
 
 
 def test_lightning_sees_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,159 @@
+"""Models beside and around a shared one, in loops of the user's own: distillation from a teacher, value heads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiers import FULL
+from torch import Tensor, nn
+from trainer_harness import compare
+from trainer_loop import IGNORED, Batch, Loop, Metrics, Step, padded_batches, without_labels
+
+from radixtrain import restore_model, share_prefixes, sharing_report
+from radixtrain.verification.oracle import float64_arithmetic
+
+pytestmark = FULL
+
+
+def divergence(teacher: Any) -> Step:
+    """KL(teacher || student) over the whole vocabulary at every token, the prompt's too."""
+
+    def step(student: Any, batch: Batch) -> Metrics:
+        inputs = without_labels(batch)
+        wanted = teacher(**inputs, use_cache=False).logits.log_softmax(-1)
+        found = student(**inputs).logits.log_softmax(-1)
+        terms = nn.functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
+        return {"loss": mean_over(terms, batch["attention_mask"])}
+
+    return step
+
+
+def masked_by_a_product(teacher: Any) -> Step:
+    """Soft labels, and what stands at padding is multiplied by zero: it gets a gradient, of zeros."""
+
+    def step(student: Any, batch: Batch) -> Metrics:
+        inputs, mask = without_labels(batch), batch["attention_mask"]
+        wanted = teacher(**inputs, use_cache=False).logits.softmax(-1)
+        terms = -(wanted * student(**inputs).logits.log_softmax(-1)).sum(-1)
+        return {"loss": (terms * mask).sum() / mask.sum()}
+
+    return step
+
+
+def of_hidden_states(teacher: Any) -> Step:
+    """Labels, and the states of every layer: those of the embeddings too, and those after the last norm."""
+
+    def step(student: Any, batch: Batch) -> Metrics:
+        wanted = teacher(**without_labels(batch), output_hidden_states=True, use_cache=False).hidden_states
+        output = student(**batch, output_hidden_states=True)
+        pairs = zip(output.hidden_states, wanted, strict=True)
+        layers = [mean_over((one - other).square().mean(-1), batch["attention_mask"]) for one, other in pairs]
+        assert len(layers) == student.config.num_hidden_layers + 1
+        terms = {f"layer {index}": term for index, term in enumerate(layers)}
+        return {"loss": output.loss + torch.stack(layers).mean(), "label loss": output.loss, **terms}
+
+    return step
+
+
+def mean_over(values_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """The mean of the values that the mask keeps; the others are taken out, not multiplied by zero."""
+    return values_BL[mask_BL.bool()].mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "side"), [(divergence, "right"), (masked_by_a_product, "left"), (of_hidden_states, "left")]
+)
+def test_distillation(tiny_qwen3, table, loss, side):
+    def build(share: Callable[[Any], Any]) -> Loop:
+        student, teacher = share(tiny_qwen3()), share(tiny_qwen3(seed=1)).eval().requires_grad_(False)
+        return Loop(student, padded_batches(side), loss(teacher))
+
+    found = compare(build)
+    assert found.r > 2
+    table(f"distillation, {loss.__name__.replace('_', ' ')}, {side}", found)
+
+
+class CausalModelWithValueHead(nn.Module):
+    """Logits and a value for every token, from the last of the hidden states, as PPO trainers have it."""
+
+    def __init__(self, pretrained_model: Any):
+        super().__init__()
+        self.pretrained_model = pretrained_model
+        self.v_head = seeded(lambda: nn.Linear(pretrained_model.config.hidden_size, 1))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        return output.logits, self.v_head(output.hidden_states[-1]).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """Reads `last_hidden_state` of a backbone, asked for as a tuple, with a tower of its own on top."""
+
+    def __init__(self, backbone: Any):
+        super().__init__()
+        self.backbone = backbone
+        width = backbone.config.hidden_size
+        self.tower = seeded(lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        output = self.backbone(input_ids, attention_mask=attention_mask, return_dict=False, use_cache=False)
+        return self.tower(output[0]).squeeze(-1)
+
+
+def seeded(make: Callable[[], nn.Module]) -> Any:
+    """A module whose first weights are the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().double()
+
+
+def policy_and_value(model: Any, batch: Batch) -> Metrics:
+    """A policy gradient with returns that differ by token, and the squared error of the value."""
+    logits, values = model(batch["input_ids"], batch["attention_mask"])
+    taken, targets = batch["labels"][:, 1:] != IGNORED, batch["input_ids"][:, 1:]
+    log_probabilities = logits[:, :-1].log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)[taken]
+    found, wanted = values[:, :-1][taken], returns_of(targets)[taken]
+    policy_loss = -(log_probabilities * (wanted - found.detach())).mean()
+    value_loss = (found - wanted).square().mean()
+    return {"loss": policy_loss + value_loss, "policy": policy_loss, "value": value_loss}
+
+
+def returns_of(targets: Tensor) -> Tensor:
+    return (targets % 7).double() / 7
+
+
+def value_only(model: Any, batch: Batch) -> Metrics:
+    errors = model(batch["input_ids"], batch["attention_mask"]) - returns_of(batch["input_ids"])
+    return {"loss": errors[batch["attention_mask"].bool()].square().mean()}
+
+
+AROUND: list[tuple[Callable[[Any], nn.Module], Step]] = [
+    (CausalModelWithValueHead, policy_and_value),
+    (Critic, value_only),
+]
+
+
+def inside(make: Any, tiny_qwen3: Any) -> Any:
+    """A causal model, or for a critic a backbone without a head."""
+    return tiny_qwen3().model if make is Critic else tiny_qwen3()
+
+
+@pytest.mark.parametrize(("make", "step"), AROUND)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_value_heads(tiny_qwen3, table, make, step, side):
+    found = compare(lambda share: Loop(make(share(inside(make, tiny_qwen3))), padded_batches(side), step))
+    assert found.r > 2
+    table(f"{make.__name__}, {side}", found)
+
+
+@pytest.mark.parametrize(("make", "step"), AROUND)
+def test_a_whole_module_can_be_given(tiny_qwen3, make, step):
+    """`share_prefixes` finds the one model inside."""
+    with float64_arithmetic():
+        model, (batch,) = make(inside(make, tiny_qwen3).double()), padded_batches(steps=1)
+        plain = step(model, batch)["loss"].item()
+        assert share_prefixes(model) is model
+        assert step(model, batch)["loss"].item() == pytest.approx(plain, rel=1e-12)
+        assert sharing_report(model).num_shared == 1 and sharing_report(model).compression_ratio > 2
+        assert step(restore_model(model), batch)["loss"].item() == pytest.approx(plain, rel=1e-12)

@@ -1,0 +1,138 @@
+"""TRL's GRPOTrainer and RLOOTrainer: losses, references, adapters, several updates with one generation batch.
+
+Generation passes a cache, so it is not shared, and both runs must draw the same completions (`compare_rollouts`).
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from rollouts import (
+    LORA,
+    VOCAB_SIZE,
+    Reward,
+    arguments,
+    compare_rollouts,
+    policy_of,
+    prompts,
+    tokenizer,
+)
+from tiers import FULL, cases
+from tiny_models import tiny_model
+from trainer_harness import Share, compare
+
+from radixtrain import share_prefixes, sharing_report
+
+LOSSES = ("dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo")
+CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO": ("GRPO", {}),
+    **{f"GRPO, {loss_type}": ("GRPO", {"loss_type": loss_type, "max_steps": 1}) for loss_type in LOSSES},
+    "GRPO, luspo": ("GRPO", {"loss_type": "luspo", "importance_sampling_level": "sequence", "max_steps": 1}),
+    "GRPO, reference that follows": ("GRPO", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "GRPO, num_iterations 2": ("GRPO", {"beta": 0.1, "num_iterations": 2, "epsilon": 0.01}),
+    "GRPO, steps_per_generation 4": ("GRPO", {"steps_per_generation": 4, "gradient_accumulation_steps": 1}),
+    "GRPO, truncated completions masked": ("GRPO", {"mask_truncated_completions": True, "max_steps": 1}),
+    "GRPO, entropies": ("GRPO", {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "max_steps": 1}),
+    "GRPO, reentrant checkpointing": ("GRPO", CHECKPOINTING),
+    "RLOO": ("RLOO", {}),
+    "RLOO, no reference": ("RLOO", {"beta": 0.0, "normalize_advantages": True}),
+    "RLOO, num_iterations 2": ("RLOO", {"num_iterations": 2, "epsilon": 0.01}),
+    "RLOO, steps_per_generation 4": ("RLOO", {"steps_per_generation": 4, "gradient_accumulation_steps": 1}),
+    "RLOO, gradient checkpointing": ("RLOO", {"gradient_checkpointing": True, "mask_truncated_completions": True}),
+}
+
+
+def classes(name: str) -> tuple[Any, Any]:
+    import trl
+
+    return getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
+
+
+@pytest.mark.parametrize("name", cases(SETTINGS, ["GRPO"]))
+def test_settings(name, reference, tmp_path, table):
+    kind, own = SETTINGS[name]
+    config, trainer = classes(kind)
+    found = compare_rollouts(trainer, arguments(config, tmp_path, **own), reference)
+    table(name, found)
+    assert found.r > 2
+    if name == "GRPO, num_iterations 2":
+        assert found.shared.entries[0]["kl"] > 0.01, "the reference is another model"
+        assert found.shared.entries[1]["clip_ratio/region_mean"] > 0, "the policy has moved since it generated"
+
+
+@FULL
+def test_evaluation_logs_the_same(reference, tmp_path, table):
+    config, trainer = classes("GRPO")
+    found = compare_rollouts(trainer, arguments(config, tmp_path), reference, evaluate=True)
+    table("GRPO, evaluation", found)
+    assert "eval_entropy" in found.worst
+
+
+@FULL
+@pytest.mark.parametrize(("kind", "others"), [("GRPO", {"beta": 0.0}), ("GRPO", {"beta": 0.1}), ("RLOO", {})])
+def test_adapters_are_their_own_reference(kind, others, reference, tmp_path, table):
+    from peft import LoraConfig
+
+    config, trainer = classes(kind)
+    args = arguments(config, tmp_path, **others)
+    found = compare_rollouts(trainer, args, reference, peft_config=LoraConfig(**LORA))
+    table(f"{kind}, LoRA, {others}", found)
+    assert len(found.counts) == 1
+
+
+@FULL
+def test_router_loss(reference, tmp_path, table):
+    """With a loop over the experts: torch's grouped product takes no float64."""
+    config, trainer = classes("GRPO")
+    own = {"vocab_size": VOCAB_SIZE, "router_aux_loss_coef": 0.01, "experts_implementation": "eager"}
+    make = partial(tiny_model, "Qwen3MoeForCausalLM", **own)
+    found = compare_rollouts(trainer, arguments(config, tmp_path), reference, make=make)
+    table("GRPO, mixture of experts", found)
+    assert found.shared.entries[0]["aux_loss"] > 0
+
+
+@FULL
+def test_reference_that_is_left_alone(reference, tmp_path):
+    """TRL loads it with the attention of the shared policy. It computes what it always did."""
+    config, trainer = classes("GRPO")
+    found = compare_rollouts(trainer, arguments(config, tmp_path, beta=0.1), reference, share_reference=False)
+    assert len(found.counts) == 1 and found.shared.entries[0]["kl"] > 0.01
+
+
+@FULL
+def test_model_by_its_name(reference, tmp_path):
+    """What TRL loads itself is shared after the trainer was made. The report says that generation was left alone."""
+    config, trainer_class = classes("GRPO")
+    reasons: list[str] = []
+
+    def build(share: Share) -> Any:
+        args = arguments(config, tmp_path)
+        trainer = trainer_class(str(reference), Reward(), args, prompts(), processing_class=tokenizer())
+        share(trainer.model)
+        return trainer
+
+    def share_and_report(model: Any) -> Any:
+        shared = share_prefixes(model)
+        shared.register_forward_pre_hook(lambda *_: reasons.extend(sharing_report(shared).not_shared))
+        return shared
+
+    compare(build, share=share_and_report)
+    assert reasons and all("cache" in reason for reason in reasons)
+
+
+@FULL
+def test_reward_model(scorer, reference, tmp_path, table):
+    """A reward model reads the same groups. TRL leaves it to its configuration whether it makes a cache."""
+    config, trainer_class = classes("GRPO")
+
+    def build(share: Share) -> Any:
+        reward = scorer()
+        reward.config.use_cache, reward.config._name_or_path = False, "scorer"
+        models = {"model": share(policy_of(reference)), "reward_funcs": share(reward)}
+        words = {"processing_class": tokenizer(), "reward_processing_classes": tokenizer()}
+        return trainer_class(args=arguments(config, tmp_path), train_dataset=prompts(), **models, **words)
+
+    found = compare(build)
+    table("GRPO, reward model", found)
+    assert found.shared.entries[0]["reward_std"] > 0.1

@@ -1,0 +1,339 @@
+"""Rows of every format: what is read and learned from each, or why it is refused.
+
+What is learned is written as text, in which [ ] enclose what bears loss and | ends a turn.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizer import byte_tokenizer
+from tiers import FULL
+
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.files.sources import Source
+from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.report import EncodeReport
+from radixtrain.data.rows.columns import standard_row
+from radixtrain.data.sample import Sample
+from radixtrain.errors import DataError, UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+RAW = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft")).parent / "raw"
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{- '{' + tool.name + '}' }}{% endfor %}
+{%- for m in messages %}
+    {%- set text %}
+        {{- '(' + m.reasoning_content + ')' if m.reasoning_content }}{{- m.content if m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- (call.function or call).name + (call.function or call).arguments|tojson }}
+        {%- endfor %}{{- '|' }}
+    {%- endset %}
+    {{- m.role + ': ' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{- text }}{% endgeneration %}{% else %}{{- text }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}{%- if brief is defined %}{{- brief }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_tokenizer(TEMPLATE, special=("|",), eos="|")
+
+
+def turn(role: str, content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **keys}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return turn("user", content)
+
+
+def assistant(content: Any, **keys: Any) -> dict[str, Any]:
+    return turn("assistant", content, **keys)
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return assistant("", tool_calls=[{"name": "f", "arguments": arguments}])
+
+
+def shown(tokenizer: Any, sample: Sample) -> str:
+    pieces, learned = [], False
+    for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):
+        if (label != -100) != learned:
+            learned = not learned
+            pieces.append("[" if learned else "]")
+        pieces.append(tokenizer.decode([token]))
+    return "".join(pieces) + ("]" if learned else "")
+
+
+Q, A = user("q"), assistant("a")
+CHAT = [Q, A]
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+CALL = {"name": "f", "arguments": {"x": 1}}
+QA = "user: q|assistant: [a|]"
+
+READ: list[tuple[dict[str, Any], str, list[str]]] = [
+    # a row, what is learned from it, the columns that are not used
+    ({"messages": CHAT, "id": 1, "source": ""}, QA, ["id"]),
+    ({"conversations": SHAREGPT}, QA, []),
+    ({"conversations": CHAT}, QA, []),
+    ({"messages": SHAREGPT}, QA, []),
+    ({"conversation": CHAT, "category": "x"}, QA, ["category"]),
+    ({"dialog": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'}, QA, []),
+    ({"conversations": SHAREGPT, "system": "s"}, f"system: s|{QA}", []),
+    ({"conversations": [{"from": "system", "value": "s"}, *SHAREGPT], "system": " s"}, f"system: s|{QA}", []),
+    ({"messages": CHAT, "system_prompt": ""}, QA, []),
+    ({"messages": CHAT, "text": "rendered"}, QA, ["text"]),
+    ({"messages": CHAT, "prompt": "q", "prompt_id": "7"}, QA, ["prompt", "prompt_id"]),
+    ({"messages": CHAT, "prompt": CHAT[:1], "completion": CHAT[1:]}, QA, ["prompt", "completion"]),
+    ({"messages": CHAT, "question": "q", "answer": "b"}, QA, ["question", "answer"]),
+    ({"messages": [*CHAT, user("r")], "topic": "x"}, f"{QA}user: r|", ["topic"]),
+    ({"messages": CHAT, "tools": "[]", "chat_template_kwargs": {}}, QA, []),
+    ({"messages": CHAT, "tools": [{"name": "f"}], "prompt": None}, "{f}" + QA, []),
+    ({"messages": CHAT, "tools": '[{"name": "f"}]'}, "{f}" + QA, []),
+    ({"messages": CHAT, "functions": [{"name": "f"}]}, "{f}" + QA, []),
+    ({"messages": CHAT, "chat_template_kwargs": '{"brief": "!"}'}, f"{QA}!", []),
+    ({"prompt": "q", "completion": "a", "n": 0}, "q[a|]", ["n"]),
+    ({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "s"}, f"system: s|{QA}", []),
+    ({"instruction": "i", "output": "a"}, "user: i|assistant: [a|]", []),
+    ({"instruction": "i", "input": "c", "output": "a"}, "user: i\nc|assistant: [a|]", []),
+    ({"instruction": "q", "input": " ", "output": "a", "system": "s"}, f"system: s|{QA}", []),
+    ({"instruction": "i", "output": "a", "text": "Below is i\n\na"}, "user: i|assistant: [a|]", ["text"]),
+    ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, f"user: x|assistant: [y|]{QA}", []),
+    ({"system_prompt": "s", "question": "q", "response": "a", "id": "x"}, f"system: s|{QA}", ["id"]),
+    ({"question": "q", "answer": "a"}, QA, []),
+    ({"query": "q", "response": "a"}, QA, []),
+    ({"prompt": "q", "response": "a"}, QA, []),
+    ({"input": "q", "output": "a"}, QA, []),
+    ({"user": "q", "assistant": "a"}, QA, []),
+    ({"problem": "q", "solution": "a"}, QA, []),
+    ({"instruction": "q", "response": "a"}, QA, []),
+    ({"text": "t", "id": 1}, "[t|]", ["id"]),
+    ({"input_ids": [*b"abc"]}, "[abc]", []),
+    ({"input_ids": [*b"abc"], "labels": [-100, 98, -100], "text": "t"}, "a[b]c", ["text"]),
+    ({"input_ids": [*b"abc"], "completion_mask": [0, 0, 1]}, "ab[c]", []),
+    ({"input_ids": [*b"abc"], "assistant_masks": [0, 1, 0]}, "a[b]c", []),
+    ({"input_ids": [*b"abc"], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, "a[b]c", []),
+    ({"input_ids": [*b"abc"], "labels": [-100, -100, 99], "completion_mask": [0, 1, 0]}, "ab[c]", []),
+    ({"input_ids": [*b"abcde"], "attention_mask": [1, 1, 1, 0, 0], "loss_weights": [1.0] * 5}, "[abc]", []),
+    ({"input_ids": [*b"abcde"], "attention_mask": [0, 0, 1, 1, 1]}, "[cde]", []),
+    ({"input_ids": [*b"abcde"], "attention_mask": [0, 1, 1, 1, 0], "labels": [*b"abcde"]}, "[bcd]", []),
+]
+
+
+def test_what_a_row_means(tokenizer: Any) -> None:
+    for fields, text, unused in READ:
+        before, report = repr(fields), EncodeReport()
+        given = Row({**fields, "nothing": None}, "a.jsonl:1", ("before",))
+        [[sample]] = ChatEncoder(tokenizer, split_turns=False).encode_all([given], report=report)
+        assert (shown(tokenizer, sample), sample.where) == (text, "a.jsonl:1"), fields
+        assert report.unused_columns == dict.fromkeys(["before", *unused], 1), fields
+        assert repr(fields) == before, "rows may be read again"
+
+
+TURNS: list[tuple[dict[str, Any], str]] = [
+    # a turn of a chat, between a question and an answer, and how it is rendered
+    ({"from": "human", "value": "x"}, "user: x|"),
+    ({"from": "human", "value": "x", "content": ""}, "user: x|"),
+    ({"from": "human", "value": "x", "content": "x"}, "user: x|"),
+    ({"from": "human", "value": "x", "weight": 0}, "user: x|"),
+    ({"from": "bard", "value": "x"}, "assistant: [x|]"),
+    ({"from": "chatgpt", "value": "x", "reasoning_content": "r"}, "assistant: [(r)x|]"),
+    ({"from": "observation", "value": "4"}, "tool: 4|"),
+    ({"role": "function", "name": "f", "content": "4"}, "tool: 4|"),
+    ({"role": "developer", "content": "x"}, "developer: x|"),
+    ({"role": "human", "content": "x"}, "user: x|"),
+    ({"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}], "name": None}, "user: ab|"),
+    ({"role": "assistant", "content": "x", "weight": 1}, "assistant: [x|]"),
+    ({"role": "assistant", "content": "x", "weight": 0}, "assistant: x|"),
+    ({"role": "assistant", "content": "", "weight": 0.0}, "assistant: |"),
+    ({"role": "assistant", "content": "x", "trainable": True}, "assistant: [x|]"),
+    ({"role": "assistant", "content": "", "reasoning_content": "r"}, "assistant: [(r)|]"),
+    ({"role": "assistant", "content": "x", "tool_calls": []}, "assistant: [x|]"),
+    ({"role": "assistant", "content": "x", "tool_calls": [CALL]}, 'assistant: [xf{"x": 1}|]'),
+    ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, 'assistant: [f{"x": 1}|]'),
+    ({"role": "assistant", "function_call": {"name": "f", "arguments": '{"x": 1}'}}, 'assistant: [f{"x": 1}|]'),
+    (
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": None, "function": {**CALL, "arguments": '{"x": 1}'}}]},
+        'assistant: [f{"x": 1}|]',
+    ),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}, "assistant: [f{}|]"),
+]
+
+
+def test_what_a_turn_means(tokenizer: Any) -> None:
+    for message, text in TURNS:
+        before = repr(message)
+        [sample] = ChatEncoder(tokenizer, split_turns=False).encode(Row({"messages": [Q, message, A]}, "a.jsonl:1"))
+        assert shown(tokenizer, sample) == f"user: q|{text}assistant: [a|]", message
+        assert repr(message) == before, "rows may be read again"
+
+
+HALF = r"text holds \ud800, half of a surrogate pair; write both halves or \ufffd"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # a row, and the reason or how it begins
+    ({}, "no format has the columns (none); expected messages,"),
+    (
+        {"prompt": "q"},
+        "no format has the columns prompt; expected messages, prompt + completion, instruction + output, ",
+    ),
+    ({"id": 1, "messages": None}, "no format has the columns id, messages (null); expected messages, prompt +"),
+    (
+        {"body": "b", "reply": "r"},
+        "no format has the columns body, reply; expected messages, prompt + completion, instruction + output, "
+        "question + answer, conversations, text or input_ids, or data.columns: {user: body, assistant: reply}",
+    ),
+    ({"messages": CHAT, "conversations": SHAREGPT}, "messages and conversations beside each other: write data.columns"),
+    ({"messages": CHAT, "prompt": "x"}, "prompt beside messages, and it is no part of it: write data.columns:"),
+    ({"conversations": SHAREGPT, "completion": [user("b")]}, "completion beside conversations, and it is no part of"),
+    ({"conversations": [{"from": "system", "value": "t"}, *SHAREGPT], "system": "s"}, "system: differs from the sys"),
+    ({"messages": CHAT, "system": ["s"]}, "system: expected text, found ['s']"),
+    ({"messages": CHAT, "system": "s", "system_prompt": "t"}, "system and system_prompt differ: write data.columns"),
+    ({"messages": [*CHAT, user("r")], "answer": "b"}, "the conversation ends with a question, and answer beside it"),
+    ({"question": "q", "answer": "a", "response": "b"}, "the columns can be read as"),
+    (
+        {"question": "q", "answer": "a", "context": "c"},
+        "context beside question and answer: to put it after the question, write data.columns: {instruction: question,",
+    ),
+    ({"question": "q", "answer": "a", "text": "other"}, "text beside question, and it is not that: write data.columns"),
+    ({"question": "q", "answer": " "}, "answer: the answer is empty"),
+    ({"question": "q", "answer": 1}, "answer: expected text, found 1"),
+    ({"instruction": "q", "output": "a", "history": ["x"]}, "history: expected a list of [question, answer]"),
+    ({"text": "t", "label": 0}, "label beside text: nobody would learn it; to answer with it, write data.columns"),
+    ({"text": "t", "category": "c"}, "category beside text: nobody would learn it"),
+    ({"text": "q", "completion": "a"}, "completion beside text: nobody would learn it"),
+    ({"text": "q", "summary": "a"}, "summary beside text: nobody would learn it"),
+    ({"text": "t", "system": "s"}, "system: 's' beside plain text, which has no system turn"),
+    ({"text": 7}, "text: expected text, found int"),
+    ({"text": ""}, "no token bears loss: of 1 tokens none after the first has a label other than -100"),
+    ({"text": "\ud800"}, HALF),
+    ({"prompt": "q", "completion": CHAT[1:]}, "prompt and completion: expected both as text or both as lists"),
+    ({"prompt": "q", "completion": " "}, "completion: it is empty"),
+    ({"prompt": "q", "completion": "a", "label": False}, "label: says whether the completion is a good one, and all"),
+    ({"prompt": "q", "completion": "a", "label": 0}, "label: says whether the completion is a good one, and all"),
+    ({"prompt": "q", "completion": "a", "label": "False"}, "label: says whether the completion is a good one, and all"),
+    ({"prompt": "q", "completion": "a", "system": "s"}, "system: 's' beside plain text, which has no system turn"),
+    ({"prompt": CHAT[:1], "completion": []}, "completion: expected a non-empty list of {role, content}, found a list"),
+    ({"prompt": CHAT[:1], "completion": [Q]}, "expected at least one assistant turn to learn from; found the roles"),
+    ({"messages": CHAT, "image": "x.png"}, "image: only text is read; to leave it out, write data.columns: {image:"),
+    ({"messages": CHAT, "chat_template_kwargs": "{"}, "chat_template_kwargs: not valid JSON: Expecting property name"),
+    ({"messages": CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs: expected an object, found 1"),
+    (
+        {"messages": CHAT, "chat_template_kwargs": {"tokenize": True, "chat_template": "x"}},
+        "chat_template_kwargs: chat_template, tokenize cannot be set; expected variables of the template",
+    ),
+    (
+        {"messages": CHAT, "chat_template_kwargs": {"breif": 1}},
+        "chat_template_kwargs: the chat template reads no variable 'breif', did you mean brief?",
+    ),
+    ({"messages": CHAT, "tools": "["}, "tools: not valid JSON: Expecting value at column 2"),
+    ({"messages": CHAT, "tools": {"f": 1}}, "tools: expected a list of function descriptions, found"),
+    # chats
+    ({"messages": []}, "messages: expected a non-empty list of {role, content}, found a list of 0"),
+    ({"conversations": []}, "conversations: expected a non-empty list of {role, content}, found a list of 0"),
+    ({"messages": "hi"}, "messages: expected a non-empty list of {role, content}, found 'hi'"),
+    ({"messages": "[{'role': 'user'}]"}, "messages: not valid JSON: Expecting property name enclosed in double quotes"),
+    ({"messages": [Q]}, "expected at least one assistant turn to learn from; found the roles user"),
+    ({"conversations": [{"from": "human", "value": "q"}]}, "expected at least one assistant turn to learn from; found"),
+    ({"messages": [A]}, "turn 1 is the assistant's, with no prompt before it; begin with another turn or set"),
+    ({"messages": [Q, assistant("a", weight=0)]}, "every assistant turn has weight: 0"),
+    ({"messages": [user("\ud800"), A]}, HALF),
+    # tokens
+    ({"input_ids": "x"}, "input_ids: expected a list of integers, found str"),
+    ({"input_ids": [1, 2.0]}, "input_ids: expected integers, found '2.0' at position 1"),
+    ({"input_ids": [1, True]}, "input_ids: expected integers, found 'True' at position 1"),
+    ({"input_ids": [1, 2**63]}, "input_ids: expected integers, found '9223372036854775808' at position 1"),
+    ({"input_ids": [1, 258]}, "token id 258 at position 1 is outside the vocabulary (0..256)"),
+    ({"input_ids": [-1, 1]}, "token id -1 at position 0 is outside the vocabulary (0..256)"),
+    ({"input_ids": [1, 2], "labels": [-100, -1]}, "label -1 at position 1 is neither -100 nor in the vocabulary"),
+    ({"input_ids": [1, 2], "labels": [1]}, "labels: expected 2 values, as many as input_ids, found 1"),
+    ({"input_ids": [1, 2], "labels": [1, -100]}, "no token bears loss: of 2 tokens none after the first has a label"),
+    ({"input_ids": []}, "no token bears loss: of 0 tokens"),
+    ({"input_ids": [1, 2], "completion_mask": [0, 2]}, "completion_mask: expected 0 or 1, found 2 at position 1"),
+    ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask: has a 0 between two 1s; expected zeros"),
+    ({"input_ids": [1], "attention_mask": [0]}, "no token bears loss"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "loss_mask: is not read; name it mask (1 for a token that bears"),
+    ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, "prompt_mask: is not read; write mask"),
+    ({"input_ids": [1, 2], "position_ids": [0, 1]}, "position_ids: is not read: a row is one sequence"),
+]
+TURNS_REFUSED: list[tuple[Any, str]] = [
+    # the second turn of a chat, and the reason, without the turn, or how it begins
+    ("hi", ": expected {role, content}, found 'hi'"),
+    (None, ": expected {role, content}, found null"),
+    ({"from": "narrator", "value": "x"}, ": unknown role 'narrator'; expected one of system, developer, user,"),
+    ({"content": "x"}, ": unknown role None; expected one of system, developer, user"),
+    ({"role": ["user"]}, ": unknown role ['user']; expected one of system, developer"),
+    ({"from": "human", "value": "q", "content": "r"}, ": has content and value, which differ"),
+    (user(None), " (role 'user'): content: expected text, found null; only an assistant turn with tool_calls may go"),
+    (assistant(None), " (role 'assistant'): content: expected text, found null; only an assistant turn with"),
+    ({"role": "user", "text": "x"}, " (role 'user'): content: expected text, found null"),
+    (user({"a": 1}), " (role 'user'): content: expected text, found an object with the keys a"),
+    (user(7), " (role 'user'): content: expected text, found 7"),
+    (
+        assistant([{"type": "audio"}]),
+        " (role 'assistant'): content: only parts {type: text, text} are read, found 'audio'",
+    ),
+    (
+        user([{"type": "image_url", "image_url": "a.png"}]),
+        " (role 'user'): content: only parts {type: text, text} are read, found 'image_url'; images, audio and video "
+        "are not supported, and multimodal models are trained on rows of text: remove the part, or the row "
+        "(data.on_bad_row: skip)",
+    ),
+    (user([{"image": "a"}]), " (role 'user'): content: only parts {type: text, text} are read, found {'image': 'a'};"),
+    (assistant(""), " (role 'assistant'): the answer is empty: nothing is learned from it but to stop; leave the row"),
+    (assistant(" \n"), " (role 'assistant'): the answer is empty"),
+    (assistant("x", weight=0.5), " (role 'assistant'): weight: expected 0 (no loss on the turn) or 1, found 0.5"),
+    ({**Q, "weight": 1}, " (role 'user'): weight: 1 asks for loss on the turn; only assistant turns bear loss"),
+    *(
+        (assistant("x", **{key: False}), f" (role 'assistant'): {key}: False is not read; write weight: 0 for a turn")
+        for key in ("train", "trainable", "loss")
+    ),
+    ({**Q, "tool_calls": [CALL]}, " (role 'user'): has tool_calls; only an assistant turn calls tools"),
+    (assistant("", tool_calls="f()"), " (role 'assistant'): tool_calls: expected a list of objects, found 'f()'"),
+    (assistant("", tool_calls=[CALL], function_call=CALL), " (role 'assistant'): has tool_calls and function_call;"),
+    (
+        assistant("", tool_calls=[{"function": {"arguments": {}}}]),
+        " (role 'assistant'): tool_calls: call 1: expected the",
+    ),
+    ({"from": "function_call", "value": "f(1)"}, " (role 'function_call'): expected the JSON of a call, found 'f(1)'"),
+    (
+        {"from": "function_call", "value": "{'name': 'f'}"},
+        " (role 'function_call'): not valid JSON: Expecting property",
+    ),
+    (called("{"), " (role 'assistant'): tool_calls: call 1 of the tool 'f': arguments: not valid JSON"),
+    (called("[1]"), " (role 'assistant'): tool_calls: call 1 of the tool 'f': arguments: expected an object"),
+    (called('{"a": 1, "a": 2}'), " (role 'assistant'): tool_calls: call 1 of the tool 'f': arguments: key 'a' occurs"),
+]
+
+
+def test_what_is_refused(tokenizer: Any) -> None:
+    turns = [({"messages": [Q, message, A]}, f"messages: turn 2{reason}") for message, reason in TURNS_REFUSED]
+    for fields, reason in [*REFUSED, *turns]:
+        with pytest.raises(DataError) as raised:
+            ChatEncoder(tokenizer).encode(Row(fields, "a.jsonl:1"))
+        assert str(raised.value).startswith(f"a.jsonl:1: {reason}"), fields
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["[{'role': 'user'}]", "{'name': 'f'}"])
+def test_a_list_as_python_prints_it_is_explained(tokenizer: Any, text: str) -> None:
+    messages: Any = text if text.startswith("[") else [Q, {"from": "function_call", "value": text}]
+    with pytest.raises(UserError, match=r"this is how Python prints a list: write it with json\.dumps"):
+        ChatEncoder(tokenizer).encode(Row({"messages": messages}, "a.jsonl:1"))
+
+
+@FULL
+@pytest.mark.data
+@pytest.mark.skipif(not RAW.is_dir(), reason=f"no raw data sets in {RAW}: RADIXTRAIN_DATA names the folder beside them")
+def test_the_raw_files() -> None:
+    banking, gsm8k = RAW / "banking77" / "train.csv", RAW / "gsm8k" / "train.jsonl"
+    mapped = read_rows(Source(str(banking), columns={"user": "text", "assistant": "category"}))
+    first, *others = map(standard_row, mapped)
+    assert first.fields == {"messages": [user("I am still waiting on my card?"), assistant("card_arrival")]}
+    assert not any(row.unused for row in [first, *others])
+    with pytest.raises(DataError, match=r"train\.csv:2: category beside text: nobody would learn it"):
+        standard_row(next(read_rows(banking)))
+    rows = [standard_row(row) for row in read_rows(gsm8k)]
+    mapping = {"user": "question", "assistant": "answer"}
+    assert rows == [standard_row(row) for row in read_rows(Source(str(gsm8k), columns=mapping))] and len(rows) > 7000

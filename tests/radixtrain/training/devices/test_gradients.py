@@ -1,0 +1,181 @@
+"""One optimizer step on several ranks has the gradient and the loss of one process, whatever each rank computes.
+
+With DDP and with FSDP2, in float64. That the steps of a run follow from it: `tests/claims/devices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from forked_ranks import on_ranks
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from tiers import FULL, cases
+from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from radixtrain.checkpoints.sharded import is_sharded, whole
+from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.hf.prepare import prepare_model
+from radixtrain.training.devices.fsdp2 import FSDP2Strategy
+from radixtrain.training.module import RadixModule
+from radixtrain.verification.oracle import float64_arithmetic
+
+EXACT = 1e-12  # of a tensor: the largest difference over the largest magnitude, in float64
+
+
+def features(count: int) -> list[dict[str, Any]]:
+    """Two prompts, whose answers have 1 to 6 labels."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 50, (6,), generator=draw).tolist() for _ in range(2)]
+    rows = []
+    for number in range(count):
+        answer = torch.randint(2, 50, (1 + number % 6,), generator=draw).tolist()
+        prompt = prompts[number % 2]
+        rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    return rows
+
+
+class Watched(RadixModule):
+    """Notes the gradients that AdamW would receive, and takes no step."""
+
+    found: dict[str, Any]
+
+    @classmethod
+    def around(cls, model: Any, **settings: Any) -> Watched:
+        module = cls("unused", max_grad_norm=0.0, **settings)
+        module.model, module.guard.allows = model, module.note  # type: ignore[method-assign]
+        return module
+
+    def note(self, module: Any, loss: Tensor, grad_norm: Tensor, *_: Any) -> bool:
+        trained = {name: each.grad for name, each in self.named_parameters() if each.requires_grad}
+        gradients = {name: whole(each).clone() for name, each in trained.items()}
+        self.found = {"gradients": gradients, "loss": loss.item(), "grad_norm": grad_norm.item()}
+        return False
+
+
+def trainer_on(count: int, strategy: Strategy | None = None) -> L.Trainer:
+    several: dict[str, Any] = {"strategy": strategy, "devices": count} if strategy else {"devices": 1}
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    return L.Trainer(accelerator="cpu", max_epochs=1, **several, **dict.fromkeys(off, False))
+
+
+def one_step(module: Watched, step: Step, size: int, strategy: Strategy | None = None) -> dict[str, Any]:
+    """What a rank finds in its part of a step."""
+    with float64_arithmetic():
+        trainer_on(size, strategy).fit(module, DataLoader([step], batch_size=None))
+    return module.found
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], bar: float = EXACT) -> None:
+    assert found.keys() == expected.keys() and expected
+    for name, there in expected.items():
+        assert there.abs().max() > 0, name
+        assert found[name].dtype == there.dtype, name
+        assert (found[name] - there).abs().max() <= bar * there.abs().max(), name
+
+
+def with_lora(model: Any, **settings: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=3, **{"target_modules": "all-linear", **settings}))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return adapted
+
+
+def checkpointing(model: Any, use_reentrant: bool = False) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+def half_frozen(model: Any) -> Any:
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def with_experts() -> Any:
+    """By the implementation that computes in float64."""
+    model = tiny_model("Qwen3MoeForCausalLM")
+    model.set_experts_implementation("eager")
+    return model
+
+
+def untied() -> Any:
+    return tiny_qwen3(tie_word_embeddings=False)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied": tiny_qwen3,
+    "half frozen": lambda: half_frozen(untied()),
+    "LoRA": lambda: with_lora(tiny_qwen3()),
+    "DoRA on an untied head": lambda: with_lora(untied(), use_dora=True, target_modules=["q_proj", "lm_head"]),
+    "reentrant checkpointing": lambda: checkpointing(tiny_qwen3(), use_reentrant=True),
+    "LoRA, checkpointing": lambda: with_lora(checkpointing(tiny_qwen3())),
+    "a head that scales": lambda: tiny_model("GraniteForCausalLM", logits_scaling=3.0),
+    "recurrent": lambda: tiny_hybrid("Qwen3.5"),
+    "experts": with_experts,
+    "ordinary": tiny_qwen3,
+}
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True),  # as `check_devices` sets it
+    "fsdp2": FSDP2Strategy,
+}
+# Three rows leave a rank of four without one; nine make several micro-batches, with other label counts on each rank.
+CASES = [
+    *((name, strategy, 2, 9) for name in MODELS for strategy in STRATEGIES),
+    *((name, strategy, 4, 3) for name in ("tied", "LoRA") for strategy in STRATEGIES),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "size", "rows"), cases(CASES, CASES[:2]))
+def test_the_step_of_one_process(name: str, strategy: str, size: int, rows: int) -> None:
+    dedup = name != "ordinary"
+    model = MODELS[name]().double().train()
+    module = Watched.around(prepare_model(model, attention="reference") if dedup else model, dedup=dedup)
+    cut = StepCollator(max_tokens=14, dedup=dedup)
+    steps = [replace(cut, rank=rank, num_ranks=size)(features(rows)) for rank in range(size)]
+    if rows < size:
+        assert not all(any(step.members) for step in steps)
+    else:
+        assert len(steps[0].micro_batches) > 1
+
+    def work(rank: int) -> tuple[dict[str, Any], set[bool]]:
+        found = one_step(module, steps[rank], size, STRATEGIES[strategy]())
+        return found, {is_sharded(each) for each in module.parameters()}
+
+    answers = on_ranks(size, work)
+    expected = one_step(module, cut(features(rows)), 1)
+    for found, are_sharded in answers:
+        assert are_sharded == {strategy == "fsdp2"}
+        assert_near(found["gradients"], expected["gradients"])
+        assert found["loss"] == answers[0][0]["loss"] == pytest.approx(expected["loss"], rel=EXACT)
+        assert found["grad_norm"] == answers[0][0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=EXACT)
+
+
+@FULL
+def test_each_step_adds_in_the_same_order() -> None:
+    """So that the first step of a resumed run is that of the run which went through, on more than two ranks too."""
+    model = prepare_model(tiny_qwen3().train(), attention="reference")
+    module, cut = Watched.around(model), StepCollator(num_ranks=4)
+
+    def gradients(rank: int) -> list[dict[str, Tensor]]:
+        found: list[dict[str, Tensor]] = []
+        step = replace(cut, rank=rank)(features(13))
+        module.guard.allows = lambda *given: found.append(module.note(*given) or module.found["gradients"])
+        trainer_on(4, STRATEGIES["ddp"]()).fit(module, DataLoader([step] * 3, batch_size=None))
+        return found
+
+    first, *others = on_ranks(4, gradients)[0]
+    assert len(others) == 2
+    for other in others:
+        assert [name for name, there in first.items() if not torch.equal(other[name], there)] == []

@@ -1,0 +1,173 @@
+"""The benchmarks on generated numbers: of the plan, of head and loss, of whole groups. A time is printed only if both
+arms agree.
+"""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import head_and_loss
+import numpy as np
+import plan
+import pytest
+import torch
+from tiers import FULL
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
+
+
+def fold(ids, positions, cu_seqlens):
+    """What `radix_mlp.compute_fold_and_scatter` returns: rows are numbered as they come."""
+    rows, scatter, gather = {}, [], []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        history = ()
+        for token in range(start, end):
+            history = (*history, int(ids[token]), int(positions[token]))
+            if history not in rows:
+                rows[history] = len(rows)
+                gather.append(token)
+            scatter.append(rows[history])
+    scatter, gather = np.array(scatter, dtype=np.uint32), np.array(gather, dtype=np.uint32)
+    return ids[gather], positions[gather], scatter, gather
+
+
+def small_rows():
+    rng = np.random.default_rng(0)
+    yield plan.Row("first", "shared", plan.shared(rng, 5, 8, 0.5))
+    yield plan.Row("first", "comb", plan.comb(rng, 6))
+    yield plan.Row("second", "prefixes", plan.prefixes(rng, 5))
+
+
+class TestPlan:
+    """plan.py: its rows are the paper's."""
+
+    def test_the_rows_are_the_papers(self):
+        rows = list(plan.table5(np.random.default_rng(0)))
+        shapes = [(len(row.sequences), *{len(sequence) for sequence in row.sequences}) for row in rows]
+        assert shapes == [
+            *((batch_size, 512) for batch_size in (4, 8, 16, 32, 64, 256, 2048)),
+            *((32, length) for length in (128, 256, 512, 1024, 2048)),
+            *[(32, 512)] * 5,
+            (1, 512),
+            *[(32, 512)] * 2,
+        ]
+        for row, ratio in zip(rows[12:17], (0.0, 0.25, 0.5, 0.75, 1.0), strict=True):
+            prompt = int(512 * ratio)
+            assert len({tuple(sequence[:prompt]) for sequence in row.sequences}) == 1
+            assert prompt == 512 or len({tuple(sequence[: prompt + 2]) for sequence in row.sequences}) == 32
+
+    @pytest.mark.parametrize("damage", ["fold", "scatter", "positions", "number"])
+    def test_what_differs_is_not_timed(self, damage, monkeypatch):
+        def damaged(*batch):
+            ids, positions, scatter, gather = (array.copy() for array in fold(*batch))
+            if damage == "number":
+                return ids[:-1], positions[:-1], scatter, gather[:-1]
+            array = {"fold": gather, "scatter": scatter, "positions": positions}[damage]
+            array[-1] = array[-1] - 1
+            return ids, positions, scatter, gather
+
+        monkeypatch.setattr(plan, "compute_fold_and_scatter", damaged)
+        with pytest.raises(RuntimeError, match="differ"):
+            plan.run(small_rows(), 1)
+
+    def test_the_table_with_the_comparison(self, capsys, monkeypatch):
+        monkeypatch.setattr(plan, "compute_fold_and_scatter", fold)
+        ratios = plan.run(small_rows(), 1)
+        printed = capsys.readouterr().out.splitlines()
+        assert "| shared | 40 | 24 | 1.67 |" in printed[4]
+        assert f"| **{ratios[0]:.2f}** | " in printed[4]
+        groups = [line for line in printed if line.startswith("| *")]
+        assert groups == ["| *first* | | | | | | | | | |", "| *second* | | | | | | | | | |"]
+        assert {line.count("|") for line in printed if line} == {11}
+
+    def test_the_ratio_is_that_of_the_fastest_calls(self, monkeypatch):
+        """Theirs takes 2 s, ours 1 s and now and then, as on a busy machine, ten times as long."""
+        batch = plan.pack(next(small_rows()).sequences)
+        times = iter([1.0, 1.0, 1.0, 10.0, 3.0, 2.0, 1.0, 30.0, 20.0, 10.0, 3.0, 2.0])
+        monkeypatch.setattr(plan, "seconds", lambda call, num_calls: next(times))
+        timing = plan.measure(batch, 3, fold)
+        assert (timing.ours, timing.theirs, timing.layout, timing.ratio) == (1.0, 2.0, 3.0, 2.0)
+
+    def test_without_radix_mlp_it_says_so_and_times_ours(self, capsys, monkeypatch):
+        monkeypatch.setattr(plan, "compute_fold_and_scatter", None)
+        plan.header()
+        assert plan.run(small_rows(), 1) == []
+        printed = capsys.readouterr().out
+        assert "radix-mlp is not installed, so its columns are empty: pip install radix-mlp==0.0.2" in printed
+        assert "| prefixes | 15 | 5 | 3.00 |" in printed
+
+
+class TestHeadAndLoss:
+    TINY = head_and_loss.Shape(num_predictions=40, hidden_size=4, vocab_size=30)
+
+    @FULL
+    def test_what_a_user_types(self):
+        sizes = {"vocab_size": 30, "hidden_size": 4, "predictions": 40, "repeats": 1, "chunk_rows": 8}
+        options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+        ran = subprocess.run(
+            [sys.executable, str(BENCHMARKS / "head_and_loss.py"), *options, "--dtype", "bfloat16"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        first, second, _, *table = ran.stdout.splitlines()
+        assert f"1 threads, bfloat16, torch {torch.__version__}" in first
+        assert second.startswith("V = 30, D = 4, P = 40: the logits are 0.0 MB")
+        arms = [line.split("|")[1].strip() for line in table[2:]]
+        assert arms == ["plain", "fused, 40 rows a chunk", "fused, about 8"]
+        assert {line.count("|") for line in table} == {7}
+        assert ran.stderr == ""
+
+    @pytest.mark.parametrize("wrong", ["loss", "d_hidden", "d_weight"])
+    def test_what_differs_is_not_timed(self, wrong, monkeypatch):
+        def damaged(hidden, weight, labels):
+            """The right value with a wrong gradient, or the other way round."""
+            values = {"d_hidden": hidden.sum(), "d_weight": weight.sum(), "loss": torch.ones(())}
+            extra = values[wrong]
+            return head_and_loss.plain_loss(hidden, weight, labels) + (
+                extra if wrong == "loss" else extra - extra.detach()
+            )
+
+        monkeypatch.setattr(head_and_loss, "fused_loss", damaged)
+        with pytest.raises(RuntimeError, match=f"and plain differ in {wrong}"):
+            head_and_loss.run(self.TINY, torch.float32, 1, [])
+
+    @FULL
+    def test_memory_is_counted_beyond_the_heads_gradient(self):
+        """By hand, V = 4,096 and D = 2 in one chunk: the logits, and the gradient of the hidden rows."""
+        shape = head_and_loss.Shape(num_predictions=128, hidden_size=2, vocab_size=4096)
+        given = head_and_loss.inputs(shape, torch.float32)
+        peaks = head_and_loss.peaks(head_and_loss.Arm("fused", head_and_loss.fused_loss), given)
+        assert peaks == pytest.approx([128 * 4096 * 4 / 1e6] * 2, rel=0.02)
+        plain = head_and_loss.peaks(head_and_loss.Arm("plain", head_and_loss.plain_loss), given)
+        assert min(plain) > 1.9 * max(peaks)
+
+
+@FULL
+class TestWholeGroups:
+    """grpo_groups.py: what it measures is what its formula says, and the trainer arm runs."""
+
+    @pytest.fixture(scope="class")
+    def benchmark(self) -> Any:
+        import grpo_groups
+
+        return grpo_groups
+
+    def test_measured_is_expected(self, benchmark):
+        """Over 100 generation batches, the mean of m is off by less than 0.1, and so r by less than 3 percent."""
+        for setting in benchmark.SETTINGS[:4] + benchmark.SETTINGS[5:]:
+            scattered, whole, together = benchmark.of_the_plans(np.random.default_rng(0), setting, draws=100)
+            assert scattered == pytest.approx(benchmark.formula(setting), rel=0.03)
+            assert scattered < whole <= together
+
+    def test_trainer_arms(self, benchmark, tmp_path, capsys):
+        setting = benchmark.Setting(num_generations=4, prompt=40, completion=4, batch_size=4, steps=2)
+        scattered, whole, together = benchmark.of_the_trainer(np.random.default_rng(0), setting, str(tmp_path))
+        assert scattered < 0.8 * whole
+        assert whole == pytest.approx(together, rel=0.03)
+        benchmark.print_table("GRPOTrainer", lambda setting: (scattered, whole, together), [setting])
+        assert f"| {scattered:.2f} | {whole:.2f} | {together:.2f} |" in capsys.readouterr().out

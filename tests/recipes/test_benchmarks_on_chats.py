@@ -1,0 +1,229 @@
+"""The benchmarks that read a file of chats, each on a few short rows: their figures by hand, and what they print."""
+
+import argparse
+import csv
+import importlib.util
+import json
+import os
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiers import FULL
+
+from radixtrain.collators.ranks import SequenceCost
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """40 rows with one of five system prompts, and answers of 1 to 5 words."""
+    file = tmp_path / "chats.jsonl"
+    with file.open("w", encoding="utf-8") as rows:
+        for number in range(40):
+            system = f"Prompt {'abcde'[number % 5] * 3}: answer in numbers, as shortly as you can, and never in words."
+            turns = (system, f"What is {number} more than seven?", "seven " * (1 + number % 5))
+            roles = ("system", "user", "assistant")
+            messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+            rows.write(json.dumps({"messages": messages}) + "\n")
+    return file
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+class TestRealRows:
+    """real_data.py: which rows are drawn, what is printed, what is refused."""
+
+    TINY = ("--layers=1", "--hidden=16", "--head_dim=8", "--repeats=1", "--ordinary_rows", "2", "0")
+
+    @FULL
+    def test_a_file_is_measured(self, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """It checks the gradients of every arm before it times them."""
+        import real_data
+
+        arms = ("cascade", "path")
+        flags = [str(chats), *self.TINY, "--num_rows=12", "--attention", *arms, f"--csv={tmp_path / 'a.csv'}"]
+        assert real_data.main(flags) == 0
+        header, drawn, tried, *table = capsys.readouterr().out.splitlines()
+        assert ", medians of 1 alternating runs" in header
+        assert drawn.startswith("12 of chats.jsonl: ") and drawn.endswith("radix micro-batches: 1")
+        assert "micro-batches of 2 rows" in tried and "12 rows" in tried
+        assert [row.split()[1:8] for row in table[2:]] == [
+            ["12", "of", "chats.jsonl", "data", "step", arm, drawn.split()[5]] for arm in arms
+        ]
+        first, second = rows_of(tmp_path / "a.csv")
+        assert first["num_tokens"] == second["num_tokens"] and first["num_sequences"] == "12"
+        assert float(first["r"]) > 1.2
+        assert str(tmp_path) not in (tmp_path / "a.csv").read_text()
+
+    def test_bad_input(self, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        import real_data
+
+        plain = tmp_path / "plain.jsonl"
+        plain.write_text('{"text": "hello"}\n')
+        for flags, message in {
+            ("nope.jsonl",): "no such file: nope.jsonl",
+            (chats, "--num_rows=0"): "num_rows must be at least 1, got 0",
+            (chats, "--repeats=0"): "repeats must be above 0, got 0",
+            (chats, "--ordinary_rows", "-1"): "ordinary_rows must be at least 0, got -1",
+            (chats, "--dtype=float16"): "dtype must be one of float32, bfloat16, got float16",
+            (chats, "--attention", "ring"): "ring",
+            (chats, "--csv=nowhere/a.csv"): "csv: no such folder: nowhere",
+            (plain,): "plain.jsonl:1: a tokenizer is learnt from messages, and there are none; give --tokenizer",
+        }.items():
+            file, *rest = map(str, flags)
+            assert real_data.main([file, *self.TINY, *rest]) == 1
+            (error,) = capsys.readouterr().err.splitlines()
+            assert error.startswith("error: ") and message in error
+
+    @FULL
+    @pytest.mark.data
+    @pytest.mark.parametrize(("name", "lowest_r"), [("banking77_train", 4.0), ("gsm8k_many_prompts_train", 1.1)])
+    def test_the_data_sets(self, name: str, lowest_r: float, tmp_path: Path) -> None:
+        import real_data
+
+        source = DATA / f"{name}.jsonl"
+        if not source.is_file():
+            pytest.skip(f"RADIXTRAIN_DATA names no folder with {source.name}")
+        file = tmp_path / source.name
+        with source.open(encoding="utf-8") as rows:
+            file.write_text("".join(islice(rows, 100)), encoding="utf-8")
+        assert real_data.main([str(file), *self.TINY, "--num_rows=8", f"--csv={tmp_path / 'a.csv'}"]) == 0
+        assert float(rows_of(tmp_path / "a.csv")[0]["r"]) > lowest_r
+
+
+class TestGroupByPrefix:
+    """group_by_prefix.py: every run has the same rows, and the table says what was measured."""
+
+    @FULL
+    def test_the_table(
+        self, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.syspath_prepend(ROOT / "recipes" / "benchmarks")  # a recipe has this name, too
+        monkeypatch.delitem(sys.modules, "group_by_prefix", raising=False)
+        import group_by_prefix as benchmark
+
+        flags = ["--together", "1", "4", "--seeds", "3", "--epochs", "2", "--batch_size", "4"]
+        benchmark.main([str(chats), *flags, "--csv", str(tmp_path / "curves.csv")])
+        first, _, _, *lines = capsys.readouterr().out.splitlines()
+        assert first == "36 rows in 5 groups, 4 held out; steps of 4"
+        assert lines[-2] == "1 together: noise of the gradient 1.00"
+        table = rows_of(tmp_path / "curves.csv")
+        assert [(row["together"], row["seed"], row["step"]) for row in table] == [
+            (together, "3", step) for together in ("1", "4") for step in ("4", "9", "14", "18")
+        ]
+        plain, grouped = table[3], table[7]
+        assert float(grouped["r"]) > 1.2 * float(plain["r"])
+        assert all(float(line["train_loss"]) < float(table[0]["train_loss"]) for line in (plain, grouped))
+
+
+class TestRanks:
+    """ranks.py: steps that are divided among ranks."""
+
+    def test_a_step_on_two_ranks(self) -> None:
+        """7 8 is computed on both; one micro-batch of a rank, and two of the other with a budget of 3."""
+        import ranks as benchmark
+
+        sequences = [np.array(ids) for ids in ([7, 8, 1], [7, 8, 2], [7, 8, 3])]
+        step = benchmark.divided(sequences, 2, 100, SequenceCost(row=1, pair=0))
+        assert (sorted(step.costs), step.rows, step.num_weightless) == ([3, 4], 7, 0)
+        assert step.imbalance == pytest.approx(4 / 3.5)
+        step = benchmark.divided(sequences, 2, 3, SequenceCost(row=1, pair=0))
+        assert (sorted(step.costs), step.rows, step.num_weightless) == ([3, 6], 9 + 2, 1)
+
+    @FULL
+    def test_a_run(self, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        import ranks as benchmark
+
+        benchmark.main([str(chats), "--batch_size", "20", "--num_ranks", "1", "2", "--max_tokens", "4096"])
+        rows = capsys.readouterr().out.splitlines()[2:]
+        one, two = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)
+        assert one[:5] == ["chats", "20", "1", "2", "1.000"] and one[6:9] == ["1.000", "1.00x", "0.0"]
+        assert two[:4] == ["chats", "20", "2", "2"]
+        assert 1 <= float(two[4]) < 1.2
+        assert 0.9 < float(two[6]) <= 1, "a prompt for each rank"
+        assert float(two[5]) == pytest.approx(float(one[5]) * float(two[6]), rel=2e-2)
+        assert 1.5 < float(two[7][:-1]) <= 2
+        benchmark.main([str(chats), "--batch_size", "10", "--num_ranks", "2", "--per_rank"])
+        (row,) = capsys.readouterr().out.splitlines()[2:]
+        assert [cell.strip() for cell in row.split("|")[2:5]] == ["20", "2", "2"]
+
+
+class TestReportAccuracy:
+    """report_accuracy.py: what it reads from what the commands print."""
+
+    @FULL
+    def test_a_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The commands are replaced: what they would print and log is read."""
+        import report_accuracy
+
+        called = []
+
+        def run(command: str, flags: dict[str, Any], options: argparse.Namespace) -> str:
+            called.append((command, flags.get("dedup")))
+            if command == "fit":
+                rates = [999, 999, 999, 300, 320, 310] if flags["dedup"] == "true" else [999, 999, 999, 100, 101, 99]
+                folder = Path(flags["output_dir"]) / "logs" / "version_0"
+                folder.mkdir(parents=True)
+                lines = "".join(f"1.0,2.5,{rate}\n" for rate in rates)
+                (folder / "metrics.csv").write_text(f"loss,r,tokens_per_second\n{lines}")
+            return "A training step is predicted to run\nat 3.41x the speed"
+
+        monkeypatch.setattr(report_accuracy, "run", run)
+        path = tmp_path / "chats.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in islice(report_accuracy.nested_chats(2, 2, 2), 4)))
+        options = argparse.Namespace(output_dir=tmp_path / "out", layers=1, hidden=64, batch_size=4, steps=[6, 6])
+        found = report_accuracy.measured(path, options)
+        assert found == ("chats", 2.5, 3.41, 3.1) and found.error == pytest.approx(0.1)
+        assert called == [("report", None), ("fit", "true"), ("fit", "false")]
+        assert (tmp_path / "out" / "chats-1x64" / "start" / "config.json").is_file()
+
+
+@FULL
+class TestSplitTurns:
+    """split_turns.py: what it generates is what its page says, and every arm runs."""
+
+    @pytest.fixture
+    def benchmark(self) -> Any:
+        if importlib.util.find_spec("trl") is None:
+            pytest.skip("TRL carries a copy of Qwen3's stock chat template: pip install trl")
+        import split_turns
+
+        return split_turns
+
+    def test_the_counts_are_those_of_the_report(self, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        from radixtrain.data.chat import ChatEncoder
+        from radixtrain.report.turns import split_cost
+
+        flags = ["--questions", "1", "3", "--conversations", "2", "--repeats", "0", "--hidden", "64"]
+        assert benchmark.main(flags) == 0
+        table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+        rows = {questions: list(benchmark.conversations(2, questions)) for questions in (1, 3)}
+        encoder = ChatEncoder(benchmark.learnt_tokenizer(rows[3]))
+        for questions, (whole, split) in zip((1, 3), (table[:2], table[2:]), strict=True):
+            cost = split_cost(encoder, rows[questions], batch_size=2)
+            assert cost is not None and cost.rewrites_history == (questions > 1)
+            assert cost.num_samples == 2 * questions * (benchmark.CALLS + 1)
+            assert whole[2:5] == ["2", f"{cost.whole_tokens:,}", f"{cost.whole_unique:,}"]
+            assert split[2:5] == [f"{cost.num_samples}", f"{cost.split_tokens:,}", f"{cost.split_unique:,}"]
+            # Each exchange is computed with its thinking, and once more without it as the history of later ones.
+            assert cost.split_unique < 2.5 * cost.whole_unique < cost.split_tokens
+
+    def test_every_arm_runs(
+        self, benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in ("SYSTEM", "THINKING", "ANSWER", "RESULT", "QUESTION", "NUM_TOOLS"):
+            monkeypatch.setattr(benchmark, name, 2)
+        given = ["--questions", "1", "--conversations", "1", "--repeats", "1", "--hidden", "64", "--layers", "1"]
+        assert benchmark.main(given) == 0
+        printed = capsys.readouterr().out
+        assert [f"| 1 | {arm} | " in printed for arm in benchmark.ARMS] == [True] * 3
+        assert "| split, ordinary | 4 | " in printed

@@ -1,0 +1,77 @@
+"""A trainer whose steps only count, around `SaveCheckpoints`: fast enough to try every order of steps and requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from radixtrain.checkpoints.folder import write_checkpoint
+from radixtrain.distributed import ranks
+from radixtrain.errors import Stopped
+from radixtrain.training.survival.position import Position
+from radixtrain.training.survival.requests import Requests
+from radixtrain.training.survival.saving import SaveCheckpoints
+
+__all__ = ["CountingTrainer", "written"]
+
+
+class CountingTrainer:
+    """What `SaveCheckpoints` uses of Lightning's trainer and of `RadixModule`, and real requests.
+
+    Rank 0 writes a checkpoint, and the others wait for it, as Lightning's does. options: of `SaveCheckpoints`.
+    """
+
+    def __init__(self, folder: Path, **options: Any):
+        self.requests = Requests(folder)
+        self.saver = SaveCheckpoints(folder / "checkpoints", self.requests, **options)
+        self.module: Any = torch.nn.Linear(2, 2)
+        self.module.position, self.module.is_stepping = Position(0, 0), False
+        self.state = SimpleNamespace(fn="fit")
+        self.strategy = SimpleNamespace(barrier=lambda: ranks().barrier())
+        self.sanity_checking = self.validating = False
+        self.ckpt_path = ""
+
+    def save_checkpoint(self, path: Path) -> None:
+        position = self.module.position
+        if ranks().is_first:
+            state = {"global_step": position.num_steps, "state_dict": {}, "position": position.as_dict()}
+            write_checkpoint(path, state)
+        self.strategy.barrier()
+
+    def start(self) -> CountingTrainer:
+        self.saver.on_train_start(self, self.module)
+        return self
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.saver.on_train_batch_start(self, self.module)
+            done = self.module.position.num_batches + 1
+            self.module.position = Position(done, done)
+
+    def validate(self) -> None:
+        self.validating = True
+        self.saver.on_validation_batch_end(self, self.module)
+        self.validating = False
+
+    def fail(self, error: BaseException) -> None:
+        self.saver.on_exception(self, self.module, error)
+
+    def run(self, before: Any) -> tuple[str, int]:
+        """Three steps, then `before`, then three more: how it is stopped."""
+        try:
+            with self.requests, self.requests.deferred():
+                self.start().steps(3)
+                before()
+                self.steps(3)
+        except Stopped as stopped:
+            return str(stopped), stopped.code
+        return "done", 0
+
+
+def written(folder: Path) -> list[str]:
+    """The names of the checkpoints of a run."""
+    places = [*folder.glob("checkpoints/*")]
+    return sorted(path.name for path in places if not path.is_symlink())

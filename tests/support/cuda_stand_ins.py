@@ -1,0 +1,293 @@
+"""Stand-ins on a CPU for the CUDA kernels of varlen attention: flash-attention in three packages, and cuDNN.
+
+Each takes the arguments of the real function by its signature, checks what the real one checks before it starts (or
+takes for granted, and reads wrong memory), and computes eagerly. Operators are registered with torch for CPU tensors,
+so every call is checked against the schema of the installed torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixtrain.kernels.looping import EagerKernel
+from radixtrain.kernels.ragged import Ragged
+from radixtrain.kernels.scoring import Scoring
+
+HALF = (torch.bfloat16, torch.float16)
+# `flash_attn_3::fwd` and `::bwd` as older builds register them (hopper/flash_api.cpp in May 2025): every argument after
+# the tensors must be given. Newer ones have the same names and more defaults.
+FORWARD_3 = """
+    fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new, Tensor(v_new!)? v_new, Tensor? q_v, Tensor(out!)? out,
+    Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k,
+    int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k,
+    Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale,
+    Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left=-1, int window_size_right=-1,
+    int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None,
+    int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"""
+BACKWARD_3 = """
+    bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq, Tensor(dk!)? dk,
+    Tensor(dv!)? dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,
+    int? max_seqlen_q, int? max_seqlen_k, float softmax_scale, bool is_causal, int window_size_left=-1,
+    int window_size_right=-1, float softcap=0.0, bool deterministic=False, int sm_margin=0)
+    -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"""
+# Names of arguments: of torch's operators, and of version 3. Options by our names.
+BOUNDS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal")
+OPTIONS = {"scale": "scale", "left": "window_size_left", "right": "window_size_right"}
+BOUNDS_3 = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal")
+OPTIONS_3 = {**OPTIONS, "scale": "softmax_scale", "softcap": "softcap"}
+
+
+def register(library: torch.library.Library, operator: Any, run: Callable[..., Any]) -> None:
+    """For CPU tensors, `run` receives all arguments of the operator by name, the defaults too."""
+    arguments = operator.default._schema.arguments
+    names = [argument.name for argument in arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {argument.name: argument.default_value for argument in arguments}
+        return run({**given, **dict(zip(names, args, strict=False)), **kwargs})
+
+    library.impl(operator.default._schema.name.split("::")[1], call, "CPU")
+
+
+def assert_only(given: dict[str, Any], *names: str) -> None:
+    """Every argument that has no name here is off."""
+    others = {name: value for name, value in given.items() if name not in names}
+    assert all(value is None or value is False or value == 0 for value in others.values()), others
+
+
+def check_rows(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
+    for x in tensors:
+        assert x.dtype == tensors[0].dtype and x.dtype in dtypes, f"got {x.dtype}"
+        assert x.stride(-1) == 1, "the last axis has gaps"
+        assert x.shape[-1] % 8 == 0 and x.shape[-1] <= 256, f"head_dim {x.shape[-1]}"
+        assert not any(step % 8 for step in (x.storage_offset(), *strides(x)[:-1])), "not at multiples of 16 bytes"
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """Those that are used: an axis of length 1 may have any."""
+    return tuple(step if length > 1 else 0 for step, length in zip(x.stride(), x.shape, strict=True))
+
+
+class Flash:
+    """What a varlen flash kernel demands (`mha_varlen_fwd` and `_bwd` in flash_api.cpp; versions 2 and 3 alike)."""
+
+    def __init__(self) -> None:
+        self.reset()
+        aten, own = torch.library.Library("aten", "IMPL"), torch.library.Library("flash_attn_3_stand_in", "FRAGMENT")
+        for schema in (FORWARD_3, BACKWARD_3):
+            own.define(" ".join(schema.split()))
+        self.ops_3 = torch.ops.flash_attn_3_stand_in
+        register(aten, torch.ops.aten._flash_attention_forward, self._torch_forward)
+        register(aten, torch.ops.aten._flash_attention_backward, self._torch_backward)
+        register(own, self.ops_3.fwd, self._forward_3)
+        register(own, self.ops_3.bwd, self._backward_3)
+        self.libraries = [aten, own]  # unregistered with this object
+
+    def reset(self) -> None:
+        """Float64 is let in, to see the routing without rounding."""
+        self.dtypes: tuple[torch.dtype, ...] = (*HALF, torch.float64)
+        self.num_forward = self.num_backward = 0
+        self.seen: list[Scoring] = []
+
+    def _ragged(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, windowed: bool) -> None:
+        assert k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0
+        assert type(ragged.causal) is bool
+        for rows, bounds, longest in (
+            (q, ragged.cu_seqlens_q, ragged.max_seqlen_q),
+            (k, ragged.cu_seqlens_k, ragged.max_seqlen_k),
+        ):
+            assert bounds.dtype == torch.int32 and bounds.is_contiguous() and bounds.ndim == 1
+            assert bounds[0] == 0 and bounds[-1] == len(rows) and bounds.diff().min() >= 0
+            assert type(longest) is int and longest == bounds.diff().max()
+        assert ragged.cu_seqlens_q.shape == ragged.cu_seqlens_k.shape
+        num_queries, num_keys = ragged.cu_seqlens_q.diff(), ragged.cu_seqlens_k.diff()
+        blind = num_queries > (num_keys if ragged.causal else num_keys * len(q))
+        assert not blind.any(), "a query without a key has a log-sum-exp of +inf, which does not merge"
+        if ragged.max_seqlen_q == 1 and q.shape[1] > k.shape[1] and not windowed:
+            assert len(q) == len(num_queries), "heads and queries change places, and then the bounds are not read"
+
+    def _scoring(self, causal: bool, scale: float, left: int | None, right: int | None, softcap: float) -> Scoring:
+        """A window counts the keys on either side of a query's own, -1 or None for all of them."""
+        assert type(scale) is float and type(softcap) is float and softcap >= 0
+        window = None if left in (None, -1) else left + 1
+        assert right == (left if window is None else 0)
+        assert causal or window is None, "without causality the window would have another meaning than ours"
+        self.seen.append(Scoring(scale, softcap or None, window))
+        return self.seen[-1]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *bounds: Any, scale: float, left=None, right=None, softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        self.num_forward += 1
+        assert q.ndim == 3
+        check_rows(self.dtypes, q, k, v)
+        ragged = Ragged(*bounds)
+        scoring = self._scoring(ragged.causal, scale, left, right, softcap)
+        self._ragged(q, k, v, ragged, scoring.window is not None)
+        return EagerKernel().forward(q, k, v, ragged, scoring)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *bounds: Any,
+        scale: float, left=None, right=None, softcap: float = 0.0,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self.num_backward += 1
+        check_rows(self.dtypes, dout, q, k, v, out)
+        assert dout.shape == out.shape == q.shape
+        assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous()
+        assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+        ragged = Ragged(*bounds)
+        scoring = self._scoring(ragged.causal, scale, left, right, softcap)
+        self._ragged(q, k, v, ragged, scoring.window is not None)
+        return EagerKernel().backward(dout, q, k, v, out, lse, ragged, scoring)
+
+    def _fill(self, gradients: list[Tensor], tensors: list[Tensor], deterministic: bool, *given: Any, **options: Any):
+        """The packages write into gradients that the caller made."""
+        assert deterministic is True, "atomics give other bits every time"
+        assert [x.shape for x in gradients] == [x.shape for x in tensors[1:4]]
+        check_rows(self.dtypes, *gradients)
+        for gradient, value in zip(gradients, self.backward(*tensors, *given, **options), strict=True):
+            gradient.copy_(value)
+
+    def _torch_forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        names = ("query", "key", "value", *BOUNDS)
+        assert_only(given, *names, *OPTIONS.values())
+        options = {name: given[theirs] for name, theirs in OPTIONS.items()}
+        out, lse = self.forward(*(given[name] for name in names), **options)
+        unused = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+        return out, lse, *unused, out.new_zeros(0)
+
+    def _torch_backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        names = ("grad_out", "query", "key", "value", "out", "logsumexp", *BOUNDS)
+        assert_only(given, *names, *OPTIONS.values(), "rng_state", "unused")
+        assert given["rng_state"].dtype == torch.uint64 and isinstance(given["unused"], Tensor)
+        options = {name: given[theirs] for name, theirs in OPTIONS.items()}
+        return self.backward(*(given[name] for name in names), **options)
+
+    def _forward_3(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        names = ("q", "k", "v", *BOUNDS_3)
+        assert_only(given, *names, *OPTIONS_3.values(), "num_splits")
+        assert given["num_splits"] == 1, "0 is for a heuristic to choose"
+        options = {name: given[theirs] for name, theirs in OPTIONS_3.items()}
+        out, lse = self.forward(*(given[name] for name in names), **options)
+        return out, lse, out.new_zeros(0), out.new_zeros(0)
+
+    def _backward_3(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        tensors, gradients = ("dout", "q", "k", "v", "out", "softmax_lse"), ("dq", "dk", "dv")
+        assert_only(given, *tensors, *gradients, *BOUNDS_3, *OPTIONS_3.values(), "deterministic")
+        options = {name: given[theirs] for name, theirs in OPTIONS_3.items()}
+        results, bounds = [given[name] for name in gradients], [given[name] for name in BOUNDS_3]
+        self._fill(results, [given[name] for name in tensors], given["deterministic"], *bounds, **options)
+        return *results, *(results[0].new_zeros(0) for _ in range(5))
+
+    def package_2(self) -> ModuleType:
+        """`flash_attn.flash_attn_interface`."""
+
+        def _flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+            block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+        ):  # fmt: skip
+            assert dropout_p == 0.0 and return_softmax is zero_tensors is False
+            assert alibi_slopes is block_table is leftpad_k is seqused_k is None
+            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+            out, lse = self.forward(q, k, v, *bounds, scale=softmax_scale, **modifiers)
+            return out, lse, None, torch.zeros(2, dtype=torch.int64)
+
+        def _flash_attn_varlen_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            deterministic, rng_state=None, zero_tensors=False,
+        ):  # fmt: skip
+            assert dropout_p == 0.0 and alibi_slopes is rng_state is None and zero_tensors is False
+            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+            tensors = [dout, q, k, v, out, softmax_lse]
+            self._fill([dq, dk, dv], tensors, deterministic, *bounds, scale=softmax_scale, **modifiers)
+            return torch.zeros(0)  # softmax_d
+
+        interface = ModuleType("flash_attn.flash_attn_interface")
+        interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
+        interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
+        return interface
+
+
+class Cudnn:
+    """`aten._scaled_dot_product_cudnn_attention` and its backward, with the cache of plans that torch keeps.
+
+    By the book: masks from the top left, log-sum-exp (b, N, T, 1), and gradients from the out and the log-sum-exp that
+    are given.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+        self.library = torch.library.Library("aten", "IMPL")
+        register(self.library, torch.ops.aten._scaled_dot_product_cudnn_attention, self._forward)
+        register(self.library, torch.ops.aten._scaled_dot_product_cudnn_attention_backward, self._backward)
+
+    def reset(self) -> None:
+        self.dtypes: tuple[torch.dtype, ...] = (*HALF, torch.float64)
+        self.plans: dict[tuple, tuple] = {}
+        self.num_forward = self.num_backward = 0
+
+    def _check(self, given: dict[str, Any], *more: Tensor) -> list[Tensor]:
+        """q, k and v in float32 or wider, with a key/value head for every query head."""
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        assert all(x.ndim == 4 and x.numel() for x in (q, k, v)), f"got {tuple(q.shape)}"
+        check_rows(self.dtypes, q, k, v, *more)
+        assert given["attn_bias"] is None and given["dropout_p"] == 0.0, "a bias is added, or some is dropped"
+        assert type(given["is_causal"]) is bool and type(given["scale"]) is float
+        assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[1] % k.shape[1] == 0
+        assert k.shape[2] > 1, "cudnn SDPA does not support key/value sequence length 1."
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return [q.to(dtype), *(x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))]
+
+    def _scores(self, q: Tensor, k: Tensor, given: dict[str, Any]) -> Tensor:
+        scores = q @ k.mT * given["scale"]
+        hidden = torch.ones(scores.shape[-2:]).triu(1) > 0
+        return scores.masked_fill(hidden, -math.inf) if given["is_causal"] else scores
+
+    def _plan(self, direction: str, given: dict[str, Any], *rest: Tensor) -> None:
+        """Kept by q, k and v. In torch 2.10 to 2.13 what a hit was made for is not compared with the rest."""
+        inputs = (given[name] for name in ("query", "key", "value"))
+        key = (direction, given["is_causal"], *((x.shape, strides(x)) for x in inputs))
+        planned = tuple(strides(x) for x in rest)
+        assert self.plans.setdefault(key, planned) == planned, "a plan for another memory order would run"
+
+    def _forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        self.num_forward += 1
+        q, k, v = self._check(given)
+        assert given["compute_log_sumexp"] is True and given["return_debug_mask"] is False
+        scores = self._scores(q, k, given)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = torch.empty_like(given["query"]).copy_(torch.exp(scores - lse) @ v)
+        self._plan("forward", given, out, lse)
+        seed = torch.zeros((), dtype=torch.int64)
+        return out, lse, None, None, q.shape[2], k.shape[2], seed, seed, None
+
+    def _backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        self.num_backward += 1
+        dout, out, lse = (given[name] for name in ("grad_out", "out", "logsumexp"))
+        q, k, v = self._check(given, dout, out)
+        assert dout.shape == out.shape == given["query"].shape
+        assert given["cum_seq_q"] is given["cum_seq_k"] is None
+        assert (given["max_q"], given["max_k"]) == (q.shape[2], k.shape[2])
+        assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous(), "others are misread before 9.26"
+        assert lse.dtype == q.dtype
+        for name in ("philox_seed", "philox_offset"):
+            assert given[name].dtype == torch.int64, "Blackwell converts them, used or not"
+        self._plan("backward", given, dout, out, lse)
+        p, wide_dout = torch.exp(self._scores(q, k, given) - lse), dout.to(q.dtype)
+        delta = (wide_dout * out.to(q.dtype)).sum(-1, keepdim=True)
+        ds = p * (wide_dout @ v.mT - delta) * given["scale"]
+        inputs = (given[name] for name in ("query", "key", "value"))
+        return tuple(
+            torch.empty_like(x).copy_(gradient.unflatten(1, (x.shape[1], -1)).sum(2))
+            for x, gradient in zip(inputs, (ds @ k, ds.mT @ q, p.mT @ wide_dout), strict=True)
+        )
