@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from tiers import FULL, cases
 
 import radixtrain
 from radixtrain.__main__ import main
-from radixtrain.commands import COMMANDS, Command
+from radixtrain.commands import COMMANDS
 
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 
@@ -39,18 +38,6 @@ def test_unknown_command(capsys, typed, meant):
 def test_every_command_has_help(name, capsys):
     assert main([name, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: radixtrain {name} ")
-
-
-def test_a_row_of_the_table_is_all_that_a_command_needs(monkeypatch, capsys):
-    """A module with `run(argv)`, which gets the command's name and its arguments."""
-    ran = []
-    module = SimpleNamespace(run=lambda argv: ran.append(argv))
-    monkeypatch.setitem(sys.modules, "radixtrain.commands.inspect", module)
-    monkeypatch.setitem(COMMANDS, "inspect", Command("inspect", "inspect", "one batch"))
-    assert main(["inspect", "--step", "3"]) == 0
-    assert ran == [["inspect", "--step", "3"]]
-    main(["--help"])
-    assert "  inspect    one batch\n" in capsys.readouterr().out
 
 
 def test_bad_rows_are_reported_and_the_rest_is_trained_on(arguments, shop, tmp_path, caplog):

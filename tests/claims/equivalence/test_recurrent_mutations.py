@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import FULL
 from tiny_models import tiny_model
 from torch import Tensor, cat
 
@@ -22,8 +21,6 @@ from radixtrain.tree.run_choice import runs_of_segments
 from radixtrain.tree.run_layout import RunLayout
 from radixtrain.tree.runs import RunCall, RunCost, RunTable
 from radixtrain.verification.report import EquivalenceReport
-
-pytestmark = FULL
 
 # Two prompts of four and two tokens; two branches of three below the first, with two leaves each.
 SEQUENCES = [

@@ -75,10 +75,9 @@ def memory(name: str) -> int:
 
 @pytest.mark.parametrize("is_contiguous", [True, pytest.param(False, marks=FULL)])
 def test_writing_copies_no_weights(tmp_path, is_contiguous):
-    """The peak of the memory grows by less than a tenth of the weights, transposed ones too."""
+    """The peak grows by two chunks and a little, of transposed ones too. A copy of one weight would be eight chunks."""
     weights = {f"{index}": torch.full((15 << 10, 1 << 10), index, dtype=torch.float32) for index in range(2)}
     weights = weights if is_contiguous else {name: weight.T for name, weight in weights.items()}
-    num_bytes = sum(weight.nbytes for weight in weights.values())
     write_tensors(tmp_path / "warm", {"0": weights["0"]})
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
@@ -86,4 +85,4 @@ def test_writing_copies_no_weights(tmp_path, is_contiguous):
         pytest.skip("the peak of the memory cannot be set back: no /proc/self/clear_refs that can be written")
     before = memory("VmRSS")
     write_tensors(tmp_path / "x", weights)
-    assert memory("VmHWM") - before < num_bytes / 10
+    assert memory("VmHWM") - before < 3 * CHUNK * 4

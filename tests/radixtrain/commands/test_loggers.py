@@ -75,11 +75,15 @@ def test_nobody_is_logged_in(says, nobody, tmp_path):
 
 
 def test_a_server_that_answers_and_no_network(says, nobody, monkeypatch):
+    """A socket that is bound and does not listen refuses, and nobody else gets its port."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.create_server(("localhost", 0)) as server:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{server.getsockname()[1]}")
         assert says(trainer__logger="wandb").startswith("no such file: ")
-    found = says(trainer__logger="wandb")
+    with socket.socket() as refusing:
+        refusing.bind(("localhost", 0))
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{refusing.getsockname()[1]}")
+        found = says(trainer__logger="wandb")
     assert found.startswith("trainer.logger: no connection to Weights & Biases at localhost: ") and OFFLINE in found
 
 
