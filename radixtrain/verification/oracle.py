@@ -236,8 +236,8 @@ class _LiftCasts(TorchFunctionMode):
         inputs: Any = None,
     ) -> None:
         """Both functions `backward` under the mode, which torch's own suspend, so that checkpointing would lose it."""
-        if isinstance(tensors, Tensor):
-            tensors, grad_tensors = [tensors], grad_tensors if grad_tensors is None else [grad_tensors]
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        grad_tensors = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
         given = grad_tensors or [None] * len(tensors)
         gradients = [torch.ones_like(x) if g is None else g for x, g in zip(tensors, given, strict=True)]
         keep = create_graph if retain_graph is None else retain_graph
