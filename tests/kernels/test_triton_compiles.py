@@ -30,7 +30,7 @@ TREE = {"forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"}
 
 def compiled(chip: int, launches: str, cache: Path) -> list[dict[str, Any]]:
     """Name, shared memory and spilled registers, in bytes, of every kernel that `launches`, a function, asks for."""
-    settings = {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    settings = {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(chip), launches]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
