@@ -39,7 +39,7 @@ def compiled(chip: int, launches: str, cache: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("chip", SHARED_MEMORY)
 def test_every_kernel(chip: int, tmp_path: Path) -> None:
-    """In the tiles that are chosen for each dtype and head dim, with query heads in groups; one row is a constant.
+    """In the tiles that are chosen for each dtype and head dim, with query heads in groups and without.
 
     The kernels of rows and of the merge, which are small and the same everywhere, only for the oldest chip.
     """
@@ -75,8 +75,8 @@ def launch_tree_attention() -> None:
     from radixtrain.kernels.tree_tiles import tile_sizes, tree_tiles
     from radixtrain.kernels.tree_triton import tiled_tree_attention
 
-    cases = ((torch.bfloat16, 128, 2, 64), (torch.float16, 256, 4, 64), (torch.float32, 128, 2, 1))
-    for dtype, head_dim, num_groups, num_rows in cases:
+    cases = ((torch.bfloat16, 64, 2, 64), (torch.bfloat16, 128, 2, 64), (torch.float16, 256, 4, 64))
+    for dtype, head_dim, num_groups, num_rows in (*cases, (torch.float32, 128, 2, 64), (torch.bfloat16, 128, 4, 1)):
         tiles = tree_tiles([num_rows] * num_rows, *tile_sizes(head_dim, dtype))
         shapes = [(num_rows, heads, head_dim) for heads in (4, num_groups, num_groups)]
         q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
