@@ -45,8 +45,9 @@ TRIES = {
 SCORINGS = [Scoring(0.4), Scoring(0.4, window=1), Scoring(0.4, window=3), Scoring(0.4, 0.7), Scoring(0.4, 0.7, 2)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def registered() -> dict[str, Any]:
+    """Once in a process, as torch demands: a worker may leave the tests of this file and come back."""
     return {"flash": Flash(), "cudnn": Cudnn()}
 
 
