@@ -6,11 +6,11 @@ Both have the loss of `radixtrain fit` (`radixtrain/hf/predictions.py`), fused w
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,9 +22,10 @@ from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import hidden_rows
 from radixtrain.hf.predictions import TARGET_KEYS, predict
 from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.timing import seconds_in_turns
 from radixtrain.tree.layout import INVERSE_INDICES, PREDICTOR_INDICES
 
-__all__ = ["Arm", "OrdinaryArm", "RadixArm", "seconds_in_turns"]
+__all__ = ["Arm", "OrdinaryArm", "RadixArm", "step_seconds"]
 
 K = TypeVar("K")
 
@@ -113,22 +114,12 @@ class RadixArm(Arm):
         return hidden_rows(parts_of(model), inputs)[batch.tensors[INVERSE_INDICES]]
 
 
-def seconds_in_turns(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:
-    """Seconds of each run, A B A B ...; every step finds the parameters without gradients."""
-    device = next(model.parameters()).device
-    seconds: dict[K, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, (arm, work) in runs.items():
-            arm.prepare(model)
-            model.zero_grad(set_to_none=True)
-            _wait_for(device)
-            start = time.perf_counter()
-            arm.run_step(model, work)
-            _wait_for(device)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:
+    """Seconds of each run, in turns; every step starts without gradients."""
 
+    def before(name: K) -> None:
+        runs[name][0].prepare(model)
+        model.zero_grad(set_to_none=True)
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    steps = {name: partial(arm.run_step, model, work) for name, (arm, work) in runs.items()}
+    return seconds_in_turns(steps, next(model.parameters()).device, repeats, before=before)

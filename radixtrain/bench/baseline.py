@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from radixtrain.bench.arms import OrdinaryArm, seconds_in_turns
+from radixtrain.bench.arms import OrdinaryArm, step_seconds
 from radixtrain.bench.work import Work, with_ordinary_batch_size
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
@@ -40,7 +40,7 @@ def fastest_ordinary(
     runs = {size: (arm, each) for size, each in tried.items() if _fits(model, arm, each)}
     if not runs:
         raise UserError(f"{work.cell}: the device's memory holds no ordinary micro-batch of {list(sizes)} sequences")
-    turns = seconds_in_turns(model, runs, repeats)
+    turns = step_seconds(model, runs, repeats)
     seconds = {size: statistics.median(turns[size]) if size in turns else math.inf for size in sizes}
     return tried[min(seconds, key=lambda size: seconds[size])], seconds
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, seconds_in_turns
+from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, step_seconds
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model
 from radixtrain.bench.check import check_arms
-from radixtrain.bench.memory import peak_bytes
 from radixtrain.bench.work import Work, make_work, work_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
+from radixtrain.timing import peak_bytes
 
 __all__ = [
     "Cell",
@@ -165,7 +165,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     try:
         errors = check_arms(model, work, ordinary, radix, settings.float64_truth)
         peaks = {arm: _peak(model, work, arm) for arm in timed}
-        turns = seconds_in_turns(model, {arm: (arm, work) for arm in timed}, settings.repeats)
+        turns = step_seconds(model, {arm: (arm, work) for arm in timed}, settings.repeats)
     finally:
         restore_model(model)
         model.zero_grad(set_to_none=True)

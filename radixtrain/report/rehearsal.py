@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from radixtrain.bench.memory import peak_bytes
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import predict
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.report.cases import ARMS, Arm, Case, largest, smallest
+from radixtrain.timing import peak_bytes
 
 __all__ = ["Rehearsal", "Timed", "num_bytes", "rehearse"]
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from radixtrain import loss as fused
-from radixtrain.bench.memory import peak_bytes
 from radixtrain.kernels import loss_chunks
+from radixtrain.timing import peak_bytes
 
 CPU = torch.device("cpu")
 Samples = Sequence[tuple[float, float]]

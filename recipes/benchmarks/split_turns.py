@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from radixtrain.bench.arms import OrdinaryArm, RadixArm, seconds_in_turns
+from radixtrain.bench.arms import OrdinaryArm, RadixArm, step_seconds
 from radixtrain.bench.baseline import fastest_ordinary
 from radixtrain.bench.environment import header
 from radixtrain.bench.measure import GivenBatch, ModelShape, Work, build_model, work_of
@@ -154,7 +154,7 @@ def timed(model: Any, works: dict[str, Work], repeats: int) -> dict[str, list[fl
     ordinary, _ = fastest_ordinary(model, works["split"], (1, 4, 16), repeats=1)
     radix = RadixArm(plain_head=plain_head, attention="auto")
     runs = {arm: (radix, with_choices(work, step_cost)) for arm, work in works.items()}
-    turns = seconds_in_turns(model, {**runs, ARMS[2]: (OrdinaryArm(plain_head=plain_head), ordinary)}, repeats + 1)
+    turns = step_seconds(model, {**runs, ARMS[2]: (OrdinaryArm(plain_head=plain_head), ordinary)}, repeats + 1)
     return {arm: seconds[1:] for arm, seconds in turns.items()}
 
 

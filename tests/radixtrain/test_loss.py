@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.autograd import gradcheck
 from torch.nn.functional import cross_entropy, linear
 
-from radixtrain.bench.memory import peak_bytes
 from radixtrain.kernels import loss_chunks
 from radixtrain.loss import (
     clipped_policy_loss,
@@ -21,6 +20,7 @@ from radixtrain.loss import (
     logits_logprobs,
 )
 from radixtrain.testing import assert_within_reference_error, relative_error
+from radixtrain.timing import peak_bytes
 
 NAMES = ("loss", "d_hidden", "d_weight", "d_bias")
 R, D, V = 13, 6, 11

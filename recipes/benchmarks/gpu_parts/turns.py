@@ -19,8 +19,8 @@ from torch import Tensor
 
 from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm
 from radixtrain.bench.cells import Cell, GivenBatch
-from radixtrain.bench.memory import peak_bytes
 from radixtrain.bench.work import Work, work_of
+from radixtrain.timing import peak_bytes
 
 __all__ = ["Turns", "fitting_work", "take_turns"]
 

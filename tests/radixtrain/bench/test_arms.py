@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from radixtrain.bench.arms import OrdinaryArm, RadixArm, seconds_in_turns
+from radixtrain.bench.arms import OrdinaryArm, RadixArm, step_seconds
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model
 from radixtrain.bench.measure import Settings, measure
 from radixtrain.bench.work import make_work, with_ordinary_batch_size, work_of
@@ -84,11 +84,10 @@ def test_a_head_that_is_more_than_one_matrix_is_computed_as_a_whole() -> None:
     assert result.measured_speedup
 
 
-def test_runs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-    monkeypatch.setattr(OrdinaryArm, "run_step", lambda self, model, work: order.append(str(self)))
-    monkeypatch.setattr(RadixArm, "run_step", lambda self, model, work: order.append(str(self)))
+def test_every_step_starts_without_gradients() -> None:
     model, work = model_of(), make_work(FLAT)
-    seconds = seconds_in_turns(model, {arm: (arm, work) for arm in (ORDINARY, CASCADE)}, 3)
-    assert order == ["ordinary", "cascade"] * 3
-    assert [len(turns) for turns in seconds.values()] == [3, 3]
+    seconds = step_seconds(model, {arm: (arm, work) for arm in (ORDINARY, CASCADE)}, 2)
+    assert [len(turns) for turns in seconds.values()] == [2, 2] and min(map(min, seconds.values())) > 0
+    once = [x.grad.clone() for x in model.parameters()]
+    step_seconds(model, {CASCADE: (CASCADE, work)}, 1)
+    assert all(torch.equal(x.grad, grad) for x, grad in zip(model.parameters(), once, strict=True))

@@ -29,7 +29,7 @@ class TestFastestOrdinary:
             tried.update({size: len(work.ordinary) for size, (_, work) in runs.items()})
             return {size: [9.0, abs(size - 3.0), 0.0] for size in runs}
 
-        monkeypatch.setattr(radixtrain.bench.baseline, "seconds_in_turns", timed)
+        monkeypatch.setattr(radixtrain.bench.baseline, "step_seconds", timed)
         work, seconds = fastest_ordinary(model_of(), work_of(RAGGED, ragged_features), (2, 3, 50, None))
         assert tried == {2: 4, 3: 3, 8: 1}  # more than there are means all of them, tried once
         assert seconds == {2: 1.0, 3: 0.0, 8: 5.0}

@@ -1,0 +1,86 @@
+"""How long a function takes, and how much memory it holds at most. Waits for the device; several functions take turns.
+
+seconds_of(step, device)                                                 # once
+seconds_in_turns({"ordinary": a, "radix": b}, device, repeats=5)         # A B A B ..., so that a machine that slows
+                                                                         # down slows both
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["peak_bytes", "seconds_in_turns", "seconds_of"]
+
+K = TypeVar("K")
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run, until the device has finished it."""
+    _wait_for(device)
+    start = time.perf_counter()
+    run()
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def seconds_in_turns(
+    runs: Mapping[K, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    *,
+    num_warmups: int = 0,
+    before: Callable[[K], object] = lambda _: None,
+) -> dict[K, list[float]]:
+    """Seconds of each run, `repeats` of each, in turns.
+
+    num_warmups: turns before these, which are not returned.
+    before: called with the name of a run before each of its turns, untimed.
+    """
+    seconds: dict[K, list[float]] = {name: [] for name in runs}
+    for _ in range(num_warmups + repeats):
+        for name, run in runs.items():
+            before(name)
+            seconds[name].append(seconds_of(run, device))
+    return {name: turns[num_warmups:] for name, turns in seconds.items()}
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """How many bytes torch's allocations on `device` rise while `run` runs, at most.
+
+    On CUDA this is what the caching allocator counts (`torch.cuda.max_memory_allocated`). On CPU it is the running sum
+    of the allocations and frees that torch's profiler records, which is exact and the same every time; it slows the run
+    down. Buffers inside operators and what autograd saves are counted; rounding to pages, Python's objects and scratch
+    memory of the math libraries are not. The resident set would not do: it is the high-water mark of everything before.
+    """
+    return _peak_cuda_bytes(run, device) if device.type == "cuda" else _peak_cpu_bytes(run)
+
+
+def _peak_cuda_bytes(run: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_cpu_bytes(run: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says on stderr that it starts and stops
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes, initial=0))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
