@@ -3,7 +3,11 @@
 They are counted for a forward pass, a multiply-add as two. The backward pass costs twice as much in both arms, so the
 ratio is that of a training step.
 
-- linear layers: 2 x parameters x tokens (T against U); recurrent ones too (`radixtrain/bench/recurrent.py`);
+- linear layers: 2 x parameters x tokens (T against U);
+- recurrent layers: the same, and 6 x numbers of their state x tokens. What the state says of a token is taken out, the
+  token is put in, and the output is read: the gated delta rule (arXiv 2412.06464, section 3),
+  `S_t = a_t (S_{t-1} - b_t (S_{t-1} k_t) k_t') + b_t v_t k_t'`, `o_t = S_t q_t`. A state space (Mamba 2, arXiv
+  2405.21060) takes nothing out and is counted the same. Kernels that work in chunks do more;
 - attention: 2 x heads x (head dim of keys + of values) x (query, key) pairs in each layer that attends: `sum L (L + 1)
   / 2` against those of the trie;
 - head and loss: 2 x hidden x vocabulary x rows (labelled tokens against distinct predictors).
@@ -11,17 +15,28 @@ ratio is that of a training step.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModel
 
-from radixtrain.bench.recurrent import mixed_layers
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, first_line
+from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.layer_kinds import ALIKE, LayerKinds, kinds_of_mixers
+from radixtrain.hf.recurrent.running import cache_argument
+from radixtrain.hf.recurrent.states import ForkedStates
+from radixtrain.hf.refusals import EXACT_LAYERS
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.tree.plan import PrefixPlan
 
 __all__ = ["StepFlops", "ordinary_flops", "unique_flops"]
+
+USES_OF_STATE = 3  # multiply-adds with each number of a state
+_mixers: dict[str, tuple[LayerKinds, int]] = {}  # by configuration, which is asked for with each micro-batch
 
 
 @dataclass(frozen=True)
@@ -63,13 +78,46 @@ def _flops(config: Any, num_tokens: int, num_pairs: int, num_predictions: int) -
     model = ModelDimensions.of(config)
     if model.intermediate_size is None:
         raise UserError(f"{type(config).__name__} does not say the width of its MLP, so its flops cannot be counted")
-    layers = mixed_layers(config)
-    num_attention, num_mlps = (model.num_hidden_layers * x for x in (layers.kinds.attention, layers.kinds.mlps))
+    kinds, mixing = _kinds_and_mixing(config)
+    num_attention, num_mlps = (model.num_hidden_layers * x for x in (kinds.attention, kinds.mlps))
     in_mlps = num_mlps * model.mlp_parameters(model.intermediate_size)
-    parameters = num_attention * model.attention_parameters + in_mlps + layers.mixing
+    parameters = num_attention * model.attention_parameters + in_mlps + mixing
     per_pair = model.num_attention_heads * (model.head_dim + model.v_head_dim)
     return StepFlops(
         linear=2.0 * parameters * num_tokens,
         attention=2.0 * num_attention * per_pair * num_pairs,
         head=2.0 * model.hidden_size * model.vocab_size * num_predictions,
     )
+
+
+def _kinds_and_mixing(config: Any) -> tuple[LayerKinds, int]:
+    """What the mean layer has, and the multiply-adds of all recurrent mixers for a token. UserError if unknown."""
+    config = config.get_text_config()
+    if all(kind in EXACT_LAYERS for kind in getattr(config, "layer_types", None) or ()):
+        return ALIKE, 0
+    key = config.to_json_string(use_diff=False)
+    if key not in _mixers:
+        _mixers[key] = _counted_on_meta(deepcopy(config))
+    return _mixers[key]
+
+
+def _counted_on_meta(config: Any) -> tuple[LayerKinds, int]:
+    """Counted on a model without memory."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            decoder = parts_of(AutoModel.from_config(config, trust_remote_code=False)).decoder
+            mixing = sum(number * _multiply_adds(mixer, decoder.config) for mixer, number in kinds_of_mixers(decoder))
+    except (ValueError, ImportError, RuntimeError, IndexError, AttributeError) as error:
+        reason = f"{type(config).__name__}: its recurrent layers cannot be counted: {first_line(error)}"
+        raise UserError(reason) from error
+    return LayerKinds.of(decoder), mixing
+
+
+def _multiply_adds(mixer: nn.Module, config: Any) -> int:
+    """Of a mixer on the meta device, for a token."""
+    states = ForkedStates()
+    x = torch.empty(1, 2, config.hidden_size, dtype=config.dtype)
+    with torch.no_grad():
+        mixer(x, **{cache_argument(mixer): states})
+    state = sum(final.numel() for (kind, _), final in states.final.items() if kind == "recurrent")
+    return sum(parameter.numel() for parameter in mixer.parameters()) + USES_OF_STATE * state

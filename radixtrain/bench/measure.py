@@ -5,42 +5,48 @@ that slows down slows both. The ordinary arm is the best that a user has: Huggin
 (the sequences of a `Cell` are equally long, so there is no padding), the head only on tokens that predict, and the same
 loss. Batches are on the device before the clock starts, because a trainer makes plans in its DataLoader workers.
 
-Work is measured only if both arms compute the same (`radixtrain/bench/check.py`). That check and then memory come
-first, untimed.
-
     model = build_model(shape, device, dtype, "sdpa")
     results = measure(model, make_work(Cell(shape, 512, 64, 16)), Settings())
     results = measure(model, work_of(GivenBatch(shape, "my data", len(features)), features), Settings())
+
+Before a step is timed, both arms must compute the same: in a `step` the loss and the gradient of every parameter, in a
+`forward` the loss and the last hidden state of every token.
+
+- float32: against the ordinary arm, at most `DIRECT_BAR` apart in relative L2;
+- bfloat16: both arms against the ordinary model on the same weights in float32, one sequence at a time;
+- `float64_truth`, and for a model with recurrent layers: both arms against the same in float64. The gradient of a decay
+  is a sum of terms that cancel, so two float32 runs are 1e-4 apart in it.
+
+The last two have the bars of `radixtrain verify`, which follow from the rounding of the ordinary arm.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, step_seconds
-from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model
-from radixtrain.bench.check import check_arms
-from radixtrain.bench.work import Work, make_work, work_of
+from radixtrain.bench.cells import Cell, GivenBatch
+from radixtrain.bench.work import Work
+from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
+from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.timing import peak_bytes
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_one_by_one, weights_in
+from radixtrain.verification.report import EquivalenceReport, Rung
 
-__all__ = [
-    "Cell",
-    "GivenBatch",
-    "Measured",
-    "ModelShape",
-    "Settings",
-    "Work",
-    "build_model",
-    "make_work",
-    "measure",
-    "work_of",
-]
+__all__ = ["Measured", "Settings", "measure"]
+
+# Float32 against float32, in the middle between rounding and a mistake: two orders of summation are 1e-6 apart, on one
+# processor more than on another, and a missing branch label 1e-2.
+DIRECT_BAR = 1e-4
+OUTPUT = "last_hidden_state"
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     radix = [RadixArm(attention=name, kernel=settings.kernel, plain_head=plain_head) for name in settings.attention]
     timed: list[Arm] = [ordinary, *radix] if settings.ordinary else [*radix]
     try:
-        errors = check_arms(model, work, ordinary, radix, settings.float64_truth)
+        errors = _check(model, work, ordinary, radix, settings.float64_truth)
         peaks = {arm: _peak(model, work, arm) for arm in timed}
         turns = step_seconds(model, {arm: (arm, work) for arm in timed}, settings.repeats)
     finally:
@@ -197,3 +203,63 @@ def _peak(model: PreTrainedModel, work: Work, arm: Arm) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if work.cell.mode == "step" else None
     return peak_bytes(lambda: arm.run_step(model, work), next(model.parameters()).device)
+
+
+def _check(
+    model: PreTrainedModel, work: Work, ordinary: OrdinaryArm, radix: Sequence[RadixArm], float64_truth: bool
+) -> dict[RadixArm, float]:
+    """The worst error of each radix arm. Raises UserError that names the parameter if one is not the ordinary arm's."""
+    expected = _answer(model, work, ordinary)
+    truth = _truth(model, work, ordinary, float64_truth or bool(mixers_of(model))) or expected
+    errors = {}
+    for arm in radix:
+        answer = _answer(model, work, arm)
+        precision = str(model.dtype).removeprefix("torch.")
+        rung = compare_gradients(precision, truth, expected, answer)
+        reason = _apart(rung) if truth is expected else EquivalenceReport((rung,)).reason
+        if reason:
+            raise UserError(f"{work.cell}, {arm}: {reason}. Its times would compare different things")
+        errors[arm] = rung.worst.radix
+    return errors
+
+
+def _apart(rung: Rung) -> str:
+    """Why two float32 runs are not the same, with the name of the tensor; empty if they are."""
+    worst = rung.worst
+    if not worst.radix <= DIRECT_BAR:
+        radix, ordinary, _ = worst.values
+        return (
+            f"{rung.precision}: NOT EQUAL: {worst.name} is {worst.radix:.1e} from the ordinary arm's, at most "
+            f"{DIRECT_BAR:.0e} is rounding; worst element {list(worst.place)}: radix {radix:.9g}, ordinary "
+            f"{ordinary:.9g}"
+        )
+    if not rung.loss_error <= DIRECT_BAR:
+        return (
+            f"{rung.precision}: NOT EQUAL: the loss is {rung.radix_loss:.9g}, the ordinary arm's {rung.truth_loss:.9g}"
+        )
+    return ""
+
+
+def _truth(model: PreTrainedModel, work: Work, ordinary: OrdinaryArm, in_float64: bool) -> Gradients | None:
+    """The answer of the ordinary model in a wider dtype; None for a float32 model without `in_float64`."""
+    if not in_float64 and model.dtype == torch.float32:
+        return None
+    ordinary.prepare(model)
+    with float64_throughout(model) if in_float64 else weights_in(model, torch.float32):
+        if work.cell.mode == "forward":
+            return _answer(model, work, ordinary)
+        return _on_host(gradients_of(model, lambda: ordinary_one_by_one(model, work.features)))
+
+
+def _answer(model: PreTrainedModel, work: Work, arm: Arm) -> Gradients:
+    """Loss and gradients, or loss and hidden states, of an arm; on the host, which has room for two more of them."""
+    arm.prepare(model)
+    if work.cell.mode == "step":
+        return _on_host(gradients_of(model, lambda: arm.loss_terms(model, work)))
+    with torch.no_grad():
+        loss = sum(term.item() for term in arm.loss_terms(model, work))
+        return _on_host(Gradients(loss, {OUTPUT: arm.hidden_states(model, work)}))
+
+
+def _on_host(answer: Gradients) -> Gradients:
+    return Gradients(answer.loss, {name: tensor.cpu() for name, tensor in answer.tensors.items()})

@@ -1,4 +1,4 @@
-"""Results as a table for people and as a CSV for programs."""
+"""Results as a table and a picture for people, and as a CSV for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from radixtrain.bench.measure import Measured
 
-__all__ = ["print_table", "table", "write_csv"]
+__all__ = ["draw", "print_table", "table", "write_csv"]
 
 # Columns of the CSV: attributes of the model's configuration, of the cell and of the result.
 SHAPE_FIELDS = (
@@ -83,6 +83,29 @@ def write_csv(path: Path, results: Iterable[Measured], environment: dict[str, An
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def draw(results: Sequence[Measured], path: Path) -> None:
+    """Measured against ideal, a point for each result; points on the diagonal reach the ideal."""
+    from matplotlib.figure import Figure  # here, so that a benchmark without a picture does not need it
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+
+    points = [(m.attention, m.ideal_speedup, m.measured_speedup) for m in results if m.measured_speedup is not None]
+    ends = [min((min(point[1:]) for point in points), default=1.0) / 1.2]
+    ends.append(max((max(point[1:]) for point in points), default=2.0) * 1.2)
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(ends, ends, color="grey", linewidth=1, label="ideal", zorder=0)
+    for strategy in dict.fromkeys(point[0] for point in points):
+        axes.scatter(*zip(*(point[1:] for point in points if point[0] == strategy), strict=True), label=strategy)
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log", base=2)
+        axis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(ScalarFormatter())
+    axes.set(xlabel="ideal speed-up (floating-point operations)", ylabel="measured speed-up", xlim=ends, ylim=ends)
+    axes.legend()
+    figure.savefig(path)
 
 
 def _blocks(shown: dict[str, list[str]]) -> list[str]:

@@ -14,13 +14,12 @@ from typing import Literal
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.bench.cells import Mode, Tree
+from radixtrain.bench.cells import Cell, Mode, ModelShape, Tree, build_model
 from radixtrain.bench.environment import environment, header
-from radixtrain.bench.measure import Cell, Measured, ModelShape, Settings, build_model, make_work, measure
+from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.options import Attention, check_options, grid, strategies
-from radixtrain.bench.plot import draw
-from radixtrain.bench.table import print_table, write_csv
-from radixtrain.bench.work import with_choices
+from radixtrain.bench.table import draw, print_table, write_csv
+from radixtrain.bench.work import make_work, with_choices
 from radixtrain.hf.calibration import calibrate
 
 __all__ = ["bench", "run"]
@@ -85,7 +84,6 @@ def bench(
         repeats=repeats,
         num_threads=num_threads,
         device=device,
-        dtype=dtype,
         csv=csv,
         max_teraflops=max_teraflops,
         plot=plot,

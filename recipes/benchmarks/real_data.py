@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from fastest_ordinary import fastest_ordinary
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.bench.baseline import fastest_ordinary
+from radixtrain.bench.cells import GivenBatch, ModelShape, build_model
 from radixtrain.bench.environment import environment, header
-from radixtrain.bench.measure import GivenBatch, Measured, ModelShape, Settings, Work, build_model, measure, work_of
+from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.options import check_options, strategies
 from radixtrain.bench.table import print_table, write_csv
-from radixtrain.bench.work import with_choices
+from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
@@ -64,8 +65,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--attention", nargs="+", default=["auto"])
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--attn_implementation", default="sdpa")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num_threads", type=int)
     parser.add_argument("--csv")
@@ -74,7 +75,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def compare(options: argparse.Namespace) -> None:
     """Measure the files one by one, then print one table."""
-    checked = ("repeats", "num_threads", "device", "dtype", "csv")
+    checked = ("repeats", "num_threads", "device", "csv")
     check_options(**{name: getattr(options, name) for name in checked})
     for name in ("num_rows", "max_tokens", "layers", "hidden", "head_dim"):
         if getattr(options, name) < 1:

@@ -23,8 +23,8 @@ from transformers.models.auto import AutoModelForCausalLM
 from radixtrain import calibrate
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, features_of_cell
 from radixtrain.bench.environment import header
-from radixtrain.bench.measure import Measured, Settings, measure, work_of
-from radixtrain.bench.work import Work, with_choices
+from radixtrain.bench.measure import Measured, Settings, measure
+from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
 

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from fastest_ordinary import fastest_ordinary
 
 from radixtrain.bench.arms import OrdinaryArm, RadixArm, step_seconds
-from radixtrain.bench.baseline import fastest_ordinary
+from radixtrain.bench.cells import GivenBatch, ModelShape, build_model
 from radixtrain.bench.environment import header
-from radixtrain.bench.measure import GivenBatch, ModelShape, Work, build_model, work_of
-from radixtrain.bench.work import with_choices
+from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.errors import UserError

@@ -11,8 +11,7 @@ from gpu_parts.run import Run
 
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.attention import EVERYWHERE, choose_attention
-from radixtrain.bench.cells import features_of_cell
-from radixtrain.bench.measure import Cell, ModelShape, build_model
+from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 
 __all__ = ["PART", "equivalence", "takes_tree", "ways"]

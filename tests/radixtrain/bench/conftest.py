@@ -1,9 +1,27 @@
-"""Sequences that differ in length, as a user's own do."""
+"""A small shape, and sequences that differ in length, as a user's own do."""
 
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from radixtrain.bench.cells import Cell, ModelShape, build_model
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    return ModelShape(num_hidden_layers=2, hidden_size=32, head_dim=8, vocab_size=97)
+
+
+@pytest.fixture
+def flat(shape: ModelShape) -> Cell:
+    return Cell(shape, prompt_length=40, suffix_length=6, num_sequences=8)
+
+
+@pytest.fixture
+def model(shape: ModelShape) -> Any:
+    return build_model(shape, torch.device("cpu"), torch.float32, "sdpa")
 
 
 @pytest.fixture

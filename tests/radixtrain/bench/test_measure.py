@@ -1,38 +1,21 @@
-"""What is measured of a cell, and that its numbers can be true."""
+"""What is measured of a cell, that its numbers can be true, and that arms that differ are not timed."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiers import FULL, cases
+from torch import Tensor
 
-from radixtrain.bench.measure import (
-    Cell,
-    GivenBatch,
-    Measured,
-    ModelShape,
-    Settings,
-    build_model,
-    make_work,
-    measure,
-    work_of,
-)
+import radixtrain.hf.attention
+from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model
+from radixtrain.bench.measure import Settings, measure
+from radixtrain.bench.work import make_work, work_of
+from radixtrain.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[3]
-SHAPE = ModelShape(num_hidden_layers=2, hidden_size=32, head_dim=8, vocab_size=97)
-FLAT = Cell(SHAPE, prompt_length=40, suffix_length=6, num_sequences=8)
-NESTED = replace(FLAT, tree="nested")
-RAGGED = GivenBatch(SHAPE, "8 of train.jsonl", 8)
-
-
-def model_of(dtype: torch.dtype = torch.float32) -> Any:
-    return build_model(SHAPE, torch.device("cpu"), dtype, "sdpa")
-
-
-def measured(cell: Cell, **settings: Any) -> list[Measured]:
-    return measure(model_of(), make_work(cell), Settings(repeats=1, **settings))
+CASCADE = Settings(("cascade",), repeats=1)
 
 
 @FULL
@@ -43,7 +26,9 @@ import sys
 for name in ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb", "flash_attn", "peft", "trl"):
     sys.modules[name] = None
 import torch
-from radixtrain.bench.measure import Cell, ModelShape, Settings, build_model, make_work, measure
+from radixtrain.bench.cells import Cell, ModelShape, build_model
+from radixtrain.bench.measure import Settings, measure
+from radixtrain.bench.work import make_work
 shape = ModelShape(num_hidden_layers=1, hidden_size=16, head_dim=8, vocab_size=50)
 model = build_model(shape, torch.device("cpu"), torch.float32, "sdpa")
 (result,) = measure(model, make_work(Cell(shape, 8, 3, 4)), Settings(("cascade",), repeats=1))
@@ -54,73 +39,130 @@ print(result.num_tokens, result.num_unique_tokens)
     assert ran.printed().split() == ["44", "20"]
 
 
-class TestMeasure:
-    @pytest.mark.parametrize("mode", cases(["step", "forward"], ["step"]))
-    @pytest.mark.parametrize("max_tokens", cases([None, 40], [40]))
-    def test_they_are_checked_and_measured(self, mode: Any, max_tokens: int | None, ragged_features: Any) -> None:
-        work = work_of(replace(RAGGED, mode=mode), ragged_features, 3, max_tokens)
-        (result,) = measure(model_of(), work, Settings(("cascade",), repeats=1))
-        assert (result.num_tokens, result.num_unique_tokens) == (200, 77)
-        assert (result.best_r is None) == (max_tokens is None) and (result.best_r or result.r) >= result.r
-        assert result.measured_speedup
+@pytest.mark.parametrize("mode", cases(["step", "forward"], ["step"]))
+@pytest.mark.parametrize("max_tokens", cases([None, 40], [40]))
+def test_given_rows(mode: Any, max_tokens: int | None, shape: ModelShape, model: Any, ragged_features: Any) -> None:
+    work = work_of(GivenBatch(shape, "8 of train.jsonl", 8, mode), ragged_features, 3, max_tokens)
+    (result,) = measure(model, work, CASCADE)
+    assert (result.num_tokens, result.num_unique_tokens) == (200, 77)
+    assert (result.best_r is None) == (max_tokens is None) and (result.best_r or result.r) >= result.r
+    assert result.measured_speedup
+
+
+@pytest.mark.parametrize(
+    "changes",
+    cases([{}, {"tree": "nested"}, {"num_sequences": 1}, {"tree": "nested", "mode": "forward"}], [{"tree": "nested"}]),
+)
+def test_every_strategy_is_measured(changes: dict[str, Any], model: Any, flat: Cell) -> None:
+    cell, strategies = replace(flat, **changes), ("cascade", "path", "expand")
+    results = measure(model, make_work(cell), Settings(strategies, repeats=1))
+    assert tuple(result.attention for result in results) == strategies
+    for result in results:
+        assert result.num_tokens == cell.num_sequences * 46
+        assert result.ordinary_seconds and result.ordinary_seconds > 0 and result.radix_seconds > 0
+
+
+@pytest.mark.parametrize("mode", cases(["step", "forward"], ["step"]))
+def test_unique_tokens_hold_less_memory(mode: Any, model: Any, flat: Cell) -> None:
+    cell = replace(flat, prompt_length=200, num_sequences=16, mode=mode)
+    first, again = (measure(model, make_work(cell), CASCADE)[0] for _ in range(2))
+    assert first.r > 10 and first.ordinary_peak_bytes
+    assert 3 * first.radix_peak_bytes < first.ordinary_peak_bytes == again.ordinary_peak_bytes
+    hidden_states = cell.num_sequences * 206 * 32 * 4  # (T, D) once; a forward pass holds several
+    assert 3 * hidden_states < first.ordinary_peak_bytes < 2**27
+    assert first.radix_peak_bytes == again.radix_peak_bytes
+
+
+@FULL
+def test_a_forward_pass_holds_less_than_a_step(model: Any, flat: Cell) -> None:
+    (step,), (forward,) = (measure(model, make_work(replace(flat, mode=mode)), CASCADE) for mode in ("step", "forward"))
+    assert forward.radix_peak_bytes < step.radix_peak_bytes
+    assert forward.ordinary_peak_bytes < step.ordinary_peak_bytes
+
+
+def test_the_model_comes_back(model: Any, flat: Cell) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measure(model, make_work(flat), Settings(repeats=1))
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@FULL
+def test_nothing_to_share_holds_as_much_memory(model: Any, flat: Cell) -> None:
+    (result,) = measure(model, make_work(replace(flat, prompt_length=0, suffix_length=40)), CASCADE)
+    assert result.r == result.ideal_speedup == 1.0
+    assert result.memory_ratio and result.memory_ratio > 0.8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", cases(["step", "forward"], ["step"]))
+@pytest.mark.parametrize("float64_truth", cases([False, True], [False]))
+def test_every_truth(dtype: torch.dtype, mode: Any, float64_truth: bool, shape: ModelShape, flat: Cell) -> None:
+    model = build_model(shape, torch.device("cpu"), dtype, "sdpa")
+    settings = Settings(("cascade",), repeats=1, float64_truth=float64_truth)
+    (result,) = measure(model, make_work(replace(flat, mode=mode)), settings)
+    assert result.error >= (1e-4 if dtype == torch.bfloat16 else 0.0), "it was not run in 16 bits"
+
+
+@FULL
+def test_recurrent_layers_are_checked_against_float64(shape: ModelShape, flat: Cell) -> None:
+    """Between two float32 runs the gradient of a decay differs by more than the bar."""
+    hybrid = replace(shape, family="qwen3_5", num_hidden_layers=4)
+    model = build_model(hybrid, torch.device("cpu"), torch.float32, "sdpa")
+    (result,) = measure(model, make_work(replace(flat, model=hybrid)), CASCADE)
+    assert result.error > 0 and 1 < result.ideal_speedup < result.r
+
+
+@pytest.fixture
+def scaled_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
+    """`scaled_attention(by, backward)`: keys, or only the gradients of the keys, off by this factor."""
+    attend = radixtrain.hf.attention.tree_attention
+
+    def install(by: float, backward: bool) -> None:
+        def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+            wrong = key + by * (key - key.detach()) if backward else key * (1 + by)
+            return attend(query, wrong, value, *args, **options)
+
+        monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
+
+    return install
+
+
+class TestRefusal:
+    """Of arms that do not compute the same."""
 
     @pytest.mark.parametrize(
-        "cell", cases([FLAT, NESTED, replace(FLAT, num_sequences=1), replace(NESTED, mode="forward")], [NESTED])
+        ("by", "float64_truth", "named"),
+        [
+            (1e-3, False, r"model\.layers\.\d\.self_attn\.k_"),
+            pytest.param(1e-3, True, r"model\.layers\.\d\.self_attn\.k_", marks=FULL),
+            (float("nan"), False, "model"),
+        ],
     )
-    def test_every_strategy_is_measured(self, cell: Cell) -> None:
-        strategies = ("cascade", "path", "expand")
-        results = measured(cell, attention=strategies)
-        assert tuple(result.attention for result in results) == strategies
-        for result in results:
-            assert result.num_tokens == cell.num_sequences * 46
-            assert result.ordinary_seconds > 0 and result.radix_seconds > 0
-            assert result.efficiency == result.measured_speedup / result.ideal_speedup
-            assert result.radix_tokens_per_second == result.num_tokens / result.radix_seconds
+    def test_a_wrong_backward_pass(
+        self, scaled_attention: Any, by: float, float64_truth: bool, named: str, model: Any, flat: Cell
+    ) -> None:
+        scaled_attention(by, True)
+        with pytest.raises(UserError, match=f"cascade: float32: NOT EQUAL: {named}"):
+            measure(model, make_work(flat), Settings(("cascade",), repeats=1, float64_truth=float64_truth))
 
-    @pytest.mark.parametrize("mode", cases(["step", "forward"], ["step"]))
-    def test_unique_tokens_hold_less_memory(self, mode: Any) -> None:
-        cell = replace(FLAT, prompt_length=200, num_sequences=16, mode=mode)
-        (result,) = measured(cell, attention=("cascade",))
-        assert result.r > 10
-        assert 3 * result.radix_peak_bytes < result.ordinary_peak_bytes
-        hidden_states = cell.num_sequences * 206 * 32 * 4  # (T, D) once; a forward pass holds several
-        assert 3 * hidden_states < result.ordinary_peak_bytes < 2**27
+    def test_several_micro_batches_without_a_timed_ordinary_arm(
+        self, scaled_attention: Any, shape: ModelShape, model: Any, ragged_features: Any
+    ) -> None:
+        scaled_attention(1e-3, True)
+        work = work_of(GivenBatch(shape, "8 of train.jsonl", 8), ragged_features, 3, 40)
+        with pytest.raises(UserError, match=r"8 of train\.jsonl, step, cascade: float32: NOT EQUAL: model\.layers"):
+            measure(model, work, Settings(("cascade",), repeats=1, ordinary=False))
 
-    @FULL
-    def test_memory_is_the_same_every_time(self) -> None:
-        first, second = (measured(FLAT, attention=("cascade",))[0] for _ in range(2))
-        assert first.ordinary_peak_bytes == second.ordinary_peak_bytes
-        assert first.radix_peak_bytes == second.radix_peak_bytes
-
-    @FULL
-    def test_a_forward_pass_holds_less_than_a_step(self) -> None:
-        (step,) = measured(FLAT, attention=("path",))
-        (forward,) = measured(replace(FLAT, mode="forward"), attention=("path",))
-        assert forward.radix_peak_bytes < step.radix_peak_bytes
-        assert forward.ordinary_peak_bytes < step.ordinary_peak_bytes
-
-    def test_the_model_comes_back(self) -> None:
-        model = model_of()
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        measure(model, make_work(FLAT), Settings(repeats=1))
+    def test_a_wrong_forward_pass_and_the_model_comes_back(self, scaled_attention: Any, model: Any, flat: Cell) -> None:
+        scaled_attention(1e-2, False)
+        with pytest.raises(UserError, match="NOT EQUAL: last_hidden_state"):
+            measure(model, make_work(replace(flat, mode="forward")), Settings(("path",), repeats=1))
         assert model.config._attn_implementation == "sdpa"
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
     @FULL
-    def test_nothing_to_share_holds_as_much_memory(self) -> None:
-        (result,) = measured(replace(FLAT, prompt_length=0, suffix_length=40), attention=("cascade",))
-        assert result.r == result.ideal_speedup == 1.0
-        assert result.memory_ratio == result.ordinary_peak_bytes / result.radix_peak_bytes > 0.8
-
-    @pytest.mark.parametrize("mode", cases(["step", "forward"], ["step"]))
-    def test_without_a_timed_ordinary_arm(self, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("radixtrain.bench.work.UNTIMED_TOKENS", 3 * 46)
-        work = make_work(replace(FLAT, mode=mode), is_ordinary_timed=False)
-        assert [len(batch.members) for batch in work.ordinary] == [3, 3, 2]
-        (result,) = measure(model_of(), work, Settings(("cascade",), repeats=2, ordinary=False))
-        nothing = (result.ordinary_seconds, result.measured_speedup, result.efficiency, result.memory_ratio)
-        assert nothing == (None, None, None, None) and result.highest_speedup is None
-        assert result.microseconds_per_unique_token == 1e6 * result.radix_seconds / (40 + 8 * 6)
-        assert result.lowest_radix_seconds <= result.radix_seconds <= result.highest_radix_seconds
-        assert result.error > 0 and result.radix_peak_bytes > 0
+    def test_in_16_bits(self, scaled_attention: Any, shape: ModelShape, flat: Cell) -> None:
+        scaled_attention(1.0, True)
+        with pytest.raises(UserError, match="bfloat16: NOT EQUAL"):
+            measure(build_model(shape, torch.device("cpu"), torch.bfloat16, "sdpa"), make_work(flat), CASCADE)

@@ -1,9 +1,7 @@
-"""The ordinary arm of sequences that differ in length: how many of them in a micro-batch are fastest here?
+"""The ordinary arm of sequences that differ in length, in the fastest of several sizes of a micro-batch.
 
-Few have little padding, many keep the cores busy. A user would try several, so the baseline is the fastest of several.
+Few sequences have little padding, many keep the cores busy. A user would try several.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
@@ -35,17 +33,17 @@ def fastest_ordinary(
     # sdpa is fastest without a mask; other kernels skip the padding that a mask shows them
     keep_mask = model.config._attn_implementation != "sdpa"
     sizes = dict.fromkeys(min(size or len(work.lengths), len(work.lengths)) for size in batch_sizes)
-    tried = {size: with_ordinary_batch_size(work, size, keep_mask).to(device) for size in sizes}
+    works = {size: with_ordinary_batch_size(work, size, keep_mask).to(device) for size in sizes}
     arm = OrdinaryArm(plain_head=has_plain_head(model))
-    runs = {size: (arm, each) for size, each in tried.items() if _fits(model, arm, each)}
+    runs = {size: (arm, each) for size, each in works.items() if fits(model, arm, each)}
     if not runs:
         raise UserError(f"{work.cell}: the device's memory holds no ordinary micro-batch of {list(sizes)} sequences")
     turns = step_seconds(model, runs, repeats)
     seconds = {size: statistics.median(turns[size]) if size in turns else math.inf for size in sizes}
-    return tried[min(seconds, key=lambda size: seconds[size])], seconds
+    return works[min(seconds, key=lambda size: seconds[size])], seconds
 
 
-def _fits(model: PreTrainedModel, arm: OrdinaryArm, work: Work) -> bool:
+def fits(model: PreTrainedModel, arm: OrdinaryArm, work: Work) -> bool:
     """The turn that is not timed."""
     arm.prepare(model)
     try:
