@@ -105,7 +105,7 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     from radixtrain.bench.environment import processor
-    from radixtrain.report.wording import bytes_text
+    from radixtrain.report.formatting import bytes_text
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -151,7 +151,7 @@ def _attention() -> Iterator[Finding]:
 
 def _disks() -> Iterator[Finding]:
     from radixtrain.hf.rates_file import cache_folder
-    from radixtrain.report.wording import bytes_text
+    from radixtrain.report.formatting import bytes_text
 
     for name, folder in {"working folder": Path.cwd(), "cache": cache_folder()}.items():
         above = folder.absolute()
@@ -167,7 +167,7 @@ def _disks() -> Iterator[Finding]:
 def _caches() -> Iterator[Finding]:
     from radixtrain.data.tokenized.cache import TokenizingOptions, damage_in
     from radixtrain.hf.rates_file import cache_folder
-    from radixtrain.report.wording import bytes_text
+    from radixtrain.report.formatting import bytes_text
 
     calibrations = sorted(cache_folder().glob("rates-*.json"))
     yield from _kept("calibrations", calibrations, "", _damage_of_rates)

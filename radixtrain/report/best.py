@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from radixtrain.report.contents import Setting
-from radixtrain.report.wording import duration, ratio
+from radixtrain.report.formatting import duration, ratio
 
 __all__ = ["best_setting", "command_to_paste", "hints"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Break", "DataReport", "Example", "GpuEstimate", "Setting", "SplitCost", "TreeNode"]
+__all__ = ["Break", "DataReport", "Example", "Setting", "TreeNode"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,39 +45,6 @@ class Setting:
     speedup: float | None = None
     seconds_per_epoch: float | None = None
     memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuEstimate:
-    """What the arithmetic allows on a device that is not here: operations divided by its peak, not a measurement.
-
-    teraflops: its peak for dense products in bfloat16, from the data sheet. memory_bytes: of the device.
-    ideal_speedup: operations of the ordinary step over those of the deduplicated one, the same on every device.
-    seconds_per_epoch, ordinary_seconds_per_epoch: at the peak, which no run reaches: a lower bound.
-    """
-
-    name: str
-    teraflops: float
-    ideal_speedup: float
-    seconds_per_epoch: float
-    ordinary_seconds_per_epoch: float = 0.0
-    memory_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitCost:
-    """The same conversations as whole chats and as one sample per assistant turn.
-
-    whole_tokens, split_tokens: of all sequences. whole_unique, split_unique: that are computed.
-    """
-
-    num_conversations: int
-    num_samples: int
-    whole_tokens: int
-    whole_unique: int
-    split_tokens: int
-    split_unique: int
-    rewrites_history: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +107,11 @@ class DataReport:
     num_over_length: int
     longest: int
     sources: dict[str, int]
-    split: SplitCost | None
     tree: TreeNode
     current: Setting
     settings: tuple[Setting, ...]
     best: Setting
     command: str
-    gpus: tuple[GpuEstimate, ...]
     breaks: tuple[Break, ...]
     environment: dict[str, str]
     num_epoch_tokens: int = 0

@@ -41,7 +41,6 @@ class CountedStep:
 
     num_tokens: T. num_unique_tokens: rows if the step were one micro-batch.
     radix, ordinary: of each micro-batch.
-    plans, num_labels: of the micro-batches of `radix`, with their labelled tokens.
     collate_seconds: that the radix collator took.
     """
 
@@ -49,8 +48,6 @@ class CountedStep:
     num_unique_tokens: int
     radix: tuple[Counts, ...]
     ordinary: tuple[Counts, ...]
-    plans: tuple[PrefixPlan, ...]
-    num_labels: tuple[int, ...]
     collate_seconds: float
 
     @property
@@ -75,8 +72,6 @@ def counted_step(features: Features, collator: StepCollator, step_cost: StepCost
         num_unique_tokens=step.num_unique_tokens,
         radix=tuple(radix_counts(*each, step_cost) for each in zip(step.micro_batches, plans, strict=True)),
         ordinary=tuple(_padded_counts(features, labels, collator.max_tokens)),
-        plans=tuple(plans),
-        num_labels=tuple(sum(labels[index] for index in group) for group in step.members),
         collate_seconds=seconds,
     )
 

@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from radixtrain.data.tokens.decode import shortened
-from radixtrain.report import wording
+from radixtrain.report import formatting
 from radixtrain.report.contents import DataReport, Setting, TreeNode
 from radixtrain.report.figures import figures, top_of
 
@@ -48,18 +48,18 @@ def render(report: DataReport) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "bytes": wording.bytes_text,
-        "duration": wording.duration,
+        "bytes": formatting.bytes_text,
+        "duration": formatting.duration,
         "end": lambda text, longest: text if len(text) <= longest else f"…{text[-longest:]}",
         "start": lambda text, longest: text if len(text) <= longest else f"{text[:longest]}…",
-        "ratio": wording.ratio,
-        "rounded": wording.rounded,
+        "ratio": formatting.ratio,
+        "rounded": formatting.rounded,
         "shortened": shortened,
         "visible": _visible,
     }
     return environment.from_string(_asset("page.html")).render(
         report=report,
-        wording=wording,
+        formatting=formatting,
         settings=_by_speed(report),
         short_table=SHORT_TABLE,
         sections={panel["section"] for panel in pictures["panels"]},

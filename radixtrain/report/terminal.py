@@ -11,8 +11,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from radixtrain.data.tokens.decode import shortened
-from radixtrain.report.contents import Break, DataReport, GpuEstimate, Setting, TreeNode
-from radixtrain.report.wording import bytes_text, duration, headline, prediction, ratio, split_sentence
+from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
+from radixtrain.report.formatting import bytes_text, duration, headline, prediction, ratio
 
 __all__ = ["print_report"]
 
@@ -30,11 +30,7 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
     _paragraph(console, prediction(report.current))
     console.print()
     console.print(_data_table(report))
-    if report.split is not None:
-        _paragraph(console, split_sentence(report.split))
     console.print(_settings_table(report))
-    if report.gpus:
-        console.print(_gpu_table(report.gpus))
     console.print(_tree(report.tree))
     _breaks(console, report.breaks)
     _list(console, "What else would help", report.hints)
@@ -92,16 +88,6 @@ def _names(setting: Setting, report: DataReport) -> str:
 
 def _style(setting: Setting, report: DataReport) -> str:
     return "bold" if setting in (report.current, report.best) else ""
-
-
-def _gpu_table(gpus: Iterable[GpuEstimate]) -> Table:
-    table = _table("By operations at the peak of the device: a lower bound, not a measurement")
-    for name in ("device", "ideal speed-up", "epoch", "ordinary epoch"):
-        table.add_column(name, justify="left" if name == "device" else "right")
-    for gpu in gpus:
-        times = (duration(seconds) for seconds in (gpu.seconds_per_epoch, gpu.ordinary_seconds_per_epoch))
-        table.add_row(gpu.name, f"{ratio(gpu.ideal_speedup)}x", *times)
-    return table
 
 
 def _table(title: str) -> Table:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from radixtrain.bench.environment import environment
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.files.sources import as_sources
-from radixtrain.data.formats import open_rows
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError
 from radixtrain.report.best import best_setting, command_to_paste, hints
-from radixtrain.report.breaking.find import find_breaks
 from radixtrain.report.cases import cases_of
-from radixtrain.report.contents import DataReport, GpuEstimate, Setting
-from radixtrain.report.gpus import gpu_estimates
-from radixtrain.report.predict import Prediction, calibrated, free_bytes, predict_seconds
-from radixtrain.report.rehearsal import Rehearsal
+from radixtrain.report.contents import DataReport, Setting
+from radixtrain.report.divergence.find import find_breaks
+from radixtrain.report.prediction import Prediction, calibrated, free_bytes, predict_seconds
+from radixtrain.report.profiling import Rehearsal
 from radixtrain.report.sharing import (
     Draw,
     Epoch,
@@ -31,7 +27,6 @@ from radixtrain.report.sharing import (
     num_shared_prompts,
 )
 from radixtrain.report.tree import prefix_tree
-from radixtrain.report.turns import split_cost
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 
@@ -41,16 +36,15 @@ logger = logging.getLogger(__name__)
 
 OWN_SECONDS, OTHER_SECONDS = 4.0, 0.8  # to count steps of the user's own setting, and of each other one
 TREE_SAMPLES, TREE_NODES = 2000, 300
-SPLIT_ROWS = 256
 REHEARSED_STEPS = 2
 
 
 def make_report(
-    data: SFTData, rehearsal: Rehearsal, config: Any, typed: Sequence[str] = (), max_seconds: float = 45.0
+    data: SFTData, rehearsal: Rehearsal, typed: Sequence[str] = (), max_seconds: float = 45.0
 ) -> DataReport:
     """What an epoch of training on these data holds, shares and takes.
 
-    data: after `setup`. rehearsal: how the model would train. config: the model's.
+    data: after `setup`. rehearsal: how the model would train.
     typed: the command line after the command, for the command to paste.
     max_seconds: for timing micro-batches; 0 predicts nothing.
     """
@@ -75,7 +69,6 @@ def make_report(
         settings=tuple(settings.values()),
         best=best,
         command=command_to_paste(typed, settings[own], best),
-        gpus=_gpus(config, sampled[own], notes),
         environment=_environment(rehearsal),
         notes=tuple(notes),
         hints=tuple(hints(settings[own], list(settings.values()))),
@@ -177,7 +170,6 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         "num_over_length": rows.num_long_samples,
         "longest": max(rows.longest, int(corpus.lengths.max())),
         "sources": _sources(corpus),
-        "split": split_cost(data.encoder(), _some_rows(data), data.hparams.batch_size),
         "tree": prefix_tree(_some_sequences(epoch), tokenizer, TREE_NODES),
         "breaks": find_breaks(corpus, tokenizer, data.hparams.batch_size),
     }
@@ -196,26 +188,12 @@ def _some_sequences(epoch: Epoch) -> list[IntArray]:
     return [sample.input_ids for place in places.tolist() for sample in epoch.conversations[place]][:TREE_SAMPLES]
 
 
-def _some_rows(data: SFTData) -> list[Any]:
-    """The first rows of each source."""
-    sources = as_sources(data.hparams.train_file, data.hparams.columns)
-    return [row for source in sources for row in islice(open_rows(source), SPLIT_ROWS // len(sources))]
-
-
 def _sources(corpus: Any) -> dict[str, int]:
     """Conversations of each source that is named."""
     counts: dict[str, int] = {}
     for part, size in zip(corpus.parts, np.diff(corpus.bounds).tolist(), strict=True):
         counts[part.name] = counts.get(part.name, 0) + size
     return counts
-
-
-def _gpus(config: Any, sampled: SampledSteps, notes: list[str]) -> tuple[GpuEstimate, ...]:
-    try:
-        return gpu_estimates(config, sampled)
-    except UserError as error:
-        notes.append(f"Operations were not counted: {error}.")
-        return ()
 
 
 def _name_of(train_file: Any) -> str:

@@ -15,7 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.inspection.show import show
 from radixtrain.report.page import write_page
-from radixtrain.report.rehearsal import Rehearsal
+from radixtrain.report.profiling import Rehearsal
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
 from radixtrain.training.module import RadixModule
@@ -122,7 +122,7 @@ class Trainer(L.Trainer):
             raise UserError(f"max_seconds must not be negative, got {max_seconds}")
         datamodule.setup("report")
         config = read_config(model.hparams.model_name_or_path)
-        found = make_report(datamodule, self._rehearsal(model, config), config, self.typed, max_seconds)
+        found = make_report(datamodule, self._rehearsal(model, config), self.typed, max_seconds)
         print_report(found)
         path = Path(self.default_root_dir) / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 
 from radixtrain.checkpoints.space import existing
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.report.wording import bytes_text
+from radixtrain.report.formatting import bytes_text
 from radixtrain.training.answers.metrics import OWN_METRICS
 
 __all__ = ["METRICS", "check_judges", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]

@@ -17,8 +17,8 @@ from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.data.weights import epoch_size
 from radixtrain.distributed import ranks
 from radixtrain.inspection.sample import marked_text
+from radixtrain.report.formatting import bytes_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
-from radixtrain.report.wording import bytes_text
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import num_steps_of_run
 from radixtrain.training.start.r_of_ranks import r_of_ranks

@@ -19,7 +19,7 @@ import torch
 from radixtrain.checkpoints.space import existing, mount_point
 from radixtrain.errors import UserError
 from radixtrain.hf.rates_file import cache_folder
-from radixtrain.report.wording import bytes_text
+from radixtrain.report.formatting import bytes_text
 from radixtrain.training.devices.lost_ranks import lost_rank
 
 __all__ = ["explain"]

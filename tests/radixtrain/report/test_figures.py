@@ -23,7 +23,7 @@ def report(current: Setting, best: Setting, *settings: Setting) -> DataReport:
     )
     return DataReport(
         **{"title": "t", "model": "m", "length_quantiles": {"max": 1}, "max_length": None, "num_over_length": 0},
-        **{"longest": 1, "sources": {}, "split": None, "tree": node("", 0, 1), "command": "", "gpus": (), "breaks": ()},
+        **{"longest": 1, "sources": {}, "tree": node("", 0, 1), "command": "", "breaks": ()},
         **{"environment": {}, "current": current, "best": best, "settings": settings, **numbers},
     )
 

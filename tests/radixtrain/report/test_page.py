@@ -14,7 +14,7 @@ import pytest
 from headless_browser import Browser
 from tiers import FULL, cases
 
-from radixtrain.report.contents import Break, DataReport, Example, GpuEstimate, Setting, SplitCost, TreeNode
+from radixtrain.report.contents import Break, DataReport, Example, Setting, TreeNode
 from radixtrain.report.page import OUTLINE_RUNS, render, write_page
 
 MEGABYTE = 1_000_000
@@ -54,16 +54,13 @@ def report() -> DataReport:
     example = Example(where="train.jsonl:12", before="Today is ", value="2026-11-21", after=f". {HOSTILE}")
     blank = Example(where="train.jsonl:13", before="end.", value=" \n\t", after="Intents:")
     cause = {"num_sequences": 1, "num_values": 2, "at_token": 3, "tokens_saved": 4_812_345, "advice": "Move it."}
-    gpu = GpuEstimate(name="H100", teraflops=989, ideal_speedup=18.2, seconds_per_epoch=31.0)
-    split = {"whole_tokens": 222, "whole_unique": 148, "split_tokens": 2220, "split_unique": 155}
     return DataReport(
         **{"title": HOSTILE, "model": "tiny", "num_rows": 7, "num_samples": 8, "num_tokens": 2_014_000},
         **{"num_unique_tokens": 96_000, "num_labels": 12_345, "num_prompts": 2, "max_length": 1024, "longest": 2310},
         **{"length_quantiles": {"min": 12, "50 %": 60, "max": 2310}, "num_over_length": 37},
-        **{"sources": {"a.jsonl": 5, HOSTILE: 2}, "tree": tree(), "settings": settings, "gpus": (gpu,)},
+        **{"sources": {"a.jsonl": 5, HOSTILE: 2}, "tree": tree(), "settings": settings},
         **{"current": settings[4], "best": settings[6], "command": f"radixtrain fit --a '{HOSTILE}'"},
         breaks=(Break(cause="a date", examples=(example, blank), **cause),),
-        split=SplitCost(num_conversations=6, num_samples=41, rewrites_history=True, **split),
         environment={"torch": HOSTILE},
         notes=("Estimated from 500 steps.",),
         hints=("A batch_size of 64 would give r = 8.",),
@@ -78,7 +75,7 @@ def one_row(report: DataReport) -> DataReport:
         report,
         **{"num_rows": 1, "num_samples": 1, "num_tokens": 3, "num_unique_tokens": 3, "num_labels": 1, "num_prompts": 1},
         **{"length_quantiles": {"max": 3}, "sources": {"a.jsonl": 1}, "max_length": None, "num_over_length": 0},
-        **{"current": only, "best": only, "settings": (only,), "split": None, "gpus": (), "breaks": ()},
+        **{"current": only, "best": only, "settings": (only,), "breaks": ()},
         tree=TreeNode(text="", num_tokens=0, num_sequences=1, children=(row,)),
     )
 
@@ -140,13 +137,7 @@ class TestText:
                 "Move it.",
             ),
             *("Today is 2026-11-21. ", "end.␣↵ ⇥Intents:", "Estimated from 500 steps.", "A batch_size of 64"),
-            *(
-                "rewrites earlier turns",
-                "6 conversations become 41 samples",
-                "H100",
-                "18.2x",
-                "With all rows in one tree, r would be 21",
-            ),
+            *("With all rows in one tree, r would be 21",),
             *("The other 2 settings", "8 × 0", "6 × 40 You route messages."),
         ):
             assert part in text, part

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from radixtrain.report.contents import Break, DataReport, Example, GpuEstimate, Setting, SplitCost, TreeNode
+from radixtrain.report.contents import Break, DataReport, Example, Setting, TreeNode
 from radixtrain.report.terminal import print_report
 
 OWN = Setting(
@@ -47,13 +47,11 @@ def report(**changes: Any) -> DataReport:
         "num_over_length": 3,
         "longest": 5001,
         "sources": {"a": 50, "b": 40},
-        "split": None,
         "tree": TREE,
         "current": OWN,
         "settings": (OWN, replace(OWN, batch_size=256, r=6.05)),
         "best": OWN,
         "command": "python -m radixtrain fit --config sft.yaml",
-        "gpus": (),
         "breaks": (),
         "environment": {},
     }
@@ -96,28 +94,12 @@ def test_what_is_only_sometimes_there() -> None:
         advice="Move it to the end.",
         examples=(example,),
     )
-    split = SplitCost(
-        num_conversations=9,
-        num_samples=27,
-        whole_tokens=900,
-        whole_unique=800,
-        split_tokens=1800,
-        split_unique=1000,
-        rewrites_history=True,
-    )
-    gpu = GpuEstimate(
-        name="H200", teraflops=989, ideal_speedup=1.9, seconds_per_epoch=3.0, ordinary_seconds_per_epoch=5.7
-    )
     best = replace(OWN, max_tokens=32768)
-    found = report(
-        breaks=(cause,), split=split, gpus=(gpu,), best=best, hints=("a hint",), notes=("a note",), settings=(OWN, best)
-    )
+    found = report(breaks=(cause,), best=best, hints=("a hint",), notes=("a note",), settings=(OWN, best))
     text = " ".join(printed(found).split())
     for expected in (
         "a date: 30,000 computed tokens of an epoch. Move it to the end.",
         "chats.jsonl:7: ...Today is [2024-03-01], good...",
-        "9 conversations become 27 samples",
-        "H200 1.9x 3 s 5.7 s",
         "- a hint",
         "- a note",
         "The best setting, as a command:",

@@ -60,13 +60,13 @@ def test_nothing_is_predicted_if_no_time_is_given(
 ) -> None:
     assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0)) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "was not predicted" in text and "max_seconds is 0" in text and "H200" in text
+    assert "was not predicted" in text and "max_seconds is 0" in text
 
 
 def test_a_model_that_cannot_be_cut_is_reported_all_the_same(
     arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixtrain.report.predict.free_bytes", lambda device: 1000.0)
+    monkeypatch.setattr("radixtrain.report.prediction.free_bytes", lambda device: 1000.0)
     assert main(arguments("report", model__model_name_or_path=without_weights)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "not predicted: 1 of its 1 layers with gradients and optimizer need" in text

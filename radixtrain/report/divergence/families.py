@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.report.breaking.alignment import Alignment, Block, Model, align, num_equal
-from radixtrain.report.breaking.prompts import Prompt
-from radixtrain.report.breaking.repeats import MIN_RUN, SHINGLE, Hashes, repeated_symbols, shingles
+from radixtrain.report.divergence.alignment import Alignment, Block, Model, align, num_equal
+from radixtrain.report.divergence.prompts import Prompt
+from radixtrain.report.divergence.repeats import MIN_RUN, SHINGLE, Hashes, repeated_symbols, shingles
 from radixtrain.tree.arrays import IntArray
 
 __all__ = ["Family", "Member", "Trunk", "find_families"]

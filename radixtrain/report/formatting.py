@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from radixtrain.report.contents import DataReport, Setting, SplitCost
+from radixtrain.report.contents import DataReport, Setting
 
-__all__ = ["bytes_text", "duration", "headline", "prediction", "ratio", "rounded", "setting_name", "split_sentence"]
+__all__ = ["bytes_text", "duration", "headline", "prediction", "ratio", "rounded", "setting_name"]
 
 MINUTE, HOUR = 60, 3600
 
@@ -63,16 +63,3 @@ def prediction(setting: Setting) -> str:
         return "The speed-up on this machine was not predicted."
     times = f"{ratio(setting.speedup)}x"
     return f"A training step is predicted to run at {times} the speed of an ordinary padded one on this machine."
-
-
-def split_sentence(split: SplitCost) -> str:
-    """What one sample per assistant turn costs, in computed tokens, as a sentence."""
-    extra = split.split_unique / split.whole_unique - 1
-    more = "more" if extra > 0 else "fewer"
-    cost = "as many tokens as" if abs(extra) < 0.0005 else f"{abs(extra):.1%} {more} tokens than"
-    times = f"{ratio(split.split_tokens / split.whole_tokens)}x"
-    return (
-        f"{split.num_conversations:,} conversations become {split.num_samples:,} samples, one for each assistant turn. "
-        f"They compute {cost} whole conversations, because the turns of a conversation share its history. "
-        f"Without sharing they would compute {times} as many."
-    )

@@ -27,7 +27,7 @@ from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.rates import non_negative_fit
 from radixtrain.report.cases import Arm, Case
 from radixtrain.report.counts import CountedStep, Counts
-from radixtrain.report.rehearsal import REPEATS, Rehearsal, Timed, num_bytes, rehearse
+from radixtrain.report.profiling import REPEATS, Rehearsal, Timed, num_bytes, rehearse
 from radixtrain.report.sharing import SampledSteps
 from radixtrain.tree.cost_model import StepCost
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.data.sample import Sample
-from radixtrain.report.breaking.find import find_breaks
 from radixtrain.report.contents import Break
+from radixtrain.report.divergence.find import find_breaks
 from radixtrain.tree.plan import build_prefix_plan
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -12,11 +12,11 @@ from tiers import FULL
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
-from radixtrain.report import predict as module
+from radixtrain.report import prediction as module
 from radixtrain.report.cases import Case, cases_of
 from radixtrain.report.counts import CountedStep, Counts
-from radixtrain.report.predict import Prediction, calibrated, free_bytes, predict_seconds
-from radixtrain.report.rehearsal import Rehearsal, Timed
+from radixtrain.report.prediction import Prediction, calibrated, free_bytes, predict_seconds
+from radixtrain.report.profiling import Rehearsal, Timed
 from radixtrain.report.sharing import Draw, SampledSteps
 
 CPU = torch.device("cpu")
@@ -72,8 +72,6 @@ def step_of(radix: Counts, ordinary: Counts, collate_seconds: float = 0.0) -> Co
         num_unique_tokens=100,
         radix=(radix,),
         ordinary=(ordinary,),
-        plans=(),
-        num_labels=(),
         collate_seconds=collate_seconds,
     )
 

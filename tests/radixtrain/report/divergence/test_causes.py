@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixtrain.report.breaking.causes import CAUSES, WHITE_SPACE, Value, cause_of
+from radixtrain.report.divergence.causes import CAUSES, WHITE_SPACE, Value, cause_of
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "report.md"
 

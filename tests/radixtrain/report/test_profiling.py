@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.report import rehearsal as module
+from radixtrain.report import profiling as module
 from radixtrain.report.cases import Case, cases_of
-from radixtrain.report.rehearsal import Rehearsal, rehearse
+from radixtrain.report.profiling import Rehearsal, rehearse
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixtrain.data.tokens.decode import text_of_run
-from radixtrain.report.breaking.causes import Cause, Value, cause_of
-from radixtrain.report.breaking.families import Family, Member
+from radixtrain.report.divergence.causes import Cause, Value, cause_of
+from radixtrain.report.divergence.families import Family, Member
 from radixtrain.tree.arrays import IntArray
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.report.breaking.repeats import MIN_RUN, SHINGLE, Hashes
+from radixtrain.report.divergence.repeats import MIN_RUN, SHINGLE, Hashes
 from radixtrain.tree.arrays import IntArray
 
 __all__ = ["Alignment", "Block", "Model", "align", "num_equal"]

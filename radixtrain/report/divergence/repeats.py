@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.report.breaking.prompts import Prompt
+from radixtrain.report.divergence.prompts import Prompt
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import sort_sequences
 

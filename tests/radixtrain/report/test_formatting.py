@@ -1,7 +1,7 @@
 import pytest
 
-from radixtrain.report import wording
-from radixtrain.report.contents import Setting, SplitCost
+from radixtrain.report import formatting
+from radixtrain.report.contents import Setting
 
 
 @pytest.mark.parametrize(
@@ -9,14 +9,14 @@ from radixtrain.report.contents import Setting, SplitCost
     [(1.0, "1"), (1.843, "1.84"), (20.27, "20.3"), (21.0, "21"), (100.4, "100"), (999.6, "1,000"), (1250.0, "1,250")],
 )
 def test_ratio(value: float, text: str) -> None:
-    assert wording.ratio(value) == text
+    assert formatting.ratio(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0.2, "0"), (7, "7"), (349_123, "349,000"), (4_812_345, "4,810,000"), (999_999, "1,000,000")]
 )
 def test_rounded(value: float, text: str) -> None:
-    assert wording.rounded(value) == text
+    assert formatting.rounded(value) == text
 
 
 @pytest.mark.parametrize(
@@ -38,19 +38,19 @@ def test_rounded(value: float, text: str) -> None:
     ],
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert wording.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(0, "0 MiB"), (512 * 2**20, "512 MiB"), (2**30, "1 GiB"), (1.234 * 2**30, "1.23 GiB")]
 )
 def test_bytes_text(number: float, text: str) -> None:
-    assert wording.bytes_text(number) == text
+    assert formatting.bytes_text(number) == text
 
 
 def test_setting_name() -> None:
     setting = Setting(batch_size=64, max_tokens=8192, group_by_prefix=True, r=2.0, best_r=2.0)
-    assert wording.setting_name(setting) == "batch_size 64, max_tokens 8,192, group_by_prefix"
+    assert formatting.setting_name(setting) == "batch_size 64, max_tokens 8,192, group_by_prefix"
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,4 @@ def test_setting_name() -> None:
 )
 def test_prediction(speedup: float | None, part: str) -> None:
     setting = Setting(batch_size=1, max_tokens=1, group_by_prefix=False, r=1.0, best_r=1.0, speedup=speedup)
-    assert part in wording.prediction(setting)
-
-
-@pytest.mark.parametrize(
-    ("unique", "part"),
-    [(155, "compute 4.7% more tokens"), (148, "compute as many tokens"), (111, "compute 25.0% fewer tokens")],
-)
-def test_split_sentence(unique: int, part: str) -> None:
-    split = SplitCost(
-        **{"num_conversations": 60, "num_samples": 1412, "whole_tokens": 222, "whole_unique": 148},
-        **{"split_tokens": 2220, "split_unique": unique, "rewrites_history": True},
-    )
-    sentence = wording.split_sentence(split)
-    assert part in sentence and sentence.startswith("60 conversations become 1,412 samples")
-    assert sentence.endswith("would compute 10x as many.")
+    assert part in formatting.prediction(setting)

@@ -16,13 +16,13 @@ import numpy as np
 
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.decode import shortened, text_of_run
-from radixtrain.report.breaking.alignment import num_equal
-from radixtrain.report.breaking.causes import DRAWN, WHITE_SPACE, Cause
-from radixtrain.report.breaking.families import Member, find_families
-from radixtrain.report.breaking.prompts import Prompt, draw_prompts
-from radixtrain.report.breaking.rearranged import num_unique_tokens, rearranged
-from radixtrain.report.breaking.slots import Layout, Piece, find_layout, symbols_of, tokens_of
 from radixtrain.report.contents import Break, Example
+from radixtrain.report.divergence.alignment import num_equal
+from radixtrain.report.divergence.causes import DRAWN, WHITE_SPACE, Cause
+from radixtrain.report.divergence.families import Member, find_families
+from radixtrain.report.divergence.prompts import Prompt, draw_prompts
+from radixtrain.report.divergence.rearranged import num_unique_tokens, rearranged
+from radixtrain.report.divergence.slots import Layout, Piece, find_layout, symbols_of, tokens_of
 from radixtrain.tree.arrays import IntArray
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from radixtrain.report.breaking.causes import WHITE_SPACE
-from radixtrain.report.breaking.prompts import Prompt
-from radixtrain.report.breaking.slots import Layout, Piece
+from radixtrain.report.divergence.causes import WHITE_SPACE
+from radixtrain.report.divergence.prompts import Prompt
+from radixtrain.report.divergence.slots import Layout, Piece
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import sort_sequences
 
