@@ -217,6 +217,16 @@ TABLE = (
         "computes a layer again, without the layer's hooks",
     ),
     Private(
+        "torch._C._will_engine_execute_node",
+        ("radixtrain/hf/padded/head.py",),
+        "tells a backward pass to the weights from a gradient of hidden states that is asked for by itself",
+    ),
+    Private(
+        "torch.Tensor._backward_hooks",
+        ("radixtrain/hf/padded/head.py",),
+        "shows the hooks of a user on hidden states, also of a tensor that is gone",
+    ),
+    Private(
         "torch.Tensor._base",
         ("radixtrain/hf/padded/head.py",),
         "finds the hidden states that the head's input is a view of",

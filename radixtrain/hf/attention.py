@@ -53,6 +53,7 @@ class RadixCall:
     predictor_indices: the rows that the head gets; None for all of them.
     chosen: the strategy for `auto`, if the collator or a calibration chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
+    misses_cache: whether the ordinary call would have returned a cache.
     calls: the id of every attention module that ran.
     mixed: the id of every recurrent mixer that ran.
     """
@@ -64,6 +65,7 @@ class RadixCall:
     window_may_bind: bool
     chosen: str | None = None
     places: Places | None = None
+    misses_cache: bool = False
     calls: list[int] = field(default_factory=list)
     mixed: list[int] = field(default_factory=list)
 

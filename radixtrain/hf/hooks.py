@@ -207,7 +207,7 @@ class BackboneHooks:
         _expand_router_logits(type(backbone).__name__, output, kwargs, call)
         if call.places is not None:
             assert self.padded is not None
-            return self.padded.outputs_at_places(output, call, backbone.training)
+            return self.padded.outputs_at_places(output, call)
         if call.predictor_indices is None:
             return output
         hidden = output[0]
@@ -274,5 +274,9 @@ def _expand_router_logits(name: str, output: Any, kwargs: Mapping[str, Any], cal
                 f"{name} layer {index} returns router logits of shape {tuple(logits.shape)} for {call.layout.num_rows} "
                 f"unique tokens, so the router loss cannot be counted by token; set output_router_logits to false"
             )
-        expanded.append(call.places.spread(rows) if call.places else gather_rows(rows, call.layout.inverse_indices))
+        expanded.append(
+            call.places.spread(call.places.with_padding(rows))
+            if call.places
+            else gather_rows(rows, call.layout.inverse_indices)
+        )
     output.router_logits = tuple(expanded)

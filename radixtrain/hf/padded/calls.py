@@ -21,7 +21,7 @@ from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.windows import chunk_of
 
-__all__ = ["arguments_of", "why_rows_are_not_shared", "why_unshared"]
+__all__ = ["arguments_of", "option", "why_rows_are_not_shared", "why_unshared"]
 
 READ = {"input_ids", "attention_mask", "position_ids"}
 # Other tensors that a call may have. They are for the loss: no layer reads them.
@@ -59,15 +59,20 @@ def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], gene
     )
 
 
-def why_rows_are_not_shared(decoder: Any, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
+def why_rows_are_not_shared(backbone: Any, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
     """Why these rows cannot be shared; None if they can."""
+    decoder = text_decoder_of(backbone)
     if not rows.kept.any():
         return "attention_mask hides every token"
+    if torch.is_grad_enabled() and not backbone.training and not rows.kept.all() and _is_frozen(backbone):
+        return (
+            "a frozen model in eval() with gradients on, where a loss may read padding; call it under torch.no_grad()"
+        )
     if rows.has_holes:
         return "attention_mask has a hole"
     if rows.is_packed and not rows.packing_is_plain:
         return "position_ids jump within a row"
-    if rows.is_packed and _option("use_cache", decoder.config, given):
+    if rows.is_packed and option("use_cache", decoder.config, given):
         return "a row has several sequences, which transformers separates only with use_cache=False"
     if rows.has_negative_positions:
         return "position_ids are negative"
@@ -80,6 +85,10 @@ def why_rows_are_not_shared(decoder: Any, given: Mapping[str, Any], rows: Padded
     return None
 
 
+def _is_frozen(backbone: nn.Module) -> bool:
+    return not any(weight.requires_grad for weight in backbone.parameters())
+
+
 def _why_cache(backbone: nn.Module, decoder: Any, given: Mapping[str, Any], generates: bool) -> str | None:
     """Generation needs a cache. Training and score heads do not, whatever the configuration says."""
     if "past_key_values" in given:
@@ -87,14 +96,14 @@ def _why_cache(backbone: nn.Module, decoder: Any, given: Mapping[str, Any], gene
     if given.get("use_cache"):
         return "a cache is wanted (use_cache=True)"
     is_training = backbone.training and torch.is_grad_enabled()
-    is_tuple = not _option("return_dict", decoder.config, given, default=True)  # with the cache as one of its entries
+    is_tuple = not option("return_dict", decoder.config, given, default=True)  # with the cache as one of its entries
     is_wanted = is_tuple or (generates and not is_training)
-    if is_wanted and _option("use_cache", decoder.config, given):
+    if is_wanted and option("use_cache", decoder.config, given):
         return "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
     return "generate() runs" if not torch.is_grad_enabled() and _is_generating(sys._getframe(1)) else None
 
 
-def _option(name: str, config: Any, given: Mapping[str, Any], default: bool = False) -> bool:
+def option(name: str, config: Any, given: Mapping[str, Any], default: bool = False) -> bool:
     """An option of a call, or what the configuration says about it."""
     return bool(given.get(name, getattr(config, name, default)))
 
@@ -116,10 +125,10 @@ def _why_shapes(given: Mapping[str, Any]) -> str | None:
 
 def _why_outputs(config: Any, given: Mapping[str, Any]) -> str | None:
     """Attention weights exist only for the whole batch, and in a tuple it is not known which output is which."""
-    if _option("output_attentions", config, given):
+    if option("output_attentions", config, given):
         return "output_attentions"
-    wanted = any(_option(name, config, given) for name in ("output_hidden_states", "output_router_logits"))
-    if wanted and not _option("return_dict", config, given, default=True):
+    wanted = any(option(name, config, given) for name in ("output_hidden_states", "output_router_logits"))
+    if wanted and not option("return_dict", config, given, default=True):
         return "hidden states or router logits in a tuple; pass return_dict=True"
     return None
 

@@ -3,16 +3,23 @@
 Heads of Hugging Face get the backbone's output or a slice of it (`logits_to_keep`), which is a view of the tensor that
 we returned. So the place of every row that the head gets follows from the strides, which the host knows. Anything else,
 such as rows that were selected, scaled or cast, goes to the head as it is.
+
+The head reads the unique rows themselves, so its gradient does not pass through the hidden states in `[B, L, D]`. If
+somebody wants that gradient, by a hook or `retain_grad`, the head computes every place. If it is asked for after the
+head has run, or by `torch.autograd.grad`, the backward pass raises a UserError.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from radixtrain.errors import UserError
 from radixtrain.hf.padded.report import SharingReport
 from radixtrain.hf.padded.spread import check_gradient_at
 from radixtrain.kernels.rows import gather_rows
@@ -29,21 +36,27 @@ class _Returned(NamedTuple):
 
     version: of their memory; another one after a change in place.
     rows: (B L,), int64. the unique row at each place, num_rows at padding.
+    table: (num_rows, D), or with one more row if there is padding: what stands at the places.
+    wanted: whether somebody wants the gradient of what was returned; None if it has none.
     """
 
     version: int
     rows: IntArray
     num_rows: int
+    table: Tensor
+    wanted: _Wanted | None
 
 
 class _Gathered(NamedTuple):
     """How the output of the head is put back.
 
+    head: which gets them. A head inside it, as LoRA has one, has the same hooks.
     place_shape: of the places, without V.
     back: (places,), which of the rows each place reads.
     padding: the places of padding.
     """
 
+    head: nn.Module
     place_shape: tuple[int, ...]
     back: Tensor
     padding: Tensor
@@ -52,12 +65,12 @@ class _Gathered(NamedTuple):
 class _Distinct(NamedTuple):
     """Each row that is asked for, once.
 
-    first: (R,). a place of each row, the first one.
+    rows: (R,). the rows, ascending.
     back: (places,). which of the R rows stands at each place.
     padding: the places of padding, all of which are one of the R rows.
     """
 
-    first: IntArray
+    rows: IntArray
     back: IntArray
     padding: IntArray
 
@@ -67,9 +80,25 @@ class _Distinct(NamedTuple):
         is_asked = np.zeros(num_rows + 1, dtype=bool)
         is_asked[asked] = True
         back = (is_asked.cumsum() - 1)[asked]
-        first = np.zeros(is_asked.sum(), dtype=np.int64)
-        first[back[::-1]] = np.arange(len(asked))[::-1]  # of several, NumPy keeps the last
-        return cls(first, back, np.flatnonzero(asked == num_rows))
+        return cls(np.flatnonzero(is_asked), back, np.flatnonzero(asked == num_rows))
+
+
+class _Wanted:
+    """Whether somebody wants the gradient of a tensor: a hook is registered on it, or it retains its gradient."""
+
+    def __init__(self, x: Tensor):
+        """Hooks outlive their tensor, so their dictionary is kept, and the tensor is not."""
+        x.register_hook(_no_change)
+        self.hooks: Mapping[int, Any] = x._backward_hooks or {}
+        self.tensor = weakref.ref(x)
+
+    def __bool__(self) -> bool:
+        x = self.tensor()
+        return any(hook is not _no_change for hook in self.hooks.values()) or (x is not None and x.retains_grad)
+
+
+def _no_change(grad: Tensor) -> None:
+    """A hook, so that a tensor has a dictionary of them."""
 
 
 class SharedHead:
@@ -96,32 +125,70 @@ class SharedHead:
         if returned is None or places is None:
             return None
         distinct = _Distinct.of(returned.rows[places], returned.num_rows)
-        if len(places) < MIN_SAVING * len(distinct.first):
+        if len(places) < MIN_SAVING * len(distinct.rows):
+            return None
+        x: Tensor = args[0]
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+        if needs_gradient and not _may_bypass(x, returned):
             return None
         self.report.num_head_places += len(places)
-        self.report.num_head_rows += len(distinct.first)
-        x: Tensor = args[0]
-        first, back, padding = (torch.from_numpy(each).to(x.device, non_blocking=True) for each in distinct)
-        once = gather_rows(x.reshape(-1, x.shape[-1]), first)[None]
-        setattr(once, GATHERED, _Gathered(tuple(x.shape[:-1]), back, padding))
+        self.report.num_head_rows += len(distinct.rows)
+        rows, back, padding = (torch.from_numpy(each).to(x.device, non_blocking=True) for each in distinct)
+        once = gather_rows(returned.table, rows)[None]
+        if needs_gradient:
+            once = _Bypass.apply(once, x, returned)
+        setattr(once, GATHERED, _Gathered(head, tuple(x.shape[:-1]), back, padding))
         return once, *args[1:]
 
     @torch.compiler.disable
     def after(self, head: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Bring its rows, [1, R, V], back to the places that were asked for."""
         gathered: _Gathered | None = getattr(args[0], GATHERED, None) if args else None
-        if gathered is None:
+        if gathered is None or gathered.head is not head:
             return None
-        delattr(args[0], GATHERED)  # a head inside another one may have the same hooks
         placed = gather_rows(output[0], gathered.back)
         check_gradient_at(gathered.padding, placed)
         return placed.view(*gathered.place_shape, -1)
 
 
-def keep_places(placed: Tensor, rows: IntArray, num_rows: int) -> None:
-    """Remember what stands at the places of hidden states, (B L, D), for the head, which gets a view of them."""
-    if not placed.is_inference():  # such a tensor does not know whether it was changed in place
-        setattr(placed, RETURNED, _Returned(placed._version, rows, num_rows))
+def keep_places(hidden: Tensor, table: Tensor, rows: IntArray, num_rows: int) -> None:
+    """Remember what stands at the places of hidden states, for the head, which gets them or a view of them.
+
+    hidden: (B, L, D), a view of (B L, D). table: (num_rows, D), or with one more row for padding. rows: (B L,), int64.
+    """
+    placed = hidden._base
+    if placed is not None and not hidden.is_inference():  # such a tensor does not know whether it was changed in place
+        wanted = _Wanted(hidden) if hidden.requires_grad else None
+        setattr(placed, RETURNED, _Returned(placed._version, rows, num_rows, table, wanted))
+
+
+def _may_bypass(x: Tensor, returned: _Returned) -> bool:
+    """Whether the head may take its rows from the table: nobody wants their gradient at the places so far.
+
+    A checkpoint that runs again gives a leaf of its own, whose gradient it passes on.
+    """
+    return x.grad_fn is not None and returned.table.grad_fn is not None and not returned.wanted and not _Wanted(x)
+
+
+class _Bypass(torch.autograd.Function):
+    """The rows of the table, (1, R, D), for the head in place of x, which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, once: Tensor, x: Tensor, returned: _Returned) -> Tensor:
+        ctx.wanted = returned.wanted, _Wanted(x)
+        ctx.table = returned.table.grad_fn
+        return once.view_as(once)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # `torch.autograd.grad(loss, hidden)` does not go on to the table.
+        if any(ctx.wanted) or not torch._C._will_engine_execute_node(ctx.table):
+            raise UserError(
+                "share_prefixes computes the head once for equal hidden states, so their gradient at each place of the "
+                "batch does not exist: register hooks, or call retain_grad, before the head runs; in place of "
+                "torch.autograd.grad for hidden states, call restore_model(model)"
+            )
+        return grad, None, None
 
 
 def _returned(args: tuple[Any, ...]) -> _Returned | None:

@@ -14,14 +14,14 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention import RadixCall
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.calibration import calibrate
-from radixtrain.hf.padded.calls import arguments_of, why_rows_are_not_shared, why_unshared
+from radixtrain.hf.padded.calls import arguments_of, option, why_rows_are_not_shared, why_unshared
 from radixtrain.hf.padded.head import SharedHead, keep_places
 from radixtrain.hf.padded.packing import separates_packed_sequences
 from radixtrain.hf.padded.report import SharingReport
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.positions import why_padding_matters
-from radixtrain.hf.recurrent.mixers import mixers_of
+from radixtrain.hf.recurrent.mixers import mixers_of, why_padding_leaks
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import TreeLayout
@@ -53,7 +53,9 @@ class PaddedSharing:
     step_cost: of the model; None until it is calibrated for `auto`.
     separates: whether it separates the sequences of a packed row; None until such a row comes.
     has_mixers: whether the model has recurrent layers; None until a call is shared, because the check reads sources.
-    left_padding: why rows with padding on the left cannot be shared, empty if they can; None until such a row comes.
+    left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
+        such a row comes.
+    leaks: why they cannot be shared with position_ids either; empty if they can.
     """
 
     options: SharingOptions
@@ -63,6 +65,7 @@ class PaddedSharing:
     separates: bool | None = None
     has_mixers: bool | None = None
     left_padding: str | None = None
+    leaks: str = ""
     head: SharedHead = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,9 +94,9 @@ class PaddedSharing:
         """The arguments of the shared call, or why there is none."""
         decoder = text_decoder_of(backbone)
         rows = PaddedRows.read(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
-        reason = why_rows_are_not_shared(decoder, given, rows)
-        if reason is None and rows.is_left_padded and rows.position_ids is None:
-            reason = self._why_left_padding_matters(decoder)
+        reason = why_rows_are_not_shared(backbone, given, rows)
+        if reason is None and rows.is_left_padded:
+            reason = self._why_left_padding_matters(decoder, rows)
         if reason is None and rows.is_packed and not self._separates(backbone):
             reason = "a row has several sequences, and this model does not separate them"
         if reason is not None:
@@ -104,12 +107,13 @@ class PaddedSharing:
         self._count(rows, plan)
         return self._arguments(decoder, given, rows, plan, strategy)
 
-    def _why_left_padding_matters(self, decoder: Any) -> str | None:
+    def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
         """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
         if self.left_padding is None:
             reason = why_padding_matters(decoder)
             self.left_padding = f"left padding without position_ids, and {reason}" if reason else ""
-        return self.left_padding or None
+            self.leaks = why_padding_leaks(decoder) or ""
+        return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
 
     def _separates(self, backbone: nn.Module) -> bool:
         """Whether the model separates the sequences of a packed row. It is tried once."""
@@ -159,7 +163,10 @@ class PaddedSharing:
         layout = TreeLayout.from_plan(plan, run_cost=self._run_cost(decoder)).to(device, non_blocking=True)
         may_bind = window_may_bind(decoder.config, layout.max_seqlen)
         places = Places.on(device, rows.kept, rows.places(plan))
-        call = RadixCall(layout, None, self.options.attention, self.options.kernel, may_bind, strategy, places)
+        misses_cache = option("use_cache", decoder.config, given)
+        call = RadixCall(
+            layout, None, self.options.attention, self.options.kernel, may_bind, strategy, places, misses_cache
+        )
         return {
             **{name: value for name, value in given.items() if name != "cache_position"},
             "input_ids": torch.from_numpy(rows.input_ids[rows.kept][plan.gather_indices])[None].to(
@@ -172,22 +179,39 @@ class PaddedSharing:
         }
 
     @torch.compiler.disable  # the indices are new in every call
-    def outputs_at_places(self, output: Any, call: RadixCall, training: bool) -> Any:
-        """The output of the backbone with its hidden states, (1, U, D), back in (B, L, D).
-
-        training: the mode of the backbone.
-        """
+    def outputs_at_places(self, output: Any, call: RadixCall) -> Any:
+        """The output of the backbone with its hidden states, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
         _check_outputs(output)
         rows: Tensor = output[0]
-        placed = places.spread(rows[0], training)
-        keep_places(placed, places.host_rows, call.layout.num_rows)
-        hidden = placed.view(*places.batch_shape, -1)
+        table = places.with_padding(rows[0])
+        hidden = places.spread(table).view(*places.batch_shape, -1)
+        keep_places(hidden, table, places.host_rows, call.layout.num_rows)
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
             output.hidden_states = tuple(hidden if each is rows else _state_at(places, each) for each in states)
+        if call.misses_cache and hasattr(output, "past_key_values"):
+            output.past_key_values = MissingCache()
         return with_rows(output, hidden)
+
+
+class MissingCache:
+    """In place of the cache that an ordinary call would have returned: raises UserError where it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and copy look for these on any object
+            raise AttributeError(name)
+        raise UserError(
+            f"past_key_values.{name}: share_prefixes made no cache in this call, as training needs none; pass "
+            f"use_cache=True for a cache"
+        )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.layers[index]
 
 
 def _check_outputs(output: Any) -> None:
@@ -208,5 +232,6 @@ def _state_at(places: Places, state: Tensor) -> Tensor:
             f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the batch "
             f"are not known; leave it out, or call restore_model(model)"
         )
-    placed = places.spread(state.flatten(0, -3).transpose(0, 1))  # a row holds all its streams
+    table = places.with_padding(state.flatten(0, -3).transpose(0, 1))  # a row holds all its streams
+    placed = places.spread(table)
     return placed.transpose(0, 1).unflatten(1, places.batch_shape).reshape(*state.shape[:-3], *places.batch_shape, -1)

@@ -48,16 +48,17 @@ class Places:
         on_device = (torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, padding))
         return cls(kept.shape, rows, *on_device)
 
-    def spread(self, rows: Tensor, training: bool = True) -> Tensor:
-        """(B L, ...). The unique rows, (U, ...), at their places, and the first of them, without gradient, at padding.
-
-        training: whether something after the model may learn, so that padding of a frozen model is checked, too.
-        """
+    def with_padding(self, rows: Tensor) -> Tensor:
+        """The unique rows, (U, ...), and if there is padding one more: the first of them, without gradient."""
         if not len(self.padding):
-            return gather_rows(rows, self.rows)
+            return rows
         table = torch.cat([rows, rows[:1].detach()])
-        if training and torch.is_grad_enabled() and not table.requires_grad:
+        if torch.is_grad_enabled() and not table.requires_grad:
             table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
+        return table
+
+    def spread(self, table: Tensor) -> Tensor:
+        """(B L, ...). The rows at their places. table: as `with_padding` returns it."""
         placed = gather_rows(table, self.rows)
         check_gradient_at(self.padding, placed)
         return placed

@@ -16,7 +16,15 @@ from torch import nn
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.sources import source_of_class
 
-__all__ = ["attends", "forks_or_keeps_apart", "layer_around", "mixers_of", "num_attention_layers", "text_layers"]
+__all__ = [
+    "attends",
+    "forks_or_keeps_apart",
+    "layer_around",
+    "mixers_of",
+    "num_attention_layers",
+    "text_layers",
+    "why_padding_leaks",
+]
 
 PROTOCOL = re.compile(r"\.(get|update)_(conv|recurrent)_state\(")
 CACHE = re.compile("cache|past|^state$")  # in the name of an argument of forward
@@ -47,6 +55,23 @@ def text_layers(decoder: Any) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and is_text(path) and len(module) == decoder.config.num_hidden_layers
     ]
     return list(lists[0]) if lists else []
+
+
+def why_padding_leaks(decoder: Any) -> str | None:
+    """Why padding on the left changes a state in Hugging Face's own batch; None if it does not.
+
+    The input of a mixer is 0 at padding. With a bias its projection is not, and a convolution brings that to the first
+    tokens.
+    """
+    for path, mixer in mixers_of(decoder).items():
+        for name, child in mixer.named_children():
+            if (
+                isinstance(child, nn.Linear)
+                and child.bias is not None
+                and child.in_features == decoder.config.hidden_size
+            ):
+                return f"left padding, which reaches the state of {type(mixer).__name__} through {path}.{name}.bias"
+    return None
 
 
 def num_attention_layers(decoder: Any) -> int:

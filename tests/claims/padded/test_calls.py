@@ -160,6 +160,109 @@ def test_the_first_label_after_left_padding_is_refused(tiny_qwen3: Callable[...,
     model(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss.backward()
 
 
+def clipped(grad: Tensor) -> Tensor:
+    """A gradient for each token, no longer than 0.01."""
+    return grad * (0.01 / grad.norm(dim=-1, keepdim=True).clamp(min=0.01))
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_gradient_at_hidden_states_that_is_wanted_before_the_head(
+    tiny_qwen3: Callable[..., Any], batch: PaddedBatch, retained: bool
+) -> None:
+    """Each copy has its own, also where a hook changes it."""
+    grads = []
+
+    def loss(model: Any) -> Tensor:
+        hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state
+        hidden.retain_grad() if retained else hidden.register_hook(clipped)
+        grads.append(hidden)
+        return model.lm_head(hidden)[batch.kept].log_softmax(-1)[:, 3].mean()
+
+    ordinary = tiny_qwen3()
+    with float64_throughout(ordinary):
+        shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
+        truth = gradients_of(ordinary, lambda: [loss(ordinary)])
+        found = gradients_of(shared, lambda: [loss(shared)])
+    assert compare_gradients("float64", truth, truth, found).worst.radix <= BAR
+    if retained:
+        assert (grads[0].grad - grads[1].grad)[batch.kept].norm() <= BAR * grads[0].grad.norm()
+
+
+ASKS = {
+    "retain_grad": lambda output, loss: (output.hidden_states[-1].retain_grad(), loss.backward()),
+    "a hook": lambda output, loss: (output.hidden_states[-1].register_hook(clipped), output.clear(), loss.backward()),
+    "autograd.grad": lambda output, loss: torch.autograd.grad(loss, output.hidden_states[-1]),
+    "autograd.grad, the loss reads it too": lambda output, loss: torch.autograd.grad(
+        loss + output.hidden_states[-1][0].square().mean(), output.hidden_states[-1]
+    ),
+}
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(
+    tiny_qwen3: Callable[..., Any], batch: PaddedBatch, asks: str
+) -> None:
+    """The head had one row for equal ones, so it is refused."""
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
+    output = model(**batch.inputs, use_cache=False, output_hidden_states=True)
+    loss = output.logits[batch.kept].log_softmax(-1)[:, 3].mean()
+    with pytest.raises(UserError, match="gradient at each place"):
+        ASKS[asks](output, loss)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_lora_on_the_head_after_a_shared_call(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, keep: int) -> None:
+    """PEFT puts a head around the head, and both have our hooks then."""
+    peft = pytest.importorskip("peft")
+    ids = torch.tensor([[5, 7, 8], [5, 7, 8], [5, 7, 9]])
+    results = []
+    for share in (False, True):
+        model = tiny_qwen3(tie_word_embeddings=False)
+        with float64_throughout(model):
+            if share:
+                share_prefixes(model, min_ratio=0.0)(input_ids=ids, use_cache=False)
+            torch.manual_seed(0)
+            config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+            adapted = peft.get_peft_model(model, config).double()
+            logits = adapted(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+            logits.log_softmax(-1)[..., 3].sum().backward()
+            results.append([logits, *(x.grad for x in adapted.parameters() if x.requires_grad)])
+    for truth, found in zip(*results, strict=True):
+        assert found.shape == truth.shape and (found - truth).norm() <= BAR * truth.norm()
+
+
+def test_a_probe_on_a_frozen_model(tiny_qwen3: Callable[..., Any]) -> None:
+    """In eval() a loss that reads padding could not be noticed without a gradient that nobody asked for."""
+    ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])
+    padded = {"input_ids": ids, "attention_mask": (ids != 0).long(), "use_cache": False}
+    ordinary, shared = (tiny_qwen3().eval().requires_grad_(False) for _ in range(2))
+    share_prefixes(shared)
+    expected, found = (model.model(**padded).last_hidden_state for model in (ordinary, shared))
+    assert torch.equal(expected, found) and not sharing_report(shared).num_shared
+    assert shared.model(input_ids=ids[:, :2], use_cache=False).last_hidden_state.numpy().size
+    with torch.no_grad():
+        shared.model(**padded)
+    assert sharing_report(shared).num_shared == 2
+
+
+def test_the_cache_that_training_does_not_make(tiny_qwen3: Callable[..., Any]) -> None:
+    """`config.use_cache` asks for one, and an ordinary model would return it."""
+    ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2]])
+    model = share_prefixes(tiny_qwen3())
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    assert sharing_report(model).num_shared == 1
+    for use in (
+        lambda: output.past_key_values.get_seq_length(),
+        lambda: output.past_key_values[0],
+        lambda: len(output.past_key_values),
+        lambda: model(input_ids=ids[:, :1], past_key_values=output.past_key_values),
+    ):
+        with pytest.raises(UserError, match="use_cache=True"):
+            use()
+    assert model(input_ids=ids, use_cache=False).past_key_values is None
+
+
 def test_what_passes_through_is_the_ordinary_result(tiny_qwen3: Callable[..., Any]) -> None:
     """Bit for bit, in training and in evaluation, as if nothing had been installed; and the report counts it."""
     ordinary, shared = tiny_qwen3(), share_prefixes(tiny_qwen3())

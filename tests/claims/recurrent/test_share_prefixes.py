@@ -56,5 +56,21 @@ def test_without_a_mask_and_below_the_ratio(tiny_hybrid: Build) -> None:
         assert (found - expected).norm() <= BAR * expected.norm() if is_shared else torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(("kind", "bias"), [("LFM2", "conv_bias"), ("Bamba", "mamba_proj_bias")])
+def test_left_padding_that_reaches_the_state(tiny_hybrid: Build, kind: str, bias: str) -> None:
+    """Hugging Face's own padding does, through a bias: its values are kept, with positions given or not."""
+    batch = padded(ROWS[:4], "left")
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    model = tiny_hybrid(kind, **{bias: True})
+    calls = [batch, {**batch, "position_ids": positions}]
+    expected = [model(**call, use_cache=False).logits for call in calls]
+    share_prefixes(model)
+    for call, logits in zip(calls, expected, strict=True):
+        assert torch.equal(model(**call, use_cache=False).logits, logits)
+    assert not sharing_report(model).num_shared and "reaches the state" in str(sharing_report(model))
+    model(**padded(ROWS[:4], "right"), use_cache=False)
+    assert sharing_report(model).num_shared == 1
+
+
 def test_generation(tiny_hybrid: Build) -> None:
     assert_generates_the_same(tiny_hybrid("Qwen3.5").eval())

@@ -144,10 +144,10 @@ class TestLeavesAlone:
     def test_memory_that_was_used_before(self):
         """Another tensor at the place of one that is gone."""
         head = SharedHead(SharingReport())
-        hidden = torch.ones(6, 4)
-        keep_places(hidden, torch.zeros(6, dtype=torch.int64).numpy(), 1)
-        assert head.before(nn.Linear(4, 2), (hidden.view(2, 3, 4),)) is not None
-        assert head.before(nn.Linear(4, 2), (hidden.view(2, 3, 4).double(),)) is None
+        hidden = torch.ones(6, 4).view(2, 3, 4)
+        keep_places(hidden, torch.ones(1, 4), torch.zeros(6, dtype=torch.int64).numpy(), 1)
+        assert head.before(nn.Linear(4, 2), (hidden,)) is not None
+        assert head.before(nn.Linear(4, 2), (hidden.double(),)) is None
         other = torch.empty(0).set_(hidden.untyped_storage(), 0, (2, 3, 4))
         assert head.before(nn.Linear(4, 2), (other,)) is None
 

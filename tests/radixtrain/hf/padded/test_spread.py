@@ -17,49 +17,53 @@ def unique_rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor([[1, 10], [2, 20], [3, 30]], dtype=dtype, requires_grad=True)
 
 
+def spread(rows: torch.Tensor) -> torch.Tensor:
+    return PLACES.spread(PLACES.with_padding(rows))
+
+
 class TestSpread:
     def test_literal(self):
         assert PLACES.padding.tolist() == [2, 3]
-        kept = PLACES.spread(unique_rows())[torch.from_numpy(KEPT).flatten()]
+        kept = spread(unique_rows())[torch.from_numpy(KEPT).flatten()]
         assert kept.tolist() == [[1, 10], [2, 20], [1, 10], [3, 30]]
 
     def test_padding_has_a_row_of_numbers_and_no_gradient(self):
         """Not zeros: divided by their norm they are NaN, and the gradient of a square is 0 there."""
         rows = unique_rows()
-        assert PLACES.spread(rows)[PLACES.padding].isfinite().all()
+        assert spread(rows)[PLACES.padding].isfinite().all()
         with pytest.raises(UserError, match=HIDES.format(2)):
-            PLACES.spread(rows).square().sum().backward()
+            spread(rows).square().sum().backward()
 
     def test_padding_of_rows_that_nothing_learns(self):
         """A frozen model, and a head after it that reads padding."""
         head = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
         with pytest.raises(UserError, match=HIDES.format(2)):
-            (PLACES.spread(unique_rows().detach()) @ head).sum().backward()
+            (spread(unique_rows().detach()) @ head).sum().backward()
 
     def test_the_gradient_of_a_row_is_the_sum_over_its_places(self):
         rows = unique_rows()
         weights = torch.tensor([[1.0], [2.0], [0.0], [0.0], [4.0], [8.0]])
-        (PLACES.spread(rows) * weights).sum().backward()
+        (spread(rows) * weights).sum().backward()
         assert rows.grad.tolist() == [[5, 5], [2, 2], [8, 8]]
 
     def test_gradcheck(self):
         """Of the kept places; row 0 stands at two of them."""
         kept = torch.from_numpy(np.flatnonzero(KEPT))
-        assert torch.autograd.gradcheck(lambda rows: PLACES.spread(rows)[kept], unique_rows())
+        assert torch.autograd.gradcheck(lambda rows: spread(rows)[kept], unique_rows())
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     def test_dtype_and_more_axes_stay(self, dtype):
-        spread = PLACES.spread(torch.ones(3, 2, 4, dtype=dtype))
-        assert (spread.dtype, tuple(spread.shape)) == (dtype, (6, 2, 4))
+        placed = spread(torch.ones(3, 2, 4, dtype=dtype))
+        assert (placed.dtype, tuple(placed.shape)) == (dtype, (6, 2, 4))
 
     def test_rows_that_are_not_contiguous(self):
         rows = unique_rows().detach()
-        assert torch.equal(PLACES.spread(rows.t().contiguous().t()), PLACES.spread(rows))
+        assert torch.equal(spread(rows.t().contiguous().t()), spread(rows))
 
     def test_without_padding_every_place_may_be_read(self):
         places = Places.on(CPU, np.ones((2, 2), dtype=bool), np.array([0, 1, 0, 2]))
         rows = unique_rows()
-        places.spread(rows).sum().backward()
+        places.spread(places.with_padding(rows)).sum().backward()
         assert rows.grad.tolist() == [[2, 2], [1, 1], [1, 1]]
 
 
@@ -102,5 +106,5 @@ class TestGradientAtPadding:
                 return None
 
         rows = unique_rows()
-        Nothing.apply(PLACES.spread(rows)).backward()
+        Nothing.apply(spread(rows)).backward()
         assert rows.grad is None or not rows.grad.any()
