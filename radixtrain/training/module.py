@@ -36,9 +36,9 @@ from radixtrain.training.survival.resume import apply_settings, restore_position
 from radixtrain.training.survival.run_state import add_run_state, check_same_model
 from radixtrain.training.survival.weights import check_weights, is_partial
 from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
-from radixtrain.verification.step import verify_step
 
 __all__ = ["RadixModule"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from radixtrain.collators.radix import RadixCollator
+from radixtrain.collators.shared_targets import features_once
+from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
-from radixtrain.verification.bars import TensorError
 from radixtrain.verification.oracle import (
     Arm,
     Features,
@@ -35,11 +36,12 @@ from radixtrain.verification.oracle import (
     same_buffers,
     weights_in,
 )
-from radixtrain.verification.report import EquivalenceReport, Rung
+from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
 
-__all__ = ["compare_gradients", "verify_arms", "verify_equivalence"]
+__all__ = ["compare_gradients", "verify_arms", "verify_equivalence", "verify_step"]
 
 logger = logging.getLogger(__name__)
+AUTOCAST = {"bf16-mixed": torch.bfloat16}
 SIXTEEN_BITS = ("bfloat16", "float16")
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -102,21 +104,60 @@ def verify_arms(
     allowed = before["allow_dropout"] if before else ()
     rungs = []
     with _as_it_was(model, before), without_dropout(model, allowed), _without_added_losses(model, base):
-        _check_trained(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
         prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
         logger.info("verify: %d sequences in float64, one at a time", len(features))
-        truth = float64_truth(restore_model(model), features, base)
+        truth = float64_truth(restore_model(model), features)
         _check_finite(truth)
         for name in wanted:
             logger.info("verify: %s", name)
-            precision = _Precision(name, autocast=autocast if name == own else None, own=name == own)
-            with precision.applied_to(restore_model(model), base):
+            with _computing_in(name, restore_model(model), own, autocast):
                 by_ordinary = gradients_of(model, ordinary)
-                prepare_model(model, attention=attention, kernel=precision.kernel(kernel), allow_dropout=allowed)
+                prepare_model(model, attention=attention, kernel=_kernel_of(name, kernel), allow_dropout=allowed)
                 by_radix = gradients_of(model, radix)
             judged = not (_has_experts(base) and name in SIXTEEN_BITS)
             rungs.append(compare_gradients(name, truth, by_ordinary, by_radix, judged))
     return EquivalenceReport(tuple(rungs))
+
+
+def verify_step(
+    model: nn.Module,
+    loss_sum: Callable[[dict[str, Any]], Tensor],
+    features: Features,
+    collator: StepCollator,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    precision: str = "32-true",
+) -> EquivalenceReport:
+    """Compare loss and gradients of one optimizer step, with the micro-batches, merged predictions and loss of `fit`.
+
+    The ordinary arm is the step that `dedup: false` would take; the truth is computed from the logits that Hugging
+    Face's own model returns for each sequence.
+
+    model: loaded, on its device. It is returned as it was, without gradients. A fresh LoRA, which is zero and would
+        leave half of its gradients zero, is filled at random during the comparison.
+    loss_sum: micro-batch -> summed loss of `model`, as `RadixModule.loss_sum`.
+    features: the sequences of the step; see `SFTData.features_of_step`.
+    collator: what cuts and collates them in training.
+    attention, kernel: as for `prepare_model`.
+    precision: Lightning's name of it; a mixed one adds a comparison under autocast.
+    """
+    device = next(model.parameters()).device
+    if collator.shared_targets == "once":
+        features = features_once(features)
+    plain, unique = (replace(collator, dedup=dedup, merge_labels=True)(features) for dedup in (False, True))
+    with _filled_adapters(model):
+        return verify_arms(
+            model,
+            features,
+            lambda: _terms(loss_sum, plain, device),
+            lambda: _terms(loss_sum, unique, device),
+            attention=attention,
+            kernel=kernel,
+            autocast=AUTOCAST.get(precision),
+        )
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype:
@@ -130,11 +171,6 @@ def _check_precisions(wanted: Sequence[str], own: str) -> None:
     for precision in wanted:
         if precision not in known:
             raise UserError(f"precisions must be of {', '.join(known)} for this model, got {precision!r}")
-
-
-def _check_trained(model: nn.Module) -> None:
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
 
 
 def _check_finite(truth: Gradients) -> None:
@@ -158,29 +194,20 @@ def _has_experts(base: PreTrainedModel) -> bool:
     return any((getattr(config, name, None) or 0) > 1 for name in NUM_EXPERTS)
 
 
-@dataclass(frozen=True)
-class _Precision:
-    """How a rung computes. own: in the model's own dtype, so its weights stay as they are."""
+def _computing_in(
+    precision: str, model: nn.Module, own: str, autocast: torch.dtype | None
+) -> AbstractContextManager[object]:
+    """own: the dtype of the training, in which the weights stay as they are."""
+    if precision == "float64":
+        return float64_throughout(model)
+    if precision != own:
+        return weights_in(model, getattr(torch, precision))
+    return torch.autocast(next(model.parameters()).device.type, autocast) if autocast else nullcontext()
 
-    name: str
-    autocast: torch.dtype | None
-    own: bool
 
-    @contextmanager
-    def applied_to(self, model: nn.Module, base: PreTrainedModel) -> Iterator[None]:
-        device = next(model.parameters()).device.type
-        with ExitStack() as stack:
-            if self.autocast:
-                stack.enter_context(torch.autocast(device, self.autocast))
-            elif self.name == "float64":
-                stack.enter_context(float64_throughout(model, base))
-            elif not self.own:
-                stack.enter_context(weights_in(model, getattr(torch, self.name), base))
-            yield
-
-    def kernel(self, asked_for: str) -> str:
-        """flash-attn takes only 16 bits; the wider rungs test the same tree on another kernel."""
-        return "auto" if asked_for.startswith("flash") and self.name in ("float64", "float32") else asked_for
+def _kernel_of(precision: str, kernel: str) -> str:
+    """flash-attn takes only 16 bits; the wider rungs test the same tree on another kernel."""
+    return "auto" if kernel.startswith("flash") and precision in ("float64", "float32") else kernel
 
 
 @contextmanager
@@ -220,3 +247,25 @@ def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> 
     place = tuple(int(index) for index in torch.unravel_index(off.argmax(), off.shape))
     values = radix[place].item(), ordinary[place].item(), exact[place].item()
     return TensorError(name, exact.norm().item(), ordinary_difference, radix_difference, place, values)
+
+
+@contextmanager
+def _filled_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, each LoRA matrix B that is zero, as it starts, is random. The global random state does not change."""
+    fresh = [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
+    draw = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for parameter in fresh:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in fresh:
+                parameter.zero_()
+
+
+def _terms(loss_sum: Callable[[dict[str, Any]], Tensor], step: Step, device: torch.device) -> Iterator[Tensor]:
+    """The terms of the loss of a step, one for each micro-batch."""
+    for batch in step.to(device).micro_batches:
+        yield loss_sum(batch) / step.num_labels

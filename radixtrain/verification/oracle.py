@@ -12,7 +12,7 @@ agrees with itself to 1e-7 only, so `float64_throughout` turns these casts into 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays
 from radixtrain.collators.targets import IGNORE_INDEX
-from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
 
 __all__ = [
@@ -71,12 +71,9 @@ def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
     return Gradients(loss, tensors)
 
 
-def float64_truth(model: nn.Module, features: Features, base: PreTrainedModel | None = None) -> Gradients:
-    """The truth: `ordinary_one_by_one` in float64. `model` must not be prepared; its weights are unchanged afterwards.
-
-    base: as for `weights_in`.
-    """
-    with float64_throughout(model, base):
+def float64_truth(model: nn.Module, features: Features) -> Gradients:
+    """The truth: `ordinary_one_by_one` in float64. `model` must not be prepared; its weights come back unchanged."""
+    with float64_throughout(model):
         return gradients_of(model, lambda: ordinary_one_by_one(model, features))
 
 
@@ -139,21 +136,19 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weights_in(model: nn.Module, dtype: torch.dtype, base: PreTrainedModel | None = None) -> Iterator[None]:
+def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Parameters and floating-point buffers in another dtype for a while, in place; then what they were, bit for bit.
-
-    base: the Hugging Face model in `model`, from a caller that knows it.
 
     To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
     notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile, and weights of 4 bits are ordinary ones.
     """
-    base = pretrained_model_of(model) if base is None else base
-    with plain_weights(model), _floating_tensors_in(model, dtype, base):
+    with plain_weights(model), _floating_tensors_in(model, dtype):
         yield
 
 
 @contextmanager
-def _floating_tensors_in(model: nn.Module, dtype: torch.dtype, base: PreTrainedModel) -> Iterator[None]:
+def _floating_tensors_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    base = model_inside(model)
     attention = base.config._attn_implementation or ""
     flash = "flash" in attention
     if flash:
@@ -175,13 +170,9 @@ def _floating_tensors_in(model: nn.Module, dtype: torch.dtype, base: PreTrainedM
 
 
 @contextmanager
-def float64_throughout(model: nn.Module, base: PreTrainedModel | None = None) -> Iterator[None]:
-    """Weights in float64, and what the model casts to float32 is cast to float64 instead. base: as for `weights_in`."""
-    base = pretrained_model_of(model) if base is None else base
-    with ExitStack() as stack:
-        stack.enter_context(_plain_experts(base))
-        stack.enter_context(weights_in(model, torch.float64, base))
-        stack.enter_context(float64_arithmetic())
+def float64_throughout(model: nn.Module) -> Iterator[None]:
+    """Weights in float64, and what the model casts to float32 is cast to float64 instead."""
+    with _plain_experts(model_inside(model)), weights_in(model, torch.float64), float64_arithmetic():
         yield
 
 

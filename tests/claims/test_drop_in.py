@@ -30,9 +30,9 @@ from radixtrain.collators.unprepared import allow_watch, end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.trainers import check_not_cut
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.verification.bars import MEDIAN_FACTOR
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import float64_arithmetic, ordinary_padded, radix_batch
+from radixtrain.verification.report import MEDIAN_FACTOR
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that Transformers will drop
 

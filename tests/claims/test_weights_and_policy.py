@@ -24,8 +24,8 @@ from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.hf.predictions import predict
 from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import assert_equivalent, labelled_features
+from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import float64_throughout, gradients_of
-from radixtrain.verification.step import verify_step
 
 BAR = 1e-12  # of a gradient's norm; the worst of 150 generated steps was 2.4e-14
 N = -100

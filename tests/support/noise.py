@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixtrain.verification.bars import TENSOR_FACTOR
+from radixtrain.verification.report import TENSOR_FACTOR
 
 __all__ = ["assert_within_noise"]
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.testing import relative_error
-from radixtrain.verification.bars import MEDIAN_FACTOR
 from radixtrain.verification.oracle import float64_arithmetic
+from radixtrain.verification.report import MEDIAN_FACTOR
 
 if TYPE_CHECKING:  # it imports for 4 s, so tests and their fixtures import trainers in functions
     from transformers import Trainer
@@ -253,7 +253,7 @@ def gradient_distances(plain: Run, shared: Run) -> list[float]:
 def assert_as_near(truth: list[Tensor], ordinary: list[Tensor], shared: list[Tensor]) -> None:
     """Assert that gradients in bfloat16 are as near to the truth in float64 as ordinary ones are.
 
-    Those of several steps or models: a single one has luck, of both signs (`radixtrain.verification.bars`).
+    Those of several steps or models: a single one has luck, of both signs (`radixtrain.verification.report`).
     """
     errors = [relative_error(one, exact) for one, exact in zip(ordinary, truth, strict=True)]
     assert min(errors) > 1e-3, f"not bfloat16: {errors}"

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.padded.report import SharingReport
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of
@@ -24,7 +23,7 @@ def assert_same_gradient(
 
     The report counts the calls of the second loss, and of the first one if `share` had been called before.
     """
-    with float64_throughout(model, model_inside(model)):
+    with float64_throughout(model):
         expected = gradients_of(model, lambda: [loss_of(model)])
         found = gradients_of(share(model), lambda: [loss_of(model)])
     assert_same(found, expected)

@@ -10,7 +10,6 @@ from hybrids import BAR, FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_o
 from tiers import FULL
 
 from radixtrain import prepare_model
-from radixtrain.verification.bars import TENSOR_FACTOR
 from radixtrain.verification.oracle import (
     float64_throughout,
     float64_truth,
@@ -18,6 +17,7 @@ from radixtrain.verification.oracle import (
     ordinary_padded,
     radix_batch,
 )
+from radixtrain.verification.report import TENSOR_FACTOR
 
 
 @ONE_KIND

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from radixtrain import verify_equivalence
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable, plain_weights, with_plain_weights
 from radixtrain.testing import assert_within_reference_error
-from radixtrain.verification.bars import TENSOR_FACTOR
 from radixtrain.verification.oracle import float64_throughout
+from radixtrain.verification.report import TENSOR_FACTOR
 
 pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install 'radixtrain[qlora]'")
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'radixtrain[peft]'")

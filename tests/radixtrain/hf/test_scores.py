@@ -18,8 +18,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.scores import SCORES, Scorer, _numbers, check_scores, needs_labels, needs_next_tokens
 from radixtrain.testing import assert_within_reference_error
-from radixtrain.verification.bars import TENSOR_FACTOR
 from radixtrain.verification.oracle import float64_throughout
+from radixtrain.verification.report import TENSOR_FACTOR
 
 N = -100
 INSTRUCTION = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]

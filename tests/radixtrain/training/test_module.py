@@ -24,8 +24,8 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
 from radixtrain.training.module import RadixModule
+from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import float64_arithmetic
-from radixtrain.verification.step import verify_step
 
 SIZES = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -36,11 +37,12 @@ class TestTheRungs:
 
 class TestTheModel:
     def test_comes_back_as_it_was(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = tiny_qwen3().bfloat16().eval()
+        model = tiny_qwen3().bfloat16().train()
+        model.model.layers[0].eval()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         verify_equivalence(model, FEATURES)
         assert model.config._attn_implementation == "sdpa"
-        assert not model.training
+        assert [layer.training for layer in model.model.layers] == [False, True]
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
         assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -49,12 +51,6 @@ class TestTheModel:
         assert verify_equivalence(model, FEATURES, attention="cascade").passed
         assert prepared_options(model)["attention"] == "path"
         assert torch.isfinite(model(**RadixCollator()(FEATURES)).loss)
-
-    def test_every_module_keeps_its_own_mode(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = tiny_qwen3().train()
-        model.model.layers[0].eval()
-        verify_equivalence(model, FEATURES)
-        assert [layer.training for layer in model.model.layers] == [False, True]
 
     def test_has_no_gradients_if_an_arm_raises(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3()
@@ -93,7 +89,6 @@ class TestTheModel:
 
     def test_dropout_that_was_allowed_is_off_meanwhile(self, tiny_qwen3: Callable[..., Any]) -> None:
         """And the model in training mode: evaluation would turn off activation checkpointing, which is compared too."""
-        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
         config = peft.LoraConfig(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
         model = peft.get_peft_model(tiny_qwen3(), config).train()
         modes = []
@@ -107,7 +102,6 @@ class TestTheModel:
         assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
 
     def test_a_fresh_lora_passes_and_is_not_conclusive(self, tiny_qwen3: Callable[..., Any]) -> None:
-        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
         model = peft.get_peft_model(tiny_qwen3(), peft.LoraConfig(target_modules="all-linear"))
         report = verify_equivalence(model, FEATURES)
         assert report.passed and not report.conclusive
@@ -122,19 +116,6 @@ def test_a_mixture_of_experts() -> None:
     assert report.passed, str(report)
     assert "bfloat16: not judged: rounding to 16 bits moves tokens between experts" in str(report)
     assert model.config.output_router_logits is True, "the router loss is off only meanwhile"
-
-
-def test_a_truth_that_is_not_finite_gives_no_verdict(tiny_qwen3: Callable[..., Any]) -> None:
-    model = tiny_qwen3()
-    with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    with pytest.raises(UserError, match=r"the ordinary model's gradient of .* is not finite"):
-        verify_equivalence(model, FEATURES)
-
-
-def test_nothing_to_train_is_said(tiny_qwen3: Callable[..., Any]) -> None:
-    with pytest.raises(UserError, match="no parameter of the model requires a gradient"):
-        verify_equivalence(tiny_qwen3().requires_grad_(False), FEATURES)
 
 
 def test_under_autocast(tiny_qwen3: Callable[..., Any]) -> None:
@@ -153,6 +134,13 @@ def test_under_autocast(tiny_qwen3: Callable[..., Any]) -> None:
     assert report.passed, str(report)
 
 
-def test_features_without_loss_are_refused(tiny_qwen3: Callable[..., Any]) -> None:
+def test_what_cannot_be_compared_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
     with pytest.raises(ValueError, match="no token of these features bears loss"):
-        verify_equivalence(tiny_qwen3(), [{"input_ids": [1, 2], "labels": [-100, -100]}])
+        verify_equivalence(model, [{"input_ids": [1, 2], "labels": [-100, -100]}])
+    with pytest.raises(UserError, match="no parameter of the model requires a gradient"):
+        verify_equivalence(tiny_qwen3().requires_grad_(False), FEATURES)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(UserError, match=r"the ordinary model's gradient of .* is not finite"):
+        verify_equivalence(model, FEATURES)

@@ -1,4 +1,4 @@
-"""The verdict in words, and the table."""
+"""How large an error may be: what passes, what just does not; the verdict in words, and the table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain.verification.bars import TensorError
 from radixtrain.verification.equivalence import compare_gradients, verify_equivalence
 from radixtrain.verification.oracle import Gradients
-from radixtrain.verification.report import EquivalenceReport, Rung
+from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
 
 FEATURES = [
     {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
@@ -18,30 +17,102 @@ FEATURES = [
 ]
 
 
-def rung(precision: str = "float32", loss: float = 1.0, **errors: tuple[float, ...]) -> Rung:
+HONEST = {"w": (1.0, 1e-6, 1e-6), "v": (1.0, 1e-6, 1e-6), "x": (1.0, 1e-6, 1e-6)}
+
+
+def rung(precision: str = "float32", loss: float = 1.0, judged: bool = True, **errors: tuple[float, ...]) -> Rung:
     """A rung of parameters given as name=(norm, ordinary difference, radix difference)."""
     tensors = tuple(TensorError(name, *numbers) for name, numbers in errors.items())
-    return Rung(precision, 1.0, 1.0, loss, tensors)
+    return Rung(precision, 1.0, 1.0, loss, tensors, judged)
 
 
-def test_an_ordinary_model_that_disagrees_with_itself_gets_no_verdict() -> None:
-    made = rung("float64", w=(1.0, 1e-3, 1e-3), v=(1.0, 2e-3, 2e-3))
+@pytest.mark.parametrize(
+    ("made", "passed"),
+    [
+        (rung("float64", w=(1.0, 1e-15, 9e-13)), True),
+        (rung("float64", w=(1.0, 1e-15, 2e-12)), False),
+        (rung("float64", loss=1.0 + 1e-11, w=(1.0, 0.0, 0.0)), False),
+        (rung("float64", w=(1.0, 0.0, 0.0), small=(1e-4, 0.0, 1e-15)), True),
+        (rung("float64", w=(1.0, 0.0, 0.0), small=(1e-4, 0.0, 2e-15)), False),
+        (rung("float64", ill_conditioned=(1.0, 2e-13, 1e-11)), True),
+        (rung("float64", ill_conditioned=(1.0, 2e-13, 3e-11)), False),
+        (rung("float64", w=(1.0, 0.0, 0.0), tiny=(1e-9, 1e-16, 1e-17)), True),
+        (rung("float64", w=(1.0, 0.0, 0.0), tiny=(1e-3, 1e-13, 2e-12)), False),
+        (rung("float64", w=(1.0, 0.0, float("nan"))), False),
+        (rung("float64", w=(1.0, 0.0, 0.0), zero=(1e-17, 1e-17, 1e-17)), True),
+        (rung("float64", w=(1.0, 0.0, 0.0), zero=(0.0, 0.0, 1e-9)), False),
+        (rung("float64", w=(1.0, 0.0, 0.0), zero=(0.0, 0.0, float("nan"))), False),
+        (rung("float32", **HONEST), True),
+        (rung("float32", **{**HONEST, "x": (1.0, 1e-6, 9e-6)}), True),
+        (rung("float32", **{**HONEST, "x": (1.0, 1e-6, 1.1e-5)}), False),
+        (rung("float32", **{**HONEST, "x": (1.0, 1e-8, 9e-6)}), True),
+        (rung("float32", **{**HONEST, "x": (1.0, 0.9, 1e-6), "v": (1.0, 1e-6, 1.1e-5)}), False),
+        (rung("float32", **dict.fromkeys("wvx", (1.0, 1e-6, 3e-6))), False),
+        (rung("float32", loss=1.0 + 4e-6, **HONEST), False),
+        (rung("float32", **HONEST, drowned=(1e-7, 1e-7, 9e-7)), True),
+        (rung("float32", **HONEST, drowned=(1e-7, 1e-7, 1.1e-5)), False),
+        (rung("float32", w=(0.0, 0.0, 0.0)), False),
+        (rung("bfloat16", w=(1.0, 1e-2, float("inf"))), False),
+        (rung("bfloat16", judged=False, w=(1.0, 1e-2, 9e-2)), True),
+        (rung("bfloat16", judged=False, w=(1.0, 1e-2, 2e-1)), False),
+        (rung("bfloat16", judged=False, w=(1.0, 1e-2, float("nan"))), False),
+        (rung("bfloat16", judged=False, loss=float("nan"), w=(1.0, 1e-2, 1e-2)), False),
+    ],
+)
+def test_what_passes(made: Rung, passed: bool) -> None:
+    assert made.passed is passed
+    assert bool(made.reason) is not passed
+
+
+def test_the_loss_has_a_bar_of_its_own() -> None:
+    """At least a few roundings, and three times the error of the ordinary loss."""
+    tensors = rung(**HONEST).tensors
+    assert Rung("float32", 1.0, 1.0 + 1e-8, 1.0, tensors).loss_bar == pytest.approx(1e-6)
+    assert Rung("float32", 1.0, 1.0 + 1e-4, 1.0, tensors).loss_bar == pytest.approx(3e-4)
+    assert Rung("float64", 1.0, 1.0, 1.0, tensors).loss_bar == 1e-12
+    assert Rung("float64", 1.0, 1.0 + 1e-13, 1.0, tensors).loss_bar == pytest.approx(1e-11, rel=1e-2)
+    assert Rung("float64", 1.0, 2.0, 1.0, tensors).loss_bar == 1e-9
+
+
+def test_every_tensor_is_alive_or_dead() -> None:
+    made = rung("float64", w=(1.0, 0.0, 0.0), small=(1e-11, 0.0, 0.0), zero=(1e-12, 0.0, 0.0))
+    assert [tensor.name for tensor in made.alive] == ["w", "small"]
+    assert [tensor.name for tensor in made.dead] == ["zero"]
+    made = rung("float32", w=(1.0, 0.0, 0.0), small=(1e-5, 0.0, 0.0), drowned=(1e-6, 0.0, 0.0))
+    assert [tensor.name for tensor in made.dead] == ["drowned"]
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_a_truth_that_is_not_a_number_is_alive_and_fails(precision: str) -> None:
+    nan = float("nan")
+    made = rung(precision, w=(1.0, 1e-16, 1e-16), broken=(nan, nan, nan))
+    assert not made.passed and not made.dead
+    assert made.worst.name == "broken" and [tensor.name for tensor in made.failed] == ["broken"]
+
+
+def test_the_furthest_tensor_is_the_first_that_failed() -> None:
+    nan = float("nan")
+    made = rung("float64", good=(1.0, 0.0, 0.0), off=(1.0, 0.0, 1e-3), nan=(1.0, 0.0, nan), far=(1.0, 0.0, 1e-1))
+    assert [tensor.name for tensor in made.failed] == ["nan", "far", "off"]
+    assert made.share(made.tensors[0]) == 0.0
+    assert made.share(made.tensors[1]) == pytest.approx(1e9, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("ordinary_loss", "meaning"),
+    [
+        (1.0, "Their losses agree (1): the gradient may be too ill-conditioned for float64"),
+        (1.655, "So do their losses, 1.655 and 1: either the model computes something else for a sequence that has"),
+        (float("nan"), "So do their losses, nan and 1: either the model computes something else for a sequence"),
+    ],
+)
+def test_an_ordinary_model_that_disagrees_with_itself_gets_no_verdict(ordinary_loss: float, meaning: str) -> None:
+    tensors = TensorError("w", 1.0, 1e-3, 1e-3), TensorError("v", 1.0, 2e-3, 2e-3)
+    made = Rung("float64", 1.0, ordinary_loss, ordinary_loss, tensors)
     assert not made.passed
-    assert made.reason == (
+    assert made.reason.startswith(
         "no verdict: two ordinary ways to compute the gradient, in a padded batch and with each sequence on its "
-        "own, disagree by 2.0e-03 in v. Their losses agree (1): the gradient may be too ill-conditioned for float64"
-    )
-
-
-@pytest.mark.parametrize("ordinary_loss", [1.655, float("nan")])
-def test_nor_does_one_whose_ordinary_loss_is_wrong(ordinary_loss: float) -> None:
-    tensors = (TensorError("w", 1.0, 1e-3, 1e-3),)
-    made = Rung("float64", 6.21, ordinary_loss, ordinary_loss, tensors)
-    assert made.reason == (
-        "no verdict: two ordinary ways to compute the gradient, in a padded batch and with each sequence on its "
-        f"own, disagree by 1.0e-03 in w. So do their losses, {ordinary_loss:.9g} and 6.21: either the model "
-        "computes something else for a sequence that has padding or other sequences beside it, or the padded "
-        "batch does not have the model's own loss"
+        f"own, disagree by 2.0e-03 in v. {meaning}"
     )
 
 
@@ -51,15 +122,17 @@ def test_a_gradient_that_is_truly_zero_proves_little() -> None:
     assert "zero: zero: the true gradient is zero on this data" in str(report)
 
 
-def test_a_gradient_that_should_be_zero_and_is_not_fails() -> None:
-    made = rung("float64", w=(1.0, 0.0, 0.0), zero=(0.0, 0.0, 5.0))
-    assert "zero should be zero and is off by 5.0e+00" in made.reason
-
-
-def test_a_report_without_a_gradient_alive_fails() -> None:
-    report = EquivalenceReport((rung("float64", w=(0.0, 0.0, 0.0)),))
-    assert not report.passed
-    assert "no gradient is alive" in report.reason
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (rung("float64", w=(1.0, 0.0, 0.0), zero=(0.0, 0.0, 5.0)), "zero should be zero and is off by 5.0e+00"),
+        (rung("float64", w=(0.0, 0.0, 0.0)), "no gradient is alive"),
+        (rung("float64", loss=1.1, w=(1.0, 0.0, 0.0)), "the loss is 1.1 and in truth 1, 1.0e-01 apart"),
+    ],
+)
+def test_the_reason_of_a_failure(made: Rung, reason: str) -> None:
+    report = EquivalenceReport((made,))
+    assert not report.passed and report.reason.startswith(f"float64: NOT EQUAL: {reason}")
 
 
 def test_the_reason_names_the_parameter_the_element_and_its_values() -> None:
@@ -70,11 +143,6 @@ def test_the_reason_names_the_parameter_the_element_and_its_values() -> None:
     reason = EquivalenceReport((made,)).reason
     assert reason.startswith("float64: NOT EQUAL: a.weight is off by 2.0e-01, at most 1.0e-12 is rounding")
     assert reason.endswith("worst element [1, 2]: radix 1.5, ordinary 1, truth 1")
-
-
-def test_the_reason_names_the_loss_if_only_that_is_wrong() -> None:
-    reason = EquivalenceReport((rung("float64", loss=1.1, w=(1.0, 0.0, 0.0)),)).reason
-    assert reason.startswith("float64: NOT EQUAL: the loss is 1.1 and in truth 1, 1.0e-01 apart")
 
 
 def test_the_report_is_a_table(tiny_qwen3: Callable[..., Any]) -> None:
