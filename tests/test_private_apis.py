@@ -184,7 +184,7 @@ TABLE = (
     Private(
         "torch.nn.Module._forward_pre_hooks",
         (
-            "radixtrain/generation/weights.py",
+            "radixtrain/generation/fingerprint.py",
             "radixtrain/hf/hooks.py",
             "radixtrain/hf/padded/calls.py",
             "radixtrain/hf/padded/head.py",
@@ -198,7 +198,7 @@ TABLE = (
     ),
     Private(
         "torch.nn.Module._forward_hooks",
-        ("radixtrain/generation/weights.py", "radixtrain/hf/hooks.py"),
+        ("radixtrain/generation/fingerprint.py", "radixtrain/hf/hooks.py"),
         "finds our hooks, and a user's, which empty a cache",
     ),
     Private(

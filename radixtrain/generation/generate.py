@@ -1,38 +1,142 @@
-"""`generate`: answers to prompts, what they share computed and stored once."""
+"""`generate`: answers to prompts, what they share computed and stored once, and the result that comes back."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.engine import Engine, Limits
-from radixtrain.generation.generated import Generated, GenerationStats
 from radixtrain.generation.options import max_new_tokens_of, resolve_config
-from radixtrain.generation.passes import PIECE_CELLS, worth_keeping
+from radixtrain.generation.passes import PIECE_CELLS, Request, sorted_requests
 from radixtrain.generation.prefill import prefill_on
 from radixtrain.generation.prompts import check_ids, padding_mask, token_ids_of
-from radixtrain.generation.requests import Request
 from radixtrain.generation.sampling import TokenChooser
+from radixtrain.generation.scheduler import Limits, RunningBatch, finish
 from radixtrain.generation.stopping import Stopper
 from radixtrain.hf.backbone import model_inside, parts_of
 from radixtrain.hf.refusals import check_generation
-from radixtrain.tree.arrays import IntArray, cumulative
-from radixtrain.tree.sorting import sort_sequences
+from radixtrain.tree.arrays import IntArray
 
-__all__ = ["generate"]
+__all__ = ["Generated", "GenerationStats", "generate"]
 
 # Without a batch size. A lane is a private run of slots, for what one sequence does not share.
 MAX_LANES = 256
 LANE_SLOTS = 65_536  # of all lanes, if no batch size is given and answers are not longer than is expected
 EXPECTED_ANSWER = 1_024  # tokens; most answers are shorter than they may be
 FIRST_ANSWER = 128  # tokens of an answer that a lane takes before it is made longer
+# Of `str(Generated)`.
+SHOWN_ANSWERS = 10
+SHOWN_CHARACTERS = 60
+SHOWN_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """What the answers took.
+
+    num_prompt_tokens: of all prompts.
+    num_cached_tokens: of those, found in the cache.
+    num_computed_tokens: computed for the prompts; what they share counts once.
+    num_new_tokens: of all answers.
+    seconds: of the whole call.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    seconds: float
+
+    @property
+    def r(self) -> float:
+        """Prompt tokens for each computed one; inf if all were cached, nan without prompts."""
+        if not self.num_computed_tokens:
+            return float("inf") if self.num_prompt_tokens else float("nan")
+        return self.num_prompt_tokens / self.num_computed_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """The part of the prompt tokens that was in the cache; nan without prompts."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else float("nan")
+
+    def __str__(self) -> str:
+        rate = f", {self.num_new_tokens / self.seconds:,.0f} a second" if self.seconds > 0 else ""
+        return (
+            f"{self.num_prompt_tokens:,} prompt tokens, {self.num_computed_tokens:,} computed (r {self.r:.2f}), "
+            f"{self.num_cached_tokens:,} from the cache; {self.num_new_tokens:,} new tokens in "
+            f"{self.seconds:.2f} s{rate}"
+        )
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Answers, prompt by prompt: those of prompt i are entries [i n, (i + 1) n), n = `num_return_sequences`.
+
+    prompt_ids: one a prompt.
+    token_ids: one an answer. With the end-of-sequence token if there was one, without padding.
+    texts: one an answer, without special tokens; None without a tokenizer.
+    logprobs: one an answer. Of every token, in nats, under the model itself: temperature 1, before processors.
+    finish_reasons: one an answer. "stop" (end token, stop string, criterion) or "length" (also max_time).
+    """
+
+    prompt_ids: list[list[int]]
+    token_ids: list[list[int]]
+    texts: list[str] | None
+    logprobs: list[list[float]]
+    finish_reasons: list[str]
+    num_return_sequences: int
+    stats: GenerationStats
+
+    def __len__(self) -> int:
+        """The number of answers."""
+        return len(self.token_ids)
+
+    def sequences(self, pad_token_id: int) -> Tensor:
+        """What `model.generate` returns, (answers, L), int64: prompts padded on the left, answers on the right."""
+        if not isinstance(pad_token_id, int):
+            raise UserError(f"pad_token_id: expected a token id to pad with, got {pad_token_id!r}; 0 will do")
+        n = self.num_return_sequences
+        longest_prompt = max(map(len, self.prompt_ids), default=0)
+        longest_answer = max(map(len, self.token_ids), default=0)
+        sequences = torch.full((len(self), longest_prompt + longest_answer), pad_token_id, dtype=torch.int64)
+        for place, answer in enumerate(self.token_ids):
+            prompt = self.prompt_ids[place // n]
+            sequences[place, longest_prompt - len(prompt) : longest_prompt + len(answer)] = torch.tensor(
+                [*prompt, *answer], dtype=torch.int64
+            )
+        return sequences
+
+    def __str__(self) -> str:
+        """The first answers, one a line, after a line of counts."""
+        shown = min(len(self), SHOWN_ANSWERS)
+        lines = [f"{len(self)} answers to {len(self.prompt_ids)} prompts: {self.stats}"]
+        if shown:
+            lines.append("prompt  tokens  end     logprob  answer")
+        lines += [self._line(place) for place in range(shown)]
+        if shown < len(self):
+            lines.append(f"... and {len(self) - shown} more")
+        return "\n".join(lines)
+
+    def _line(self, place: int) -> str:
+        prompt, tokens = place // self.num_return_sequences, len(self.token_ids[place])
+        logprob = sum(self.logprobs[place])
+        return f"{prompt:>6}  {tokens:>6}  {self.finish_reasons[place]:<6}  {logprob:>7.2f}  {self._shown(place)}"
+
+    def _shown(self, place: int) -> str:
+        """The text of an answer on one line, or its first token ids."""
+        if self.texts is None:
+            ids = self.token_ids[place]
+            return " ".join(map(str, ids[:SHOWN_TOKENS])) + (" ..." if len(ids) > SHOWN_TOKENS else "")
+        text = " ".join(self.texts[place].split())
+        return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 4] + " ..."
 
 
 def generate(
@@ -84,37 +188,20 @@ def generate(
     for place, prompt in enumerate(ids):
         check_ids(prompt, f"prompt {place}", parts.decoder.config.vocab_size)
     chooser = TokenChooser(model, config, logits_processor, seed)
-    requests = _requests(ids, config)
-    if not requests:
+    if not ids:
         return _generated(ids, [], config, tokenizer, GenerationStats(0, 0, 0, 0, 0.0))
+    max_new = max_new_tokens_of(config, np.array([len(prompt) for prompt in ids]))
+    requests = sorted_requests(ids, max_new, config.num_return_sequences or 1)
     stopper = Stopper(model, config, tokenizer, stopping_criteria)
     limits = _limits(requests, batch_size)
     longest = max(len(request.prompt) + request.max_new for request in requests) - 1
     with prefill_on(cache, model, parts, kernel, longest) as prefill:
-        Engine(prefill, chooser, stopper, limits, keeps_answers=cache is not None).run(requests)
+        finish(requests, RunningBatch(prefill, chooser, stopper, limits, keeps_answers=cache is not None))
     answers = sorted(requests, key=lambda request: request.index)
     counts, seconds = prefill.counts, time.perf_counter() - started
     num_new = sum(len(request.token_ids) for request in requests)
     stats = GenerationStats(counts.prompt, counts.cached, counts.computed, num_new, seconds)
     return _generated(ids, answers, config, tokenizer, stats)
-
-
-def _requests(ids: Sequence[IntArray], config: GenerationConfig) -> list[Request]:
-    """One for each answer, sorted by the prompts."""
-    if not ids:
-        return []
-    samples = config.num_return_sequences or 1
-    max_new = max_new_tokens_of(config, np.array([len(prompt) for prompt in ids]))
-    by_order = sort_sequences(np.concatenate(ids), cumulative(np.array([len(prompt) for prompt in ids])))
-    lengths = by_order.lengths.repeat(samples)
-    lcp = np.where(np.arange(len(lengths)) % samples, lengths, by_order.lcp.repeat(samples))  # samples share it all
-    requests = []
-    for rank, (prompt, kept) in enumerate(
-        zip(by_order.order.repeat(samples).tolist(), worth_keeping(lcp), strict=True)
-    ):
-        index, most = prompt * samples + rank % samples, int(max_new[prompt])
-        requests.append(Request(index, ids[prompt], most, np.zeros(0), rank, int(lcp[rank]), int(kept)))
-    return requests
 
 
 def _limits(requests: Sequence[Request], batch_size: int | None) -> Limits:

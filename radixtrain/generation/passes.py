@@ -11,32 +11,97 @@ to in one product. What is too short to be worth a product of its own is compute
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.generation.cache import Match
-from radixtrain.generation.nodes import Node, path_to_root
-from radixtrain.generation.requests import Request
+from radixtrain.generation.cache import Match, Node, RadixCache, path_to_root
+from radixtrain.generation.sampling import TokenChooser
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.pieces import Piece
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
 from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_pieces
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
-from radixtrain.tree.sorting import without_small_branches
+from radixtrain.tree.sorting import sort_sequences, without_small_branches
 
 __all__ = [
-    *("PIECE_CELLS", "LaneRange", "Pass", "PromptPlan", "SharedRows"),
-    *("decoding_pass", "shared_runs", "worth_keeping"),
+    *("PIECE_CELLS", "LaneRange", "Pass", "PromptPlan", "Request", "SharedRows"),
+    *("decoding_pass", "shared_runs", "sorted_requests", "worth_keeping"),
 ]
 
 # (query, key) pairs that a product of its own has to save at every step to be worth its calls. On one CPU thread, with
 # 2 layers of 128 and of 512, both ways were equally fast somewhere between 200 and 1,800 pairs.
 PIECE_CELLS = 512
+FIRST_DRAWS = 64  # numbers for the sampling of an answer; more are drawn when they are needed
+
+
+@dataclass(eq=False)
+class Request:
+    """An answer to be.
+
+    index: its place in the result. rank: its place in sorted order.
+    prompt: (n,), int64.
+    max_new: most tokens of the answer.
+    lcp: tokens that the prompt shares with the request before it, in sorted order.
+    kept: leading tokens of the prompt that the cache should hold, because other requests read them too.
+    draws: (n,), float64 in [0, 1). what its first tokens are sampled with; more are drawn when they are needed.
+
+    While it runs:
+
+    node: where its kept tokens end in the cache, locked.
+    path: (m,), int64. slots of the kept tokens, the first of the sequence. The others are in its lane.
+    token_ids, logprobs: what was generated.
+    finish_reason: as in `Generated`; empty until it is finished.
+    """
+
+    index: int
+    rank: int
+    prompt: IntArray
+    max_new: int
+    lcp: int = 0
+    kept: int = 0
+    draws: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    node: Node | None = None
+    path: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def next_draw(self, chooser: TokenChooser) -> float:
+        """What the next token is sampled with."""
+        place = len(self.token_ids)
+        if place >= len(self.draws):
+            self.draws = chooser.draws(self.index, max(FIRST_DRAWS, 2 * place))  # begins with those before
+        return float(self.draws[place])
+
+    def hold(self, cache: RadixCache, node: Node) -> None:
+        """Lock the node where the kept tokens end, and remember their slots as the cache has them."""
+        cache.lock(node)
+        self.node = node
+        self.path = np.concatenate([above.slots for above in path_to_root(node)][::-1])
+
+    def release(self, cache: RadixCache) -> None:
+        """Unlock the node; nothing to do if none is held."""
+        if self.node is not None:
+            cache.unlock(self.node)
+            self.node = None
+
+
+def sorted_requests(prompts: Sequence[IntArray], max_new: IntArray, num_samples: int = 1) -> list[Request]:
+    """One for each answer, sorted by the prompts. max_new: of each prompt. num_samples: answers of each prompt."""
+    by_order = sort_sequences(np.concatenate(prompts), cumulative(np.array([len(prompt) for prompt in prompts])))
+    lengths = by_order.lengths.repeat(num_samples)
+    is_first = np.arange(len(lengths)) % num_samples == 0
+    lcp = np.where(is_first, by_order.lcp.repeat(num_samples), lengths)  # samples of a prompt share it all
+    columns = zip(by_order.order.repeat(num_samples).tolist(), lcp.tolist(), worth_keeping(lcp).tolist(), strict=True)
+    return [
+        Request(place * num_samples + rank % num_samples, rank, prompts[place], int(max_new[place]), shared, kept)
+        for rank, (place, shared, kept) in enumerate(columns)
+    ]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.passes import LaneRange, Pass, PromptPlan
-from radixtrain.generation.requests import Request
+from radixtrain.generation.fingerprint import fingerprint
+from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, Request
 from radixtrain.generation.store import KeyValueStore
-from radixtrain.generation.weights import fingerprint
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
 from radixtrain.tree.arrays import IntArray

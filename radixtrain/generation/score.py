@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import CacheFull, RadixCache
-from radixtrain.generation.passes import LaneRange, worth_keeping
+from radixtrain.generation.passes import LaneRange, Request, sorted_requests
 from radixtrain.generation.prefill import Prefill, number_that_fits, prefill_on
 from radixtrain.generation.prompts import check_ids, padding_mask, token_ids_of
-from radixtrain.generation.requests import Request
 from radixtrain.hf.backbone import model_inside, parts_of
-from radixtrain.tree.arrays import IntArray, cumulative
-from radixtrain.tree.sorting import sort_sequences
+from radixtrain.tree.arrays import IntArray
 
 __all__ = ["CompletionScore", "score_completions"]
 
@@ -81,8 +79,8 @@ def score_completions(
     longest = max(len(prompt) + len(completion) for prompt, completion in pairs) - 1
     with prefill_on(cache, model, parts, kernel, longest) as prefill:
         scores = _Scoring(prefill, pairs).run()
-    found = iter(scores)
-    return [[next(found) for _ in of_prompt] for of_prompt in of_prompts]
+    in_order = iter(scores)
+    return [[next(in_order) for _ in of_prompt] for of_prompt in of_prompts]
 
 
 @dataclass(eq=False)
@@ -119,13 +117,7 @@ class _Scoring:
     def _requests(self) -> list[Request]:
         """Each pair without its last token, which predicts nothing; sorted."""
         sequences = [np.concatenate([prompt, completion[:-1]]) for prompt, completion in self.pairs]
-        cu_seqlens = cumulative(np.array([len(each) for each in sequences]))
-        by_order = sort_sequences(np.concatenate(sequences), cu_seqlens)
-        columns = zip(by_order.order.tolist(), by_order.lcp.tolist(), worth_keeping(by_order.lcp).tolist(), strict=True)
-        return [
-            Request(index, sequences[index], 0, np.zeros(0), rank, lcp, kept)
-            for rank, (index, lcp, kept) in enumerate(columns)
-        ]
+        return sorted_requests(sequences, np.zeros(len(sequences), dtype=np.int64))
 
     def _next(self, waiting: Sequence[Request], most: int) -> list[Request]:
         """The requests of the next pass: its rows and its logits are bounded."""
@@ -149,9 +141,9 @@ class _Scoring:
             for request in requests:
                 request.release(self.prefill.cache)
         completions = [self.pairs[request.index][1] for request in requests]
-        found = iter(_logprobs(logits, np.concatenate(completions)))
+        logprobs = iter(_logprobs(logits, np.concatenate(completions)))
         return {
-            request.index: CompletionScore(completion.tolist(), [next(found) for _ in completion])
+            request.index: CompletionScore(completion.tolist(), [next(logprobs) for _ in completion])
             for request, completion in zip(requests, completions, strict=True)
         }
 
@@ -161,8 +153,7 @@ def _logprobs(logits: Tensor, token_ids: IntArray) -> list[float]:
     wide = torch.promote_types(logits.dtype, torch.float32)
     ids = torch.from_numpy(token_ids).to(logits.device, non_blocking=True)[:, None]
     chosen = logits.gather(1, ids)[:, 0].to(wide) - logits.to(wide).logsumexp(1)
-    found: list[float] = chosen.tolist()
-    return found
+    return cast(list[float], chosen.tolist())
 
 
 def _of_each_prompt(completions: Sequence[Any], num_prompts: int) -> list[Sequence[Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from radixtrain import RadixCache, generate
-from radixtrain.generation.generated import Generated
+from radixtrain.generation.generate import Generated
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.kernels.pieces import Piece

@@ -19,8 +19,7 @@ from radixtrain.data.prompts import Prompt
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.generate import generate
-from radixtrain.generation.generated import Generated
+from radixtrain.generation.generate import Generated, generate
 from radixtrain.generation.options import resolve_config
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.cached_pass import on_stored_rows

@@ -33,8 +33,8 @@ WAITS = {
     "share_prefixes": SHARED,  # to plan, and in the backward pass, of hidden states and of logits
     "share_prefixes, path": SHARED,
     "share_prefixes, Qwen3.5": SHARED,
-    "generate": {"radixtrain/generation/active.py:_choose": 4},  # once for each token
-    "generate samples": {"radixtrain/generation/active.py:_choose": 4},
+    "generate": {"radixtrain/generation/scheduler.py:_choose": 4},  # once for each token
+    "generate samples": {"radixtrain/generation/scheduler.py:_choose": 4},
 }
 # In the attention of one layer. What the error says, or where the wait is.
 MISTAKES: dict[str, Any] = {

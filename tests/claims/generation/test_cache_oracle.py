@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from tiers import TRIES
 
-from radixtrain.generation.cache import CACHED, FREE, RESERVED, CacheFull, Match, RadixCache
-from radixtrain.generation.nodes import LeafQueue, Node
-from radixtrain.generation.slots import SlotPool
+from radixtrain.generation.cache import CACHED, FREE, RESERVED, CacheFull, LeafQueue, Match, Node, RadixCache
+from radixtrain.generation.store import SlotPool
 
 OPERATIONS = 400 * TRIES
 VOCABULARY, LONGEST, BUDGET = 3, 8, 40

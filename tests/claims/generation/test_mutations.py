@@ -17,13 +17,13 @@ from families import CORE
 from tiers import FULL, cases
 from torch import Tensor
 
-import radixtrain.generation.active
 import radixtrain.generation.passes
+import radixtrain.generation.scheduler
 from radixtrain import RadixCache
 from radixtrain.attention import cached_attention
-from radixtrain.generation.active import Active
-from radixtrain.generation.nodes import Node
+from radixtrain.generation.cache import Node
 from radixtrain.generation.passes import Pass, PromptPlan, SharedRows, decoding_pass, shared_runs
+from radixtrain.generation.scheduler import RunningBatch
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.tree.cached_layout import Paths
 from radixtrain.verification.oracle import float64_throughout
@@ -88,9 +88,9 @@ def test_without_a_mutation(name: str) -> None:
 def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
     """Lanes move, several at once, kept rows have several readers, nodes split, and sequences leave before others."""
     seen: dict[str, int] = {"moved": 0, "moved at once": 0, "runs": 0, "splits": 0, "left": 0}
-    move, split, leave = Active._move, Node.split, Active._leave
+    move, split, leave = RunningBatch._move, Node.split, RunningBatch._leave
 
-    def count_moves(self: Active, movers: Any, *rest: Any) -> None:
+    def count_moves(self: RunningBatch, movers: Any, *rest: Any) -> None:
         seen["moved"] += len(movers)
         seen["moved at once"] += len(movers) > 1
         move(self, movers, *rest)
@@ -104,13 +104,13 @@ def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
         seen["splits"] += 1
         return split(self, length)
 
-    def count_leaving(self: Active, first: int) -> None:
+    def count_leaving(self: RunningBatch, first: int) -> None:
         before = len(self)
         leave(self, first)
         seen["left"] += 0 < len(self) < before
 
-    monkeypatch.setattr(Active, "_move", count_moves)
-    monkeypatch.setattr(Active, "_leave", count_leaving)
+    monkeypatch.setattr(RunningBatch, "_move", count_moves)
+    monkeypatch.setattr(RunningBatch, "_leave", count_leaving)
     monkeypatch.setattr(Node, "split", count_splits)
     monkeypatch.setattr(radixtrain.generation.passes, "shared_runs", count_runs)
     assert is_faithful("Qwen3")
@@ -136,7 +136,8 @@ def mix_up_two_readers(patch: Patch) -> None:
 
 
 def change_decoding(patch: Patch, change: Callable[[Pass], Pass]) -> None:
-    patch.setattr(radixtrain.generation.active, "decoding_pass", lambda *arguments: change(decoding_pass(*arguments)))
+    scheduler = radixtrain.generation.scheduler
+    patch.setattr(scheduler, "decoding_pass", lambda *arguments: change(decoding_pass(*arguments)))
 
 
 def change_masks(patch: Patch, change: Callable[[Tensor, Tensor], None]) -> None:
@@ -183,25 +184,25 @@ def count_prompts_from_the_cached_end(patch: Patch) -> None:
 
 def swap_lanes_that_move(patch: Patch) -> None:
     """Of two lanes that move at once each goes into the gap of the other."""
-    move = Active._move
+    move = RunningBatch._move
 
-    def swapped(self: Active, movers: Any, gaps: Any, ends: Any) -> None:
+    def swapped(self: RunningBatch, movers: Any, gaps: Any, ends: Any) -> None:
         move(self, movers[::-1], gaps, np.full_like(ends, ends.max(initial=0)))
 
-    patch.setattr(Active, "_move", swapped)
+    patch.setattr(RunningBatch, "_move", swapped)
 
 
 def keep_stale_runs(patch: Patch) -> None:
     """What was shared is not found anew after a sequence has left: the lanes read what those before them read."""
-    leave, of = Active._leave, SharedRows.of
+    leave, of = RunningBatch._leave, SharedRows.of
 
-    def stale(self: Active, first: int) -> None:
+    def stale(self: RunningBatch, first: int) -> None:
         before = [replace(request) for request in self.requests]
         leave(self, first)
         if 0 < len(self) < len(before):
             self.shared = of(before[: len(self)], self.newest.device)
 
-    patch.setattr(Active, "_leave", stale)
+    patch.setattr(RunningBatch, "_leave", stale)
 
 
 def split_at_the_wrong_end(patch: Patch) -> None:
@@ -217,16 +218,16 @@ def split_at_the_wrong_end(patch: Patch) -> None:
 
 def keep_the_last_token(patch: Patch) -> None:
     """A finished sequence goes into the cache with its last token, which was never computed."""
-    keep = Active._keep
+    keep = RunningBatch._keep
 
-    def wrong(self: Active, request: Any, lane: int) -> None:
+    def wrong(self: RunningBatch, request: Any, lane: int) -> None:
         self.used[lane] += 1
         request.token_ids.append(0)
         keep(self, request, lane)
         request.token_ids.pop()
         self.used[lane] -= 1
 
-    patch.setattr(Active, "_keep", wrong)
+    patch.setattr(RunningBatch, "_keep", wrong)
 
 
 OF_QWEN3: dict[str, Callable[[Patch], None]] = {
@@ -247,7 +248,7 @@ OF_QWEN3: dict[str, Callable[[Patch], None]] = {
         patch, lambda step: replace(step, position_ids=step.position_ids + 1)
     ),
     "positions of a prompt begin after what is cached": count_prompts_from_the_cached_end,
-    "lanes do not move": lambda patch: patch.setattr(Active, "_move", lambda self, *arguments: None),
+    "lanes do not move": lambda patch: patch.setattr(RunningBatch, "_move", lambda self, *arguments: None),
     "lanes that move are swapped": swap_lanes_that_move,
     "runs are stale": keep_stale_runs,
     "lanes are not made zero": lambda patch: patch.setattr(KeyValueStore, "zero", lambda self, slots: None),

@@ -22,7 +22,7 @@ from tiers import TRIES, cases
 
 from radixtrain import RadixCache, generate
 from radixtrain.generation.cache import CacheFull
-from radixtrain.generation.generated import Generated
+from radixtrain.generation.generate import Generated
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.testing import ragged_batches
 from radixtrain.verification.oracle import float64_throughout

@@ -24,7 +24,7 @@ from trainer_harness import Counts, Run, differences_of, run
 
 import radixtrain
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.generation.generated import Generated
+from radixtrain.generation.generate import Generated
 
 pytestmark = FULL
 

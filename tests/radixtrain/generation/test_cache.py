@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from radixtrain.errors import UserError
-from radixtrain.generation.cache import CacheCounters, CacheFull, RadixCache
-from radixtrain.generation.nodes import Node
+from radixtrain.generation.cache import CacheCounters, CacheFull, Node, RadixCache
 
 Prompts = list[list[int]]
 BLOCK = 4  # tokens; the post computes whole blocks, so that it uses a match only up to a multiple of this

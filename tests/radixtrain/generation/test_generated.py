@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain.generation.generated import Generated, GenerationStats
+from radixtrain.generation.generate import Generated, GenerationStats
 
 STATS = GenerationStats(
     num_prompt_tokens=1200, num_cached_tokens=300, num_computed_tokens=150, num_new_tokens=12, seconds=0.5

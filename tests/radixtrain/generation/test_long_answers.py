@@ -8,8 +8,8 @@ import pytest
 from answers import is_idle
 
 from radixtrain import RadixCache, generate
-from radixtrain.generation import active
 from radixtrain.generation import generate as module
+from radixtrain.generation import scheduler
 
 PROMPTS = [[7, 8, 9, 10, place] for place in range(1, 6)] + [[3], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -27,13 +27,13 @@ def test_lanes_grow(model: Any, monkeypatch: pytest.MonkeyPatch, batch_size: int
     assert max(map(len, enough.token_ids)) == 40
     monkeypatch.setattr(module, "FIRST_ANSWER", 2)
     lengthened = []
-    lengthen = active.Active._lengthen
+    lengthen = scheduler.RunningBatch._lengthen
 
-    def counted(self: active.Active) -> None:
+    def counted(self: scheduler.RunningBatch) -> None:
         lengthened.append(self.lanes.step)
         lengthen(self)
 
-    monkeypatch.setattr(active.Active, "_lengthen", counted)
+    monkeypatch.setattr(scheduler.RunningBatch, "_lengthen", counted)
     cache = RadixCache() if cached else None
     grown = generate(model, PROMPTS, cache=cache, **options)
     assert grown.token_ids == enough.token_ids

@@ -12,8 +12,7 @@ import torch
 
 from radixtrain.generation import passes
 from radixtrain.generation.cache import Match, RadixCache
-from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, SharedRows, decoding_pass, worth_keeping
-from radixtrain.generation.requests import Request
+from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, Request, SharedRows, decoding_pass, worth_keeping
 
 CPU = torch.device("cpu")
 LANES = LaneRange(first=1000, step=20, number=16)
@@ -49,7 +48,7 @@ def planned(
     """Of prompts that are sorted."""
     cache = RadixCache() if cache is None else cache
     kept = worth_keeping(np.array([0, *shared])).tolist()
-    requests = [Request(n, np.array(ids), 4, np.zeros(0), rank=n, kept=kept[n]) for n, ids in enumerate(prompts)]
+    requests = [Request(n, n, np.array(ids), 4, kept=kept[n]) for n, ids in enumerate(prompts)]
     return PromptPlan.of(requests, [locked(cache, ids[:-1]) for ids in prompts], longest_tail)
 
 
@@ -132,7 +131,7 @@ class TestPassOfPrompts:
 
 def test_decoding_literally() -> None:
     cache = put(RadixCache(), [1, 2, 3])
-    active = [Request(n, np.array(ids), 4, np.zeros(0), rank=n) for n, ids in enumerate([[1, 2, 3, 4], [9]])]
+    active = [Request(n, n, np.array(ids), 4) for n, ids in enumerate([[1, 2, 3, 4], [9]])]
     active[0].hold(cache, cache.match_prefix([1, 2, 3]).node)
     tokens, mask = torch.tensor([5, 6]), torch.zeros(2, 3)
     each = decoding_pass(active, tokens, np.array([6, 3]), np.array([3, 3]), LANES, mask, SharedRows((), None, None))

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from radixtrain import prepare_model, share_prefixes
 from radixtrain.errors import UserError
-from radixtrain.generation.slots import SlotPool
-from radixtrain.generation.store import KeyValueStore
+from radixtrain.generation.store import KeyValueStore, SlotPool
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
 from radixtrain.tree.cached_layout import CachedLayout, Paths

@@ -1,37 +1,97 @@
-"""The active sequences: each has a lane, gets a token at every step, and leaves when it is finished.
+"""The loop of generation: prompts come in, every running sequence gets a token, finished ones leave.
 
 A *lane* is a private run of slots for the tokens that no other sequence reads: the end of a prompt and what is
-generated. All that others read as well belongs to the cache and is locked while it is in use. Active sequences fill the
-first lanes without gaps, so that a decoding step is one view of them.
+generated. All that others read as well belongs to the cache and is locked while it is in use. Running sequences fill
+the first lanes without gaps, so that a decoding step is one view of them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixtrain.generation.cache import CacheFull
-from radixtrain.generation.passes import LaneRange, SharedRows, decoding_pass
-from radixtrain.generation.prefill import Prefill
-from radixtrain.generation.requests import Request
+from radixtrain.generation.passes import LaneRange, Request, SharedRows, decoding_pass
+from radixtrain.generation.prefill import Prefill, number_that_fits
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.generation.stopping import LENGTH, STOP, Stopper
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["Active"]
+__all__ = ["Limits", "RunningBatch", "finish"]
 
 REASONS = {STOP: "stop", LENGTH: "length"}
 
 
-@dataclass(eq=False)
-class Active:
-    """The active sequences, one a lane, in the order of the lanes.
+class Limits(NamedTuple):
+    """How much is computed at once.
 
-    prefill, chooser, stopper, keeps_answers: as in `Engine`.
+    num_lanes: most running sequences. longest_tail: tokens of a prompt that a lane takes. lane_length: slots of a lane.
+    """
+
+    num_lanes: int
+    longest_tail: int
+    lane_length: int
+
+
+def finish(requests: Sequence[Request], running: RunningBatch) -> None:
+    """Finish all requests. They are sorted: prompts that share a beginning are neighbours.
+
+    running: without a sequence, for this call only.
+
+    Raises CacheFull if the budget of the cache is too small for one request. Nothing stays locked or reserved.
+    """
+    waiting = deque(requests)
+    try:
+        while waiting or len(running):
+            if waiting and running.has_room:
+                _admit(waiting, running)
+            if len(running):
+                running.advance()
+    finally:
+        running.close()
+
+
+def _admit(waiting: deque[Request], running: RunningBatch) -> None:
+    """Compute the next prompts, as many as there are lanes and the budget of the cache has room for."""
+    number = number_that_fits(waiting, running.num_free)
+    while number:
+        try:
+            running.join([waiting[place] for place in range(number)])
+        except CacheFull:
+            if number == 1 and not len(running):
+                raise
+            number //= 2  # at 0 they wait until a running one has left
+            continue
+        for _ in range(number):
+            waiting.popleft()
+        break
+    if not running.keeps_answers:
+        _forget_all_but(waiting, running)
+
+
+def _forget_all_but(waiting: deque[Request], running: RunningBatch) -> None:
+    """Evict what no running sequence reads and the next prompt does not begin with. Later ones are sorted after."""
+    cache = running.prefill.cache
+    match = cache.match_prefix(waiting[0].prompt, count=False) if waiting else None
+    if match is not None:
+        cache.lock(match.node)
+    cache.evict(cache.num_tokens)
+    if match is not None:
+        cache.unlock(match.node)
+
+
+class RunningBatch:
+    """The running sequences, one a lane, in the order of the lanes.
+
+    prefill: of the model and the cache.
+    chooser, stopper: which token comes next, and whether it was the last.
+    keeps_answers: whether finished sequences go into the cache, for a later call.
+    requests: of the sequences.
     lane_slots: of all lanes.
     used: (lanes,), int64. filled slots of each lane.
     lengths, prompt_lengths, max_new: (lanes,), int64. tokens of each sequence, of its prompt, and most of its answer.
@@ -41,67 +101,43 @@ class Active:
     shared: the kept rows that they read; None if that has changed.
     """
 
-    prefill: Prefill
-    chooser: TokenChooser
-    stopper: Stopper
-    keeps_answers: bool
-    lanes: LaneRange
-    lane_slots: IntArray
-    used: IntArray
-    lengths: IntArray
-    prompt_lengths: IntArray
-    max_new: IntArray
-    token_ids: Tensor
-    mask: Tensor
-    newest: Tensor
-    requests: list[Request] = field(default_factory=list)
-    shared: SharedRows | None = None
-
-    @classmethod
-    def empty(
-        cls,
-        prefill: Prefill,
-        chooser: TokenChooser,
-        stopper: Stopper,
-        keeps_answers: bool,
-        number: int,
-        length: int,
-    ) -> Active:
-        """Without a sequence. number: of lanes. length: of each, in slots, until an answer needs more."""
-        lanes, slots = _new_lanes(prefill, number, length)
-        device = prefill.device
-        return cls(
-            prefill,
-            chooser,
-            stopper,
-            keeps_answers,
-            lanes=lanes,
-            lane_slots=slots,
-            used=np.zeros(number, dtype=np.int64),
-            lengths=np.zeros(number, dtype=np.int64),
-            prompt_lengths=np.zeros(number, dtype=np.int64),
-            max_new=np.zeros(number, dtype=np.int64),
-            token_ids=torch.zeros(number, 0, dtype=torch.int64, device=device),
-            mask=torch.full((number, length), float("-inf"), device=device),
-            newest=torch.zeros(0, dtype=torch.int64, device=device),
-        )
+    def __init__(
+        self, prefill: Prefill, chooser: TokenChooser, stopper: Stopper, limits: Limits, keeps_answers: bool = False
+    ):
+        self.prefill, self.chooser, self.stopper, self.keeps_answers = prefill, chooser, stopper, keeps_answers
+        self.longest_tail, device, number = limits.longest_tail, prefill.device, limits.num_lanes
+        self.lanes, self.lane_slots = _new_lanes(prefill, number, limits.lane_length)
+        self.requests: list[Request] = []
+        self.used, self.lengths, self.prompt_lengths, self.max_new = np.zeros((4, number), dtype=np.int64)
+        self.token_ids = torch.zeros(number, 0, dtype=torch.int64, device=device)
+        self.mask = torch.full((number, limits.lane_length), float("-inf"), device=device)
+        self.newest = torch.zeros(0, dtype=torch.int64, device=device)
+        self.shared: SharedRows | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def close(self) -> None:
-        """Unlock what is left after an error, and give the lanes back."""
+        """Give the lanes back, and unlock what is left after an error."""
         for request in self.requests:
             request.release(self.prefill.cache)
         self.requests.clear()
         self.prefill.cache.pool.release(self.lane_slots)
 
-    def join(self, requests: Sequence[Request], logits: Tensor, tails: IntArray) -> None:
-        """Take in sequences whose prompts are computed and whose tails are in the lanes after the others.
+    @property
+    def num_free(self) -> int:
+        """Lanes without a sequence."""
+        return self.lanes.number - len(self)
 
-        logits: (m, V), of their last tokens. tails: (m,), int64, as `Prefill.start` returns both.
-        """
+    @property
+    def has_room(self) -> bool:
+        """Prompts come in together: a pass for each finished sequence would cost more than an idle lane."""
+        return not len(self) or self.num_free >= max(1, self.lanes.number // 4)
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Compute these prompts and their first tokens. Raises CacheFull, and does nothing, if there is no room."""
         first, end = len(self), len(self) + len(requests)
+        logits, tails = self.prefill.start(requests, self.lanes, first, self.longest_tail)
         self.requests += requests
         self.used[first:end] = tails
         self.lengths[first:end] = self.prompt_lengths[first:end] = [len(request.prompt) for request in requests]
@@ -151,8 +187,8 @@ class Active:
         tokens, logprobs = chooser.choose(logits, rows, lengths, prompt_lengths, draws)
         rows.scatter_(1, torch.from_numpy(lengths).to(rows.device, non_blocking=True)[:, None], tokens[:, None])
         self.lengths[places] += 1
-        chosen, found = torch.stack([tokens.double(), logprobs.double()]).tolist()  # one wait for the device
-        for request, token, logprob in zip(requests, chosen, found, strict=True):
+        ids, values = torch.stack([tokens.double(), logprobs.double()]).tolist()  # one wait for the device
+        for request, token, logprob in zip(requests, ids, values, strict=True):
             request.token_ids.append(int(token))
             request.logprobs.append(logprob)
         return tokens
@@ -172,15 +208,11 @@ class Active:
         for lane, (request, verdict) in enumerate(zip(requests, verdicts.tolist(), strict=True), start=first):
             if verdict:
                 request.finish_reason = REASONS[verdict]
-                self._end(request, lane)
+                if self.keeps_answers:
+                    self._keep(request, lane)
+                request.release(self.prefill.cache)
         self._close_gaps()
         self.shared = None
-
-    def _end(self, request: Request, lane: int) -> None:
-        """Keep the sequence for later calls if asked to, and unlock what it read."""
-        if self.keeps_answers:
-            self._keep(request, lane)
-        request.release(self.prefill.cache)
 
     def _keep(self, request: Request, lane: int) -> None:
         """Copy a finished sequence into the cache, if its budget has room. Its last token was never computed."""

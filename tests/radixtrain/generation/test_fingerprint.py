@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from radixtrain import prepare_model, restore_model
 from radixtrain.errors import UserError
-from radixtrain.generation.weights import fingerprint, word_factors, word_sums
+from radixtrain.generation.fingerprint import fingerprint, word_factors, word_sums
 
 Change = Callable[[Any], object]
 CPU = torch.device("cpu")
