@@ -1,21 +1,50 @@
-"""An optimizer batch -> micro-batches under a budget of unique tokens, which is what memory is spent on.
+"""The sequences of an optimizer step -> micro-batches under a budget of unique tokens, and the share of each rank.
 
 Tokens are shared only inside a micro-batch, so the cut decides the speed. The sequences are sorted, which puts shared
 prefixes side by side, and cut when the budget is full. The gradient of the optimizer step does not depend on the cut,
 since the loss of a micro-batch is a sum, divided by the labelled tokens of the whole step.
+
+Several ranks find the same answer, and none asks another. The sorted sequences are handed out in two ways:
+
+    in a row    7 8 1, 7 8 2 | 7 8 3, 7 8 4     each rank gets a run of the sorted order: 4 + 4 unique tokens. What the
+                                                neighbours of a border share, 7 8, is computed on both sides of it
+    in units    3 3 3 3, 2 | 1 1 1, 4 4         neighbours that share enough stay together, and the unit that costs most
+                                                goes first, to the rank that has least: 5 + 5 unique tokens
+
+The way whose most expensive rank costs least is taken. Costs are integers, whose sums are the same on every machine.
+NumPy, because the collator carries it into DataLoader workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
-__all__ = ["Cut", "cut_by_padded_tokens", "cut_by_unique_tokens", "cut_sorted", "cut_step", "sorted_step"]
+__all__ = [
+    "Cut",
+    "SequenceCost",
+    "Shares",
+    "cut_by_padded_tokens",
+    "cut_sorted",
+    "cut_step",
+    "share_by_padded_tokens",
+    "share_by_unique_tokens",
+    "sorted_step",
+]
+
+DEPTHS = (16, 64, 256, 1024)  # fewest tokens that neighbours in a unit share; single sequences are tried as units too
+PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in so many
+CLOSE = 50  # costs that differ by less than one part in so many count as equal: then the least computation wins
+LARGEST_ROW = 2**20  # in pairs: if a row costs more, attention counts as free
 
 
 class Cut(NamedTuple):
@@ -27,13 +56,6 @@ class Cut(NamedTuple):
 
     groups: list[list[int]]
     num_unique_tokens: int
-
-
-def cut_by_unique_tokens(
-    sequences: Sequence[IntArray], max_tokens: int | None, position_ids: IntArray | None = None
-) -> list[list[int]]:
-    """The groups of `cut_step`: micro-batches of the sequences, by index, in sorted order."""
-    return cut_step(sequences, max_tokens, position_ids).groups
 
 
 def cut_step(sequences: Sequence[IntArray], max_tokens: int | None, position_ids: IntArray | None = None) -> Cut:
@@ -90,3 +112,197 @@ def _cut(order: list[int], added: list[int], lengths: list[int], max_tokens: int
             batches.append([index])
             total = length
     return batches
+
+
+class SequenceCost(NamedTuple):
+    """What a token costs, as integers in an arbitrary unit.
+
+    row: a row by itself. pair: each token that the row attends to, itself included.
+    """
+
+    row: int = 1
+    pair: int = 0
+
+    @classmethod
+    def of(cls, step_cost: StepCost | None) -> SequenceCost:
+        """The proportion that a calibration has measured; without one, each unique token costs 1."""
+        if step_cost is None:
+            return cls()
+        heads = step_cost.num_heads * step_cost.head_dim
+        pair = step_cost.attention_share * heads * step_cost.rates.pair
+        row = step_cost.row_seconds
+        return cls(row=max(round(row / pair), 1), pair=1) if pair * LARGEST_ROW > row else cls()
+
+    def __call__(self, lengths: IntArray) -> IntArray:
+        """What sequences of these lengths cost. One that shares its first n tokens costs less by what n tokens cost."""
+        return self.row * lengths + self.pair * (lengths * (lengths + 1) // 2)
+
+
+UNIQUE_TOKENS = SequenceCost()
+
+
+class Shares(NamedTuple):
+    """A step, shared out.
+
+    groups: by rank, its micro-batches of the sequences, by index.
+    costs: by rank, what it is predicted to compute, in the unit of the `SequenceCost`.
+    num_unique_tokens: of all sequences together; None if they are padded.
+    """
+
+    groups: list[list[list[int]]]
+    costs: list[int]
+    num_unique_tokens: int | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of the rank that has most. All ranks run as many."""
+        return max(map(len, self.groups))
+
+
+def share_by_unique_tokens(
+    sequences: Sequence[IntArray],
+    num_ranks: int,
+    max_tokens: int | None,
+    position_ids: IntArray | None = None,
+    cost: SequenceCost = UNIQUE_TOKENS,
+) -> Shares:
+    """Micro-batches of the sequences for each rank, of at most `max_tokens` unique tokens or a single sequence.
+
+    sequences, max_tokens, position_ids: as `cut_step` takes them, with its error.
+
+    The cost of the most expensive rank is minimised first, then the sum of all. A rank may get nothing.
+    """
+    by_order = sorted_step(sequences, position_ids)
+    if not len(by_order.order):
+        return Shares([[] for _ in range(num_ranks)], [0] * num_ranks, 0)
+    candidates = [_in_a_row(by_order, num_ranks, max_tokens, cost)]
+    candidates += [_in_units(by_order, starts, num_ranks, cost) for starts in _units(by_order.lcp)]
+    found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens, cost) for rank_of in candidates]
+    least = min(max(shares.costs) for shares in found)
+    close = [shares for shares in found if CLOSE * (max(shares.costs) - least) <= least]
+    return min(close, key=lambda shares: sum(shares.costs))
+
+
+def share_by_padded_tokens(
+    sequences: Sequence[IntArray], num_ranks: int, max_tokens: int | None, cost: SequenceCost = UNIQUE_TOKENS
+) -> Shares:
+    """The ordinary baseline: runs of the sequences, longest first, each cut by `cut_by_padded_tokens`."""
+    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+    lengths = [len(sequences[index]) for index in order]
+    costs = cost(np.array(lengths, dtype=np.int64)).tolist()
+
+    def end_of(start: int, limit: int) -> int:
+        """Micro-batches are filled as long as the limit allows; a sequence costs as much as the longest beside it."""
+        while start < len(order):
+            full = len(order) if max_tokens is None else start + max(max_tokens // lengths[start], 1)
+            end = min(full, start + limit // costs[start], len(order))
+            limit -= (end - start) * costs[start]
+            start = end
+            if end < full:
+                break
+        return start
+
+    bounds = _even_runs(end_of, num_ranks, costs)
+    groups, paid = [], []
+    for start, end in pairwise(bounds):
+        cut = cut_by_padded_tokens([sequences[index] for index in order[start:end]], max_tokens)
+        groups.append([[order[start + place] for place in group] for group in cut])
+        paid.append(sum(len(group) * costs[start + group[0]] for group in cut))
+    return Shares(groups, paid)
+
+
+def _in_a_row(by_order: SortedSequences, num_ranks: int, max_tokens: int | None, cost: SequenceCost) -> IntArray:
+    """(B,). the rank of each sorted place, if every rank gets a run of them."""
+    heads = cost(by_order.lcp)
+    sums = cumulative(cost(by_order.lengths) - heads).tolist()
+    rows = cumulative(by_order.lengths - by_order.lcp).tolist()
+    shared, head = by_order.lcp.tolist(), heads.tolist()
+
+    def end_of(start: int, limit: int) -> int:
+        """Micro-batches are filled as long as the limit allows; the first sequence of each is paid in full."""
+        while start < len(head):
+            full = len(head)
+            if max_tokens is not None:
+                full = max(bisect_right(rows, rows[start] + max_tokens - shared[start]) - 1, start + 1)
+            end = min(full, bisect_right(sums, sums[start] + limit - head[start]) - 1)
+            if end <= start:
+                break
+            limit -= sums[end] - sums[start] + head[start]
+            start = end
+            if end < full:
+                break
+        return start
+
+    bounds = _even_runs(end_of, num_ranks, cost(by_order.lengths).tolist())
+    return np.arange(num_ranks).repeat(np.diff(bounds))
+
+
+def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[int]) -> list[int]:
+    """(num_ranks + 1,). Bounds of runs whose most expensive one costs about as little as possible.
+
+    end_of: the end of the longest run that begins at a place and costs no more than a limit.
+    costs: of each place by itself. The limit is at least the largest, so that a run has at least one place.
+    """
+
+    def bounds_for(limit: int) -> list[int]:
+        bounds = [0]
+        for _ in range(num_ranks):
+            bounds.append(end_of(bounds[-1], limit))
+        return bounds
+
+    dearest = max(costs, default=0)
+    low, high = dearest - 1, dearest * len(costs)
+    best = bounds_for(high)
+    while high - low > max(high // PRECISION, 1):
+        middle = (low + high) // 2
+        bounds = bounds_for(middle)
+        if bounds[-1] == len(costs):
+            best, high = bounds, middle
+        else:
+            low = middle
+    return best
+
+
+def _units(lcp: IntArray) -> Iterator[IntArray]:
+    """Where units start in the sorted order, for each kind of them: single sequences, and each of `DEPTHS`."""
+    yield np.arange(len(lcp))
+    largest = int(lcp.max())
+    for depth in DEPTHS:
+        if depth <= largest:
+            yield np.flatnonzero(lcp < depth)
+
+
+def _in_units(by_order: SortedSequences, starts: IntArray, num_ranks: int, cost: SequenceCost) -> IntArray:
+    """(B,). the rank of each sorted place: units one by one to the cheapest rank, the most expensive unit first."""
+    heads = cost(by_order.lcp)
+    costs = np.add.reduceat(cost(by_order.lengths) - heads, starts) + heads[starts]
+    ranks = [(0, rank) for rank in range(num_ranks)]
+    rank_of = np.zeros(len(starts), dtype=np.int64)
+    for unit in np.argsort(-costs, kind="stable").tolist():
+        paid, rank = ranks[0]
+        rank_of[unit] = rank
+        heapq.heapreplace(ranks, (paid + int(costs[unit]), rank))
+    return rank_of.repeat(np.diff(starts, append=len(heads)))
+
+
+def _cut_for_ranks(
+    by_order: SortedSequences, rank_of: IntArray, num_ranks: int, max_tokens: int | None, cost: SequenceCost
+) -> Shares:
+    """The micro-batches of each rank, and what they cost with all that they share."""
+    groups, paid = [], []
+    for rank in range(num_ranks):
+        mine = _some_of(by_order, np.flatnonzero(rank_of == rank))
+        groups.append(cut_sorted(mine, max_tokens))
+        firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
+        heads = cost(mine.lcp)
+        paid.append(int((cost(mine.lengths) - heads).sum() + heads[firsts].sum()))
+    return Shares(groups, paid, by_order.num_unique_tokens)
+
+
+def _some_of(by_order: SortedSequences, places: IntArray) -> SortedSequences:
+    """The sequences at some sorted places, ascending. Two share the least that any neighbours between them share."""
+    if not len(places):
+        return SortedSequences(places, places, places)
+    before = np.append(0, places[:-1] + 1)
+    lcp = np.minimum.reduceat(by_order.lcp[: places[-1] + 1], before)
+    return SortedSequences(by_order.order[places], by_order.lengths[places], lcp)

@@ -1,27 +1,63 @@
 """Features, read and checked once, as NumPy arrays: what every collator and the oracle start from.
 
-A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss. Its floats
-are read by `token_floats.py`. Entries that no collator reads are ignored or refused by `unread.py`.
+A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss. It may have
+floats, one for each token, aligned with the labels and not shifted: entry t belongs to token t, which is predicted from
+the one before. They become float32 here, as in the tensor that an ordinary collator would make.
+
+A collator drops what it does not read. If a model read such an entry, the gradient would change, so an entry that could
+be an input of a model is refused by name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from datetime import date, time, timedelta
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.collators.targets import IGNORE_INDEX, FloatArray
-from radixtrain.collators.token_floats import FLOAT_ENTRIES, token_floats
-from radixtrain.collators.unread import HARMLESS, check_unread
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["FeatureArrays", "all_feature_arrays", "packed_positions"]
+__all__ = [
+    "HARMLESS",
+    "IGNORE_INDEX",
+    "FeatureArrays",
+    "FloatArray",
+    "all_feature_arrays",
+    "check_no_floats",
+    "packed_floats",
+    "packed_positions",
+]
 
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+IGNORE_INDEX = -100
+FLOATS = {"loss_weights": ("loss_weights", "weights"), "old_logprobs": ("old_logprobs",), "advantages": ("advantages",)}
+"""The floats that a feature may have, and the names of its entry."""
+FLOAT_ENTRIES = frozenset(entry for entries in FLOATS.values() for entry in entries)
+ONE_FOR_ALL = frozenset({"advantages"})  # may be a single number for all tokens
 LOSS_MASKS = ("completion_mask", "assistant_masks", "mask")
 READ = frozenset({"input_ids", "labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengths", *FLOAT_ENTRIES})
 """The entries of a feature that a collator reads."""
+HARMLESS = frozenset(
+    (
+        *("length", "num_tokens", "num_truncated_tokens", "overflowing_tokens"),  # sizes, and what a tokenizer cut off
+        *("special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping"),  # a tokenizer's notes on its tokens
+        *("id", "idx", "index", "row_id", "__index_level_0__"),  # which example it is; the last name is from pandas
+    )
+)
+"""Bookkeeping numbers: accepted but not read, since no causal model of transformers takes them as input."""
+_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})  # paths and undecoded bytes too
+_METADATA = (str, bytes, type(None), dict, date, time, timedelta)
+_UNREAD = {
+    r"^token_type_ids$": "is not read by radixtrain, and a model that reads it, such as GPT-2, would get another "
+    "gradient; tokenize with tokenizer(..., return_token_type_ids=False), or remove the column",
+    r"pixel|image|video|audio|^input_features|^mm_": "is not read by radixtrain: radixtrain trains on text only; "
+    "remove the column if the text is complete without it",
+    r"^inputs_embeds$": "is not read by radixtrain, which shares tokens by their ids; remove the column",
+    r"": "is not read by radixtrain, and a model or loss that reads it would get another gradient; remove the column",
+}
 KNOWN = READ | HARMLESS
 
 
@@ -91,13 +127,13 @@ def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -
     if feature.get("input_ids") is None:
         raise ValueError(f"feature {index} has no input_ids, only {sorted(map(str, feature))}")
     if not is_known:
-        check_unread({name: value for name, value in feature.items() if name not in READ}, index)
+        _check_unread({name: value for name, value in feature.items() if name not in READ}, index)
     ids = _integers(feature, "input_ids", index)
     if not len(ids):
         raise ValueError(f"feature {index}: input_ids is empty")
     positions = _column(feature, "position_ids", ids, index) if feature.get("position_ids") is not None else None
     labels = _labels(feature, ids, index, loss_on_all)
-    floats = {} if feature.keys().isdisjoint(FLOAT_ENTRIES) else token_floats(feature, labels, index)
+    floats = {} if feature.keys().isdisjoint(FLOAT_ENTRIES) else _token_floats(feature, labels, index)
     sequence = FeatureArrays(ids, labels, positions, 0, **floats)
     if feature.get("attention_mask") is not None:
         sequence = _without_padding(sequence, feature, index)
@@ -238,3 +274,119 @@ def _check_in_all(name: str, arrays: Sequence[FeatureArrays]) -> None:
 def _negative(name: str, values: IntArray, place: int, num_left_padding: int, index: int) -> ValueError:
     entry = f"{name}[{num_left_padding + place}] = {values[place]}"
     return ValueError(f"feature {index}: {name} must not be negative: {entry}")
+
+
+def _token_floats(feature: Mapping[str, Any], labels: npt.NDArray[np.int64], index: int) -> dict[str, FloatArray]:
+    """The floats that a feature has, each (L,), 0 on tokens without a label, whatever is given there.
+
+    labels: (L,). index: of the feature, for the error.
+
+    Raises ValueError that names the feature and the entry for: two names of the same floats; what is not a flat list of
+    numbers as long as the labels (or one number, for advantages); a number on a labelled token that float32 does not
+    hold.
+    """
+    given = {}
+    for name, entries in FLOATS.items():
+        named = [entry for entry in entries if feature.get(entry) is not None]
+        if len(named) > 1:
+            raise ValueError(f"feature {index} has {' and '.join(named)}, two names of the same weights; remove one")
+        if named:
+            given[name] = _floats(feature, named[0], labels, index)
+    return given
+
+
+def _floats(feature: Mapping[str, Any], name: str, labels: npt.NDArray[np.int64], index: int) -> FloatArray:
+    try:
+        values = np.asarray(feature[name])
+    except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors on a device, or of a dtype of torch's own
+        raise _no_numbers(name, f"a {type(feature[name]).__name__} that NumPy cannot read", index) from None
+    is_one_for_all = name in ONE_FOR_ALL and values.ndim == 0
+    if values.dtype.kind not in "fiu" or not (values.ndim == 1 or is_one_for_all):
+        raise _no_numbers(name, f"{values.dtype} {values.shape}", index)
+    if values.ndim == 1 and len(values) != len(labels):
+        raise ValueError(f"feature {index}: {name} has {len(values)} entries, input_ids has {len(labels)}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        floats = np.where(labels != IGNORE_INDEX, values, 0).astype(np.float32)
+    if not np.isfinite(floats).all():
+        place = int((~np.isfinite(floats)).argmax())
+        came = values if is_one_for_all else values[place]
+        raise ValueError(f"feature {index}: {name} must be finite on labelled tokens: {name}[{place}] = {came}")
+    return floats
+
+
+def _no_numbers(name: str, came: str, index: int) -> ValueError:
+    wanted = "a flat list of numbers" + (" or one number" if name in ONE_FOR_ALL else "")
+    return ValueError(f"feature {index}: {name} must be {wanted}, got {came}")
+
+
+def packed_floats(arrays: Sequence[FeatureArrays]) -> dict[str, FloatArray]:
+    """The floats of all features back to back, (T,), of each kind that some feature has; 1 in those that have none."""
+    packed = {}
+    for name in FLOATS:
+        columns = [getattr(feature, name) for feature in arrays]
+        if any(column is not None for column in columns):
+            lengths = (len(feature.labels) for feature in arrays)
+            pairs = zip(columns, lengths, strict=True)
+            packed[name] = np.concatenate([np.ones(n, np.float32) if column is None else column for column, n in pairs])
+    return packed
+
+
+def check_no_floats(arrays: Sequence[FeatureArrays]) -> None:
+    """Refuse features with floats for a batch whose loss the model computes, and which would ignore them.
+
+    Raises ValueError that names the feature and the entry.
+    """
+    for index, feature in enumerate(arrays):
+        for name in FLOATS:
+            if getattr(feature, name) is not None:
+                raise ValueError(
+                    f"feature {index} has {name}, which the loss of a Hugging Face model ignores, so that its gradient "
+                    f"would be another. Collate with merge_labels=True and take radixtrain's loss "
+                    f"(radixtrain.loss.linear_cross_entropy, or linear_logprobs and clipped_policy_loss), or remove "
+                    f"the entry"
+                )
+
+
+def _check_unread(entries: Mapping[str, Any], index: int) -> None:
+    """Refuse an image, video or audio, also as a path, and any other entry that could be an input of a model.
+
+    Ignored are `HARMLESS` names, and text, None, a dict, a date or a list of those.
+
+    entries: those of a feature that the collator does not read. index: of the feature, for the error.
+
+    Raises ValueError that names the feature and the entry.
+    """
+    for name, value in entries.items():
+        if name in _MEDIA and _holds_nothing(value):
+            continue  # a feature without media, in a data set whose other features have some
+        if name in _MEDIA or not (name in HARMLESS or isinstance(value, _METADATA) or _is_metadata(value)):
+            reason = next(reason for pattern, reason in _UNREAD.items() if re.search(pattern, str(name)))
+            raise ValueError(f"feature {index}: {name} ({_kind_of(value)}) {reason}")
+
+
+def _holds_nothing(value: Any) -> bool:
+    leaf = _first_leaf(value)
+    return leaf is None or (hasattr(leaf, "__len__") and len(leaf) == 0)
+
+
+def _is_metadata(value: Any) -> bool:
+    """Text, None, a dict, a date or a list of those, judged by its first entry: no model takes one as input."""
+    leaf = _first_leaf(value)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O":
+        return _is_metadata(leaf.tolist())
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind in "USMm"
+    return isinstance(leaf, _METADATA)
+
+
+def _first_leaf(value: Any) -> Any:
+    """The first entry of nested lists that is not None; None if there is no other."""
+    if not isinstance(value, list | tuple):
+        return value
+    return next((leaf for leaf in map(_first_leaf, value) if leaf is not None), None)
+
+
+def _kind_of(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    size = f" of {len(value)}" if isinstance(value, list | tuple) else f" of shape {tuple(shape)}" if shape else ""
+    return f"{type(value).__name__}{size}"

@@ -12,27 +12,35 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from radixtrain.collators.dispatching import check_not_dispatched
-from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
-from radixtrain.collators.packed_floats import check_no_floats, packed_floats, policy_entries
-from radixtrain.collators.shared_targets import check_shared_targets, keep_once
-from radixtrain.collators.targets import (
+from radixtrain.collators.features import (
     IGNORE_INDEX,
+    FeatureArrays,
     FloatArray,
+    all_feature_arrays,
+    check_no_floats,
+    packed_floats,
+    packed_positions,
+)
+from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
+from radixtrain.collators.targets import (
     Predictions,
+    check_shared_targets,
+    keep_once,
     list_predictions,
     merge_predictions,
 )
-from radixtrain.collators.unprepared import start_watch
-from radixtrain.kernels.tree_tiles import check_tile_sizes, tile_sizes
+from radixtrain.kernels.triton_door import experimental
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import (
+    ADVANTAGES,
     LABEL_INDICES,
     LEFT_PADDED,
     LOSS_WEIGHTS,
     MIN_SHARED_TOKENS,
+    OLD_LOGPROBS,
     PREDICTION_ROWS,
     PREDICTOR_INDICES,
     STRATEGY,
@@ -41,7 +49,7 @@ from radixtrain.tree.layout import (
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
-__all__ = ["RadixCollator"]
+__all__ = ["RadixCollator", "policy_entries"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +71,7 @@ class RadixCollator:
         feature is refused, because a trainer may have dropped its mask.
     tree_tiles: True for a model prepared with `attention="tree"` and run in 16 bits, with head dims of up to 128: the
         batch then has the lists of tiles that it reads. For other head dims or float32 the tile sizes, a pair
-        `radixtrain.kernels.tree_tiles.tile_sizes(head_dim, dtype)`.
+        `radixtrain.kernels.experimental.tree_tiles.tile_sizes(head_dim, dtype)`.
 
     Called with `[{"input_ids": [...], "labels": [...]}, ...]`. Of each feature it reads these lists, arrays or tensors,
     (L,), integers:
@@ -82,7 +90,7 @@ class RadixCollator:
     advantages: of each label, or one number for all.
 
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
-    `radixtrain.collators.unread.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
+    `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
     with `token_type_ids` or `pixel_values`, would get another gradient.
 
     Returns
@@ -98,8 +106,8 @@ class RadixCollator:
     radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
         `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With
-        `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.tree_tiles.TreeTiles`. With `run_cost`, or the
-        `step_cost` of a model with recurrent layers, also `radix_runs_...`, see `radixtrain.tree.runs.RunTable`.
+        `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.experimental.tree_tiles.TreeTiles`. With a
+        `run_cost`, also that of `step_cost`, `radix_runs_...`, see `radixtrain.tree.runs.RunTable`.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
         and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 
@@ -150,7 +158,7 @@ class RadixCollator:
             )
         check_shared_targets(self.shared_targets)
         if not isinstance(self.tree_tiles, bool):
-            check_tile_sizes(*self.tree_tiles)
+            experimental("tree_tiles").check_tile_sizes(*self.tree_tiles)
         start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -183,7 +191,7 @@ class RadixCollator:
     @property
     def _tile_sizes(self) -> tuple[int, int] | None:
         if isinstance(self.tree_tiles, bool):
-            return tile_sizes() if self.tree_tiles else None
+            return experimental("tree_tiles").tile_sizes() if self.tree_tiles else None
         return self.tree_tiles
 
     @property
@@ -245,3 +253,12 @@ def _merged_entries(predictions: Predictions, floats: Mapping[str, FloatArray]) 
         **({LABEL_INDICES: torch.from_numpy(merged.label_indices)} if floats else {}),
         **policy_entries(floats, merged.label_indices),
     }
+
+
+def policy_entries(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Tensor]:
+    """The entries that a policy loss reads, if the features have them.
+
+    floats: as `packed_floats` returns them. tokens: (P,). the packed token that bears each label.
+    """
+    keys = {"old_logprobs": OLD_LOGPROBS, "advantages": ADVANTAGES}
+    return {key: torch.from_numpy(floats[name][tokens]) for name, key in keys.items() if name in floats}

@@ -2,7 +2,7 @@
 
 One item of the DataLoader is one optimizer step. The optimizer batch is drawn as usual; the collator decides only how
 it is cut, and the step's gradient does not depend on the cut. If several ranks train together, each gets the whole step
-and collates its own share of it (`ranks.py`).
+and collates its own share of it (`batching.py`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,35 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.collators.batching import cut_by_padded_tokens, cut_step
-from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
-from radixtrain.collators.packed_floats import check_no_floats
-from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.ranks import SequenceCost, Shares, share_by_padded_tokens, share_by_unique_tokens
-from radixtrain.collators.shared_targets import check_shared_targets, keep_once
-from radixtrain.collators.targets import IGNORE_INDEX
-from radixtrain.collators.weightless import weightless
+from radixtrain.collators.batching import (
+    SequenceCost,
+    Shares,
+    cut_by_padded_tokens,
+    cut_step,
+    share_by_padded_tokens,
+    share_by_unique_tokens,
+)
+from radixtrain.collators.features import (
+    IGNORE_INDEX,
+    FeatureArrays,
+    FloatArray,
+    all_feature_arrays,
+    check_no_floats,
+    packed_floats,
+    packed_positions,
+)
+from radixtrain.collators.radix import RadixCollator, policy_entries
+from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.tree.cost_model import StepCost
+from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
-__all__ = ["Step", "StepCollator"]
+__all__ = ["PaddedCollator", "Step", "StepCollator", "dummy_features"]
 
+DUMMY_TOKENS = 2  # one that predicts and one that is predicted
 Collated: TypeAlias = tuple[list[int], dict[str, Any]]
 """A micro-batch with its members."""
 
@@ -153,7 +166,7 @@ class StepCollator:
         shares = self.shares(arrays)
         groups = shares.groups[self.rank]
         collated = [(group, self._fitting([arrays[index] for index in group])) for group in groups]
-        empty = weightless(arrays, has_weights=self.merge_labels or not self.dedup)
+        empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
         num_missing = shares.num_micro_batches - len(groups)
         return collated + [([], self._collate([empty])) for _ in range(num_missing)], shares.num_unique_tokens
 
@@ -185,3 +198,93 @@ class StepCollator:
             step_cost=self.step_cost,
         )
         return partial(collator.collate, max_tokens=self.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedCollator:
+    """Collate token sequences into one padded batch for an unmodified Hugging Face model.
+
+    pad_token_id: fills sequences on the right; its value has no effect.
+
+    Called with features as `RadixCollator`, returns
+
+    input_ids, attention_mask, position_ids: [B, L], int64.
+    shift_labels: [1, P], int64. the labelled tokens.
+    radix_predictor_indices: [P], int64. which of the B * L flattened tokens predicts each.
+    radix_prediction_rows: [P], int64. 0 ... P - 1, since no prediction is merged.
+    radix_loss_weights: [P], float32. the features' loss weights, or ones.
+    radix_old_logprobs, radix_advantages: [P], float32. as given; absent if no feature has any.
+    radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
+    radix_cu_seqlens: [B+1], int32. bounds of the features, back to back.
+
+    Raises as `RadixCollator`.
+    """
+
+    pad_token_id: int = 0
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self.collate(all_feature_arrays(features))
+
+    def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+        """The batch of features that have been read already."""
+        lengths = np.array([len(feature.input_ids) for feature in arrays])
+        size = len(arrays), int(lengths.max())
+        input_ids = np.full(size, self.pad_token_id, dtype=np.int64)
+        labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
+        positions = np.tile(np.arange(size[1]), (size[0], 1))
+        for index, (feature, length) in enumerate(zip(arrays, lengths, strict=True)):
+            input_ids[index, :length], labels[index, :length] = feature.input_ids, feature.labels
+            if feature.position_ids is not None:
+                positions[index, :length] = feature.position_ids
+            elif feature.is_counted_from_padding:
+                positions[index, :length] += feature.num_left_padding
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy((np.arange(size[1]) < lengths[:, None]).astype(np.int64)),
+            "position_ids": torch.from_numpy(positions),
+            **_targets(labels, lengths, packed_floats(arrays)),
+        }
+
+
+def _targets(labels: np.ndarray, lengths: np.ndarray, floats: Mapping[str, FloatArray]) -> dict[str, Any]:
+    """labels: (B, L), -100 on padding. lengths: (B,). floats: (T,) each."""
+    labels[:, 0] = IGNORE_INDEX  # it is never predicted
+    sequences, places = np.nonzero(labels != IGNORE_INDEX)
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = cu_seqlens[sequences] + places
+    weights = floats.get("loss_weights", np.ones(int(cu_seqlens[-1]), dtype=np.float32))
+    return {
+        "shift_labels": torch.from_numpy(labels[sequences, places])[None],
+        PREDICTOR_INDICES: torch.from_numpy(sequences * labels.shape[1] + places - 1),
+        PREDICTION_ROWS: torch.arange(len(places)),
+        LOSS_WEIGHTS: torch.from_numpy(weights[tokens]),
+        LABEL_INDICES: torch.from_numpy(tokens),
+        CU_SEQLENS: torch.from_numpy(cu_seqlens.astype(np.int32)),
+        **policy_entries(floats, tokens),
+    }
+
+
+def dummy_features(arrays: Sequence[FeatureArrays], has_weights: bool) -> FeatureArrays:
+    """A micro-batch of weight zero, for a rank that has fewer micro-batches of a step than another one.
+
+    All ranks take part in every exchange of gradients, and of parameters if those are sharded, so they run as many
+    passes. These are the first tokens of the shortest sequence that bears loss; loss and gradients are exactly 0.
+
+    arrays: the features of the step. The tokens are taken from one of them, because a mixture of experts then routes
+        them to experts that the step reaches anyway, and no other expert gets a gradient.
+    has_weights: whether the batch has loss weights: then a label of weight 0. Otherwise there is no label.
+    """
+    shortest = min(arrays, key=_unsuitability)
+    columns: dict[str, Any] = {
+        name: column[:DUMMY_TOKENS] for name, column in shortest._asdict().items() if isinstance(column, np.ndarray)
+    }
+    ids = columns["input_ids"]
+    columns["labels"] = ids if has_weights else np.full_like(ids, IGNORE_INDEX)
+    if has_weights:
+        columns["loss_weights"] = np.zeros(len(ids), dtype=np.float32)
+    return shortest._replace(**columns)
+
+
+def _unsuitability(feature: FeatureArrays) -> tuple[bool, int]:
+    """Least for a short feature that bears loss: only such a one is sure to have the floats of a policy loss."""
+    return not (feature.labels[1:] != IGNORE_INDEX).any(), len(feature.input_ids)

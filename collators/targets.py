@@ -7,22 +7,43 @@ predictions.
     sequence 0    7  8  9         labels  -100  -100   9        row of 8 is 1
     sequence 1    7  8  5         labels  -100  -100   5        the same row
     predictions   (row 1 -> 9), (row 1 -> 5)
+
+A label that several sequences share counts once for each of them, as an ordinary trainer sums over rows: a turn that
+eight branches of an agent's run share is trained eight times. That is `shared_targets="every"`, the default. With
+`"once"` the first sequence keeps the label, and the others lose it before the batch is cut, so that all that follows
+(the cut, the plan, the divisor of the loss) is the same for both.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from radixtrain.collators.features import (
+    IGNORE_INDEX,
+    FeatureArrays,
+    FloatArray,
+    all_feature_arrays,
+    packed_floats,
+    packed_positions,
+)
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.plan import PrefixPlan
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["IGNORE_INDEX", "FloatArray", "Predictions", "list_predictions", "merge_predictions"]
+__all__ = [
+    "SHARED_TARGETS",
+    "Predictions",
+    "check_shared_targets",
+    "features_once",
+    "keep_once",
+    "list_predictions",
+    "merge_predictions",
+]
 
-FloatArray: TypeAlias = npt.NDArray[np.float32]
-IGNORE_INDEX = -100
+SHARED_TARGETS = ("every", "once")
 
 
 class Predictions(NamedTuple):
@@ -75,3 +96,58 @@ def _by_row_and_label(rows: IntArray, labels: IntArray) -> IntArray:
         labels = np.unique(labels, return_inverse=True)[1]
         num_labels = len(labels)
     return np.argsort(rows * num_labels + labels, kind="stable")
+
+
+def check_shared_targets(value: str) -> None:
+    """ValueError if it is not one of `SHARED_TARGETS`."""
+    if value not in SHARED_TARGETS:
+        raise ValueError(f"shared_targets must be {' or '.join(SHARED_TARGETS)}, got {value!r}")
+
+
+def keep_once(arrays: Sequence[FeatureArrays]) -> list[FeatureArrays]:
+    """The features, with each shared label kept in the first sequence that has it, and -100 in the others.
+
+    A label is shared by sequences that have the same label after the same tokens at the same positions, and the same
+    `old_logprobs` and `advantages` there, if they have any: samples of a policy that differ in these are different
+    samples. The kept label weighs the mean of the copies' `loss_weights`. No other entry changes.
+    """
+    ids, labels = (np.concatenate([getattr(each, name) for each in arrays]) for name in ("input_ids", "labels"))
+    cu_seqlens = np.concatenate([[0], np.cumsum([len(feature.input_ids) for feature in arrays])])
+    floats = packed_floats(arrays)
+    weights = floats.pop("loss_weights", None)
+    plan = build_prefix_plan(ids, cu_seqlens, packed_positions(arrays))  # shares all; a batch's plan may share less
+    listed = list_predictions(plan, labels)
+    order, starts = _groups(
+        (listed.predictor_indices, listed.labels, *(x[listed.label_indices] for x in floats.values()))
+    )
+    tokens = listed.label_indices[order]
+    first = tokens[starts]
+    kept = np.full_like(labels, IGNORE_INDEX)
+    kept[first] = labels[first]
+    if weights is not None and len(starts):
+        counts = np.diff(starts, append=len(tokens))
+        weights[first] = np.add.reduceat(weights[tokens].astype(np.float64), starts) / counts
+    spans = [slice(*bounds) for bounds in pairwise(cu_seqlens)]
+    return [
+        feature._replace(labels=kept[span], loss_weights=None if weights is None else weights[span])
+        for feature, span in zip(arrays, spans, strict=True)
+    ]
+
+
+def features_once(features: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`keep_once` for features as a collator takes them, so that a trainer without the collator can use it.
+
+    The features come back without their padding.
+    """
+    arrays = keep_once(all_feature_arrays(features))
+    return [{name: value for name, value in each._asdict().items() if isinstance(value, np.ndarray)} for each in arrays]
+
+
+def _groups(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The stable order that puts entries with equal columns beside each other, and where each group starts in it."""
+    order = np.lexsort(columns[::-1])
+    is_first = np.zeros(len(order), dtype=bool)
+    is_first[:1] = True
+    for column in columns:
+        is_first[1:] |= column[order][1:] != column[order][:-1]
+    return order, np.flatnonzero(is_first)

@@ -1,8 +1,8 @@
 """Attention of new rows over rows whose keys and values were computed before: prefill and decoding, without a backward.
 
 U new rows, N query heads, K key/value heads, G = N / K, H head dim, L slots of a lane, C slots of the store. A *slot*
-is a row of the store: the key and the value of one token. What a query sees is in pieces (`pieces.py`), merged by
-log-sum-exp (Hydragen, section 3.1):
+is a row of the store: the key and the value of one token. A query sees pieces (`merge_attention.py`), which are merged by log-sum-exp
+(Hydragen, section 3.1):
 
 - *shared rows*, stored once, that all queries below them see whole: one product for all of these queries;
 - its own rows: new ones too (prefill), or those of its *lane*, a private run of `step` slots of one sequence
@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from radixtrain.kernels.looping import EagerKernel, LoopingKernel
-from radixtrain.kernels.pieces import Piece, merge_piece, merge_sinks, rows_of
-from radixtrain.kernels.ragged import VarlenKernel
-from radixtrain.kernels.rectangles import Rectangles
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.cpu_loops import EagerKernel, LoopingKernel, Rectangles
+from radixtrain.kernels.merge_attention import Piece, merge_piece, merge_sinks, rows_of
+from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 
 __all__ = ["Lanes", "attention_in_lanes", "attention_with_stored_rows"]
 

@@ -1,4 +1,4 @@
-"""Cascade: segments attend to themselves, and what descends from them attends to them without a mask.
+"""Cascade, as calls: segments attend to themselves, and what descends from them attends to them without a mask.
 
 U rows in depth-first pre-order. The descendants of segment v are the rows that follow it, so for one segment the
 queries `[end, subtree_end)` and the keys `[start, end)` are plain slices. Segments of one level of the tree touch
@@ -14,7 +14,7 @@ exactly one call.
 It cannot keep a sliding window shorter than the longest sequence: a call does not know how far its keys are from its
 queries.
 
-Sources: Hydragen (section 3) and FlashInfer's cascade for the forward; `pieces.py` for the backward.
+Sources: Hydragen (section 3) and FlashInfer's cascade for the forward; `merge_attention.py` for the backward.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.pieces import Piece, attention_in_pieces
-from radixtrain.kernels.ragged import Ragged, VarlenKernel
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.merge_attention import Piece
+from radixtrain.kernels.varlen_args import Ragged
 
-__all__ = ["BUNDLE", "Level", "bundled_pieces", "cascade_attention", "cascade_bounds", "packed_pieces"]
+__all__ = ["BUNDLE", "Level", "bundled_pieces", "cascade_bounds", "packed_pieces"]
 
 BUNDLE = 32  # most rows of a bundle of several segments; a longer segment is a bundle by itself
 
@@ -48,25 +47,6 @@ class Level(NamedTuple):
     max_seqlen_k: int
     first_query: int
     first_key: int
-
-
-def cascade_attention(
-    q_UNH: Tensor,
-    k_UKH: Tensor,
-    v_UKH: Tensor,
-    pieces: Sequence[Piece],
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
-    """Tree attention without a copy of a row.
-
-    pieces: the first covers every row, the others are descendants onto their ancestors; together every pair of the tree
-        mask once.
-    sinks_N: (N,). logits without a value, one for each head, or None.
-    Returns (U, N, H).
-    """
-    return attention_in_pieces(q_UNH, k_UKH, v_UKH, pieces, kernel, scoring, sinks_N)
 
 
 def packed_pieces(

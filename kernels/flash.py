@@ -1,7 +1,7 @@
 """Varlen kernels for CUDA: the flash-attention that torch carries, and the packages flash-attn (2) and flash-attn-3.
 
-Legend in `ragged.py`. All three are bottom-right causal, take grouped heads, and need a last axis without gaps. For
-a query without a key they return a log-sum-exp of +inf, not -inf; no piece of ours has one, and no entry is empty.
+Legend in `varlen_args.py`. All three are bottom-right causal, take grouped heads, and need a last axis without gaps.
+For a query without a key they return a log-sum-exp of +inf, not -inf; no piece of ours has one, and no entry is empty.
 
 Both packages are asked to add in a fixed order in the backward pass. The kernel inside torch adds dq with atomics.
 """
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.ragged import Ragged
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 __all__ = [
     *("FLASH_2_MAX_HEAD_DIM", "FLASH_3_MAX_HEAD_DIM", "FlashAttn3Kernel", "FlashAttnKernel", "TorchCUDAKernel"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.varlen_args import Scoring
 
 __all__ = ["reference_attention", "tree_mask"]
 

@@ -1,29 +1,50 @@
-"""The varlen attention kernels by name. Each forward returns its log-sum-exp, and the backward takes one (`ragged.py`).
+"""The varlen attention kernels by name, and what each one takes.
 
 | name           | runs                           | dtypes                           | soft-cap | window |
 |----------------|--------------------------------|----------------------------------|----------|--------|
 | `torch`        | the flash kernels inside torch | CPU all, CUDA float16 / bfloat16 | no       | yes    |
 | `flash_attn`   | the flash-attn package, CUDA   | float16, bfloat16                | yes      | yes    |
 | `flash_attn_3` | flash-attn-3, Hopper           | float16, bfloat16                | yes      | yes    |
-| `cudnn`        | cuDNN, and `torch` (see below) | float16, bfloat16                | no       | yes    |
 | `eager`        | anywhere, a loop of matmuls    | all; the specification           | yes      | yes    |
-
-`cudnn` runs calls whose entries all have one shape, such as a prompt that all rows share, on cuDNN, and every other
-call on `torch` (`cudnn.py`). It has never run on a GPU, and `auto` never chooses it.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
+
 import torch
 
-from radixtrain.kernels.cudnn import CudnnKernel
-from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel
-from radixtrain.kernels.looping import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.ragged import VarlenKernel
+from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
+from radixtrain.kernels.flash import (
+    FLASH_2_MAX_HEAD_DIM,
+    FLASH_3_MAX_HEAD_DIM,
+    FlashAttn3Kernel,
+    FlashAttnKernel,
+    TorchCUDAKernel,
+    flash_3_missing,
+    takes_window,
+)
+from radixtrain.kernels.varlen_args import VarlenKernel
 
-__all__ = ["KERNELS", "varlen_kernel"]
+__all__ = ["KERNELS", "KernelCall", "varlen_kernel", "varlen_refusal"]
 
-KERNELS = ("torch", "flash_attn", "flash_attn_3", "cudnn", "eager")
+KERNELS = ("torch", "flash_attn", "flash_attn_3", "eager")
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """What a kernel has to take.
+
+    softcap, window, sinks: whether scores are soft-capped, a sliding window binds, heads have sinks.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    softcap: bool
+    window: bool
+    sinks: bool
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
@@ -34,8 +55,30 @@ def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
         return FlashAttnKernel()
     if name == "flash_attn_3" and device.type == "cuda":
         return FlashAttn3Kernel()
-    if name == "cudnn" and device.type == "cuda":
-        return CudnnKernel(others=TorchCUDAKernel())
     if name == "torch" and device.type in ("cpu", "cuda"):
         return TorchCUDAKernel() if device.type == "cuda" else TorchCPUKernel()
     raise ValueError(f"no attention kernel {name!r} on device {device.type!r}; kernels: {', '.join(KERNELS)}")
+
+
+def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
+    """Why this kernel cannot run the call, in the words of an error; None if it can."""
+    if kernel == "eager":
+        return None
+    if kernel == "torch" and call.softcap:
+        return "computes no soft-cap"
+    if kernel == "torch" and call.device.type == "cpu":
+        return None
+    if call.device.type != "cuda":
+        return f"needs CUDA, the tensors are on {call.device.type}"
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed (pip install 'radixtrain[flash]', needs a CUDA toolchain)"
+    if kernel == "flash_attn_3" and (missing := flash_3_missing(call.device)):
+        return missing
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, got {call.dtype}"
+    widest = FLASH_3_MAX_HEAD_DIM if kernel == "flash_attn_3" else FLASH_2_MAX_HEAD_DIM
+    if call.head_dim > widest or call.head_dim % 8:
+        return f"takes head dims that are multiples of 8 up to {widest}, got {call.head_dim}"
+    if kernel == "torch" and call.window and not takes_window():
+        return f"takes no sliding window in torch {torch.__version__}"
+    return None

@@ -11,7 +11,8 @@
 Sinks go with every strategy and kernel but `tree`, a soft-cap with every strategy but `tree` and the kernels that
 compute it (`kernels/varlen.py`). A window binds if it is shorter than the longest sequence; any other hides nothing.
 
-`tree` is never chosen by `auto`. It reads lists of tiles, which `RadixCollator(tree_tiles=True)` makes in the worker.
+`tree` is experimental, and `auto` never chooses it. It reads lists of tiles, which `RadixCollator(tree_tiles=True)`
+makes in the worker.
 """
 
 from __future__ import annotations
@@ -27,16 +28,11 @@ from torch import Tensor
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.cached import attention_in_lanes, attention_with_stored_rows
-from radixtrain.kernels.cascade import cascade_attention
-from radixtrain.kernels.expand import expand_attention
-from radixtrain.kernels.path import path_attention
-from radixtrain.kernels.pieces import Piece, attention_in_pieces
-from radixtrain.kernels.ragged import VarlenKernel
+from radixtrain.kernels.merge_attention import Piece, attention_in_pieces, expand_attention, path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
-from radixtrain.kernels.refusals import KernelCall, tiled_refusal, varlen_refusal
-from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.tree_tiles import TreeTiles, tile_sizes
-from radixtrain.kernels.varlen import KERNELS, varlen_kernel
+from radixtrain.kernels.triton_door import experimental
+from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
+from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
@@ -85,8 +81,8 @@ def tree_attention(
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
         binds.
-    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `cudnn` or `eager`. `reference` does not read it; `tree` has
-        its own kernel and takes only `auto`. `auto` never chooses `cudnn`.
+    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`. `reference` does not read it; `tree` has its own
+        kernel and takes only `auto`.
     scale: factor on the scores; default `H ** -0.5`.
     softcap: None, or c: scaled scores s become `c * tanh(s / c)`.
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
@@ -101,13 +97,14 @@ def tree_attention(
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
     choice = _chosen(attention, kernel, query, scoring, sinks)
     if choice.strategy == "tree":
-        return _tiled(query, key, value, layout, scoring.scale)
+        tiles = experimental("tree_tiles").tiles_of_layout(layout, query)
+        return experimental("tree_triton").tiled_tree_attention(query, key, value, tiles, scoring.scale)
     if choice.strategy == "reference":
         mask = tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
         return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
-        return cascade_attention(query, key, value, _pieces_of(layout, key, value), varlen, scoring, sinks)
+        return attention_in_pieces(query, key, value, _pieces_of(layout, key, value), varlen, scoring, sinks)
     if choice.strategy == "path":
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
     return expand_attention(
@@ -239,7 +236,7 @@ def _check_tree(kernel: str, call: KernelCall) -> None:
         raise UserError(
             f"kernel={kernel!r} cannot be used: attention='tree' has a kernel of its own; leave kernel at 'auto'"
         )
-    refusal = tiled_refusal(call)
+    refusal = experimental("tree_tiles").tiled_refusal(call)
     if refusal:
         raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes what can")
 
@@ -262,7 +259,7 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
         refusal = varlen_refusal(kernel, call)
         if refusal:
             raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
-        return kernel, "as chosen, and torch runs what cuDNN does not take" if kernel == "cudnn" else "as chosen"
+        return kernel, "as chosen"
     preferred = ("flash_attn_3", "flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
     refusals = {name: varlen_refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)
@@ -276,37 +273,8 @@ def _kernel(name: str, device: torch.device) -> VarlenKernel:
 
 
 def _layout_of(plan: PrefixPlan, query: Tensor, attention: str) -> TreeLayout:
-    tiles = tile_sizes(query.shape[-1], query.dtype) if attention == "tree" else None
+    tiles = experimental("tree_tiles").tile_sizes(query.shape[-1], query.dtype) if attention == "tree" else None
     return TreeLayout.from_plan(plan, tiles=tiles).to(query.device)
-
-
-def _tiled(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float) -> Tensor:
-    from radixtrain.kernels.tree_triton import tiled_tree_attention  # Triton is optional
-
-    out, _ = tiled_tree_attention(query, key, value, _tiles_of(layout, query), scale)
-    return out
-
-
-def _tiles_of(layout: TreeLayout, query: Tensor) -> TreeTiles:
-    """The lists of tiles in the batch. On the host they can be made here; on a device nothing is read back for them.
-
-    Raises UserError if a device has none, or larger tiles than fit it.
-    """
-    if query.device.type == "cpu":
-        return layout.tiles or layout.host_tiles
-    held, walked = tile_sizes(query.shape[-1], query.dtype)
-    if layout.tiles is None:
-        raise UserError(
-            f"attention='tree' needs the lists of tiles in the batch, which are made on the host: ask for them with "
-            f"RadixCollator(tree_tiles=({held}, {walked})), or TreeLayout.from_plan(plan, tiles=({held}, {walked}))"
-        )
-    given = layout.tiles.held, layout.tiles.walked
-    if given[0] > held or given[1] > walked:
-        raise UserError(
-            f"attention='tree' takes tiles of up to ({held}, {walked}) rows for {query.dtype} and head dim "
-            f"{query.shape[-1]}, the batch has {given}: set RadixCollator(tree_tiles=({held}, {walked}))"
-        )
-    return layout.tiles
 
 
 def _pieces_of(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Piece, ...]:

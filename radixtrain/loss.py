@@ -10,7 +10,7 @@ R predictor rows, P predictions, D hidden, V vocabulary. The k next tokens of on
     dz_r = (sum of w_p) softmax(z_r) - sum_p w_p onehot(y_p)
 
 so a predictor costs one row of logits and one log-sum-exp, however many completions follow it. Weights may be negative.
-Rows are taken in chunks (`kernels/loss_chunks.py`, `kernels/loss_arithmetic.py`). The gradient of a chunk is computed
+Rows are taken in chunks. The gradient of a chunk is computed
 while its logits exist, as in Liger's fused linear cross-entropy, so that the backward pass is a multiplication by a
 number, in place.
 
@@ -22,21 +22,15 @@ any gradient is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from radixtrain.kernels.loss_arithmetic import (
-    add_gradient_of_logits,
-    add_gradients,
-    logits_of,
-    logprobs_and_sums,
-    widened,
-)
-from radixtrain.kernels.loss_chunks import chunks_of, rows_per_chunk
 
 __all__ = [
     "clipped_policy_loss",
@@ -45,6 +39,19 @@ __all__ = [
     "logits_cross_entropy",
     "logits_logprobs",
 ]
+
+# Rows of a chunk: a quarter of D within these bounds, so that its logits are about a quarter of the head. Each chunk
+# reads the head twice and its gradient once. With few rows the three products wait for memory, even more if the head is
+# larger than the caches. Their GFLOP/s, float32, one thread of a shared AMD EPYC (Zen 5), torch 2.13:
+#
+#     rows                    16    32    64   128   256   512
+#     V = 4,096    D = 256    87    96   104   106   105   106
+#     V = 32,000   D = 512    69    86    96    99   104   104
+#     V = 151,936  D = 1024   60    69    87    91    98            256 rows of logits are 148 MiB
+CHUNK_ROWS = (128, 256)
+# More rows if the vocabulary is small, so that a chunk's twenty calls cost little beside its products: 2 MiB in
+# float32, 128 rows of V = 4,096. Calls cost more on accelerators (not measured there).
+MIN_CHUNK_ELEMENTS = {"cpu": 2**19, "other": 2**24}
 
 
 def linear_cross_entropy(
@@ -177,8 +184,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels, rows)
         with torch.autocast(hidden.device.type, enabled=False):
-            size = rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
-            return _logprobs(lambda taken: logits_of(hidden[taken], weight, bias), size, hidden, labels, rows)
+            size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
+            return _logprobs(lambda taken: _logits_of(hidden[taken], weight, bias), size, hidden, labels, rows)
 
     @staticmethod
     @once_differentiable
@@ -195,7 +202,7 @@ class _LogitsLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(logits, labels, rows)
         with torch.autocast(logits.device.type, enabled=False):
-            return _logprobs(lambda taken: widened(logits[taken]), _rows_of_logits(logits), logits, labels, rows)
+            return _logprobs(lambda taken: _widened(logits[taken]), _rows_of_logits(logits), logits, labels, rows)
 
     @staticmethod
     @once_differentiable
@@ -253,9 +260,9 @@ def _loss_and_gradients(
     d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        size = rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
-        for chunk in chunks_of(size, len(hidden), labels, rows, loss_weights.to(wide)):
-            loss += add_gradients(chunk, hidden[chunk.rows], weight, bias, d_hidden, d_weight, d_bias)
+        size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
+        for chunk in _chunks_of(size, len(hidden), labels, rows, loss_weights.to(wide)):
+            loss += _add_gradients(chunk, hidden[chunk.rows], weight, bias, d_hidden, d_weight, d_bias)
     return loss, (d_hidden, d_weight, d_bias)
 
 
@@ -267,8 +274,8 @@ def _loss_and_gradient_of_logits(
     d_logits = torch.empty_like(logits) if is_needed else None
     loss = torch.zeros((), dtype=wide, device=logits.device)
     with torch.autocast(logits.device.type, enabled=False):
-        for chunk in chunks_of(_rows_of_logits(logits), len(logits), labels, rows, loss_weights.to(wide)):
-            loss += add_gradient_of_logits(chunk, logits[chunk.rows], d_logits)
+        for chunk in _chunks_of(_rows_of_logits(logits), len(logits), labels, rows, loss_weights.to(wide)):
+            loss += _add_gradient_of_logits(chunk, logits[chunk.rows], d_logits)
     return loss, d_logits
 
 
@@ -290,12 +297,145 @@ def _logprobs(logits_at: Callable[[slice], Tensor], size: int, source: Tensor, l
     """
     ones = torch.ones(len(labels), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
     logprobs = torch.zeros_like(ones)
-    for chunk in chunks_of(size, len(source), labels, rows, ones):
-        values, _ = logprobs_and_sums(logits_at(chunk.rows), chunk)
+    for chunk in _chunks_of(size, len(source), labels, rows, ones):
+        values, _ = _logprobs_and_sums(logits_at(chunk.rows), chunk)
         logprobs[chunk.places] += chunk.loss_weights * values  # the weight of another chunk's prediction is 0
     return logprobs
 
 
 def _rows_of_logits(logits: Tensor) -> int:
     """Rows of a chunk if the logits exist already."""
-    return rows_per_chunk(len(logits), logits.shape[1], 0, logits.device)
+    return _rows_per_chunk(len(logits), logits.shape[1], 0, logits.device)
+
+
+def _add_gradients(
+    chunk: _Chunk,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+) -> Tensor:
+    """Loss of a chunk; adds its gradients to those that are not None. Frees its logits before the next chunk begins."""
+    logits = _logits_of(hidden, weight, bias)
+    logprobs, sums = _logprobs_and_sums(logits, chunk)
+    if d_hidden is not None or d_weight is not None or d_bias is not None:
+        d_logits = _softmax_minus_targets(logits, sums, chunk)
+        if d_bias is not None:
+            d_bias += d_logits.sum(0)
+        del logits  # so that the next line frees them, if it makes a copy in 16 bit
+        d_logits = d_logits.to(weight.dtype)
+        if d_hidden is not None:
+            d_hidden[chunk.rows] = d_logits @ weight
+        if d_weight is not None:
+            _add_product(d_weight, d_logits, hidden)
+    return -(chunk.loss_weights * logprobs).sum()
+
+
+def _add_gradient_of_logits(chunk: _Chunk, logits: Tensor, d_logits: Tensor | None) -> Tensor:
+    """As `_add_gradients`, for logits that exist."""
+    logits = _widened(logits)
+    logprobs, sums = _logprobs_and_sums(logits, chunk)
+    if d_logits is not None:
+        d_logits[chunk.rows] = _softmax_minus_targets(logits, sums, chunk)
+    return -(chunk.loss_weights * logprobs).sum()
+
+
+def _logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits of a chunk: multiplied in the dtype of the head, as the model's own head does, then _widened."""
+    return torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """A copy of a chunk in float32 or wider, even if it is wide already, because the copy is overwritten."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+
+
+def _logprobs_and_sums(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
+    """(N,) `log p` of the chunk's predictions and, by row, the sum of the `exp(z - max z)` that the logits become.
+
+    In place, as the logits are the largest thing in memory: `torch.logsumexp` makes another tensor of their size, and
+    took three times as long (V = 151,936, 128 rows: 70 against 22 ms, beside 1.2 s for the products).
+    """
+    logits.sub_(logits.amax(-1, keepdim=True))
+    picked = logits[chunk.local_rows, chunk.labels]
+    sums = logits.exp_().sum(-1)
+    return picked - sums.log()[chunk.local_rows], sums
+
+
+def _softmax_minus_targets(exps: Tensor, sums: Tensor, chunk: _Chunk) -> Tensor:
+    """`dz` in place of `exp(z - max z)`."""
+    weight_of_row = torch.zeros_like(sums).index_add_(0, chunk.local_rows, chunk.loss_weights)
+    d_logits = exps.mul_((weight_of_row / sums)[:, None])
+    return d_logits.index_put_((chunk.local_rows, chunk.labels), -chunk.loss_weights, accumulate=True)
+
+
+def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """`total += d_logits^T hidden`. A 16-bit product is rounded once a chunk, and added in float32.
+
+    That needs the product by itself, which is as large as the head, so it is made in parts: at most half as large as
+    `d_logits`, and on CPU small enough to stay in the cache, because adding widens them first. At V = 151,936,
+    D = 1024 and 128 rows in bfloat16 one part took 0.8 s, 16 parts 0.6 s and 74 parts 0.2 s.
+    """
+    if hidden.dtype == total.dtype:
+        total.addmm_(d_logits.t(), hidden)
+        return
+    in_cache = 2**21 if total.device.type == "cpu" else total.numel()
+    num_parts = math.ceil(total.numel() / max(1, min(d_logits.numel() // 2, in_cache)))
+    for part, columns in zip(total.chunk(num_parts), d_logits.chunk(num_parts, dim=1), strict=True):
+        part += columns.t() @ hidden
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Some predictor rows and their N predictions. It may list other predictions too, at row 0 with weight 0.
+
+    rows: which of the R.
+    places: (N,), int64, or all. which of the P predictions these are.
+    labels, local_rows, loss_weights: (N,). rows are counted within the chunk.
+    """
+
+    rows: slice
+    places: Tensor | slice
+    labels: Tensor
+    local_rows: Tensor
+    loss_weights: Tensor
+
+
+def _chunks_of(size: int, num_rows: int, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
+    """Cut the R rows into chunks of `size`, and give each its predictions, which come in any order."""
+    slices = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    deal = _deal_on_host if rows.device.type == "cpu" else _deal_to_all
+    return deal(slices, labels, rows, loss_weights)
+
+
+def _deal_on_host(slices: list[slice], labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
+    """To each chunk its own predictions.
+
+    Dealing all to all took 2 % of the time at P = 16,384 and 11 % at 100,000 (V = 4,096, D = 256, 128 rows a chunk).
+    """
+    order = rows.argsort(stable=True)
+    bounds = torch.searchsorted(rows[order], torch.tensor([0, *(taken.stop for taken in slices)])).tolist()
+    for taken, (begin, end) in zip(slices, pairwise(bounds), strict=True):
+        places = order[begin:end]
+        yield _Chunk(taken, places, labels[places], rows[places] - taken.start, loss_weights[places])
+
+
+def _deal_to_all(slices: list[slice], labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Iterator[_Chunk]:
+    """To each chunk all P: only the device knows how many are its own, and the host must not wait for it."""
+    for taken in slices:
+        inside = (rows >= taken.start) & (rows < taken.stop)
+        yield _Chunk(taken, slice(None), labels, (rows - taken.start) * inside, loss_weights * inside)
+
+
+def _rows_per_chunk(num_rows: int, vocab_size: int, hidden_size: int, device: torch.device) -> int:
+    """About equal chunks: the last one is not small, and a single one may be half as large again.
+
+    From 64 on a multiple of 16, which the products prefer: 208 rows took 7 % less time than 205 (Qwen3's head).
+    """
+    least, most = CHUNK_ROWS
+    elements = MIN_CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "other"]
+    wanted = max(least, min(hidden_size // 4, most), elements // vocab_size)
+    size = math.ceil(num_rows / max(1, round(num_rows / wanted)))
+    return max(1, size if size < 64 else math.ceil(size / 16) * 16)

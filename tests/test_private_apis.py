@@ -262,23 +262,13 @@ TABLE = (
         "is its backward pass, with a merged log-sum-exp",
     ),
     Private(
-        "torch.ops.aten._scaled_dot_product_cudnn_attention",
-        ("kernels/cudnn.py",),
-        "is the attention of cuDNN, and returns the log-sum-exp",
-    ),
-    Private(
-        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
-        ("kernels/cudnn.py",),
-        "is its backward pass, with a merged log-sum-exp",
-    ),
-    Private(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        ("kernels/looping.py",),
+        ("kernels/cpu_loops.py",),
         "is flash attention on a CPU, and returns the log-sum-exp",
     ),
     Private(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-        ("kernels/looping.py",),
+        ("kernels/cpu_loops.py",),
         "is its backward pass, with a merged log-sum-exp",
     ),
     Private(
@@ -298,12 +288,7 @@ TABLE = (
     ),
     Private(
         "sys._getframe",
-        (
-            "collators/dispatching.py",
-            "collators/unprepared.py",
-            "radixtrain/hf/evaluation.py",
-            "radixtrain/hf/padded/calls.py",
-        ),
+        ("collators/misuse_guard.py", "radixtrain/hf/evaluation.py", "radixtrain/hf/padded/calls.py"),
         "reads which loader asks for a batch, which trainer calls the model, and whether generate() does",
     ),
     Private(

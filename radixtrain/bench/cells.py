@@ -19,7 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
 
 __all__ = ["Cell", "Family", "GivenBatch", "Mode", "ModelShape", "Tree", "build_model", "features_of_cell"]

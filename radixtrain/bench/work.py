@@ -18,8 +18,7 @@ from torch import Tensor
 from radixtrain.bench.cells import Cell, GivenBatch, features_of_cell
 from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
-from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import LOSS_WEIGHTS, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY

@@ -134,8 +134,7 @@ def _attention() -> Iterator[Finding]:
     import torch
 
     from radixtrain.attention import choose_attention, unlogged
-    from radixtrain.kernels.refusals import KernelCall, tiled_refusal, varlen_refusal
-    from radixtrain.kernels.varlen import KERNELS
+    from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_refusal
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for dtype in (torch.float32, torch.bfloat16):
@@ -144,7 +143,7 @@ def _attention() -> Iterator[Finding]:
         name = str(dtype).removeprefix("torch.")
         yield Finding("attention", f"auto, {name}", f"{choice.strategy} on {device.type}, kernel {choice.kernel}")
     call = KernelCall(device, torch.bfloat16, HEAD_DIM, softcap=False, window=False, sinks=False)
-    refusals = {kernel: varlen_refusal(kernel, call) for kernel in KERNELS} | {"tree": tiled_refusal(call)}
+    refusals = {kernel: varlen_refusal(kernel, call) for kernel in KERNELS}
     for kernel, refusal in refusals.items():
         yield Finding("attention", kernel, f"cannot run in bfloat16: {refusal}" if refusal else "can run")
 

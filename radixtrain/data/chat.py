@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.formats import Row, UnreadRow
 from radixtrain.data.rendering.conversation import Conversation, text_of
 from radixtrain.data.rendering.spans import sample_of_chat

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
-from radixtrain.collators.grouping import GroupedOrder
+from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.grouping import grouped_order

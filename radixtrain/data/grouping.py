@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from radixtrain.collators.grouping import GroupedOrder, ratio_of_batches
+from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.data.sample import Sample
 from radixtrain.errors import UserError
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups

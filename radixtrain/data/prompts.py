@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.rendering.conversation import Conversation
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.tokenization import DraftTokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.errors import DataError
 
 __all__ = [

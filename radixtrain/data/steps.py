@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from radixtrain.collators.grouping import GroupedOrder
+from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.prompts import PromptDataset
 from radixtrain.data.sample import Sample

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.conversation import text_of

@@ -22,5 +22,5 @@ Words, as they are used in this folder:
     lane    a private run of slots of one active sequence, for its tail and for what it generates
     run     tokens, slots or rows that follow each other
     pass    a forward pass of the model: of some prompts (prefill), or of one token of every active sequence (decoding)
-    piece   one attention call: some of the queries over keys that all of them see (`kernels/pieces.py`)
+    piece   one attention call: some of the queries over keys that all of them see (`kernels/merge_attention.py`)
 """

@@ -21,7 +21,7 @@ from torch import Tensor
 from radixtrain.generation.cache import Match, Node, RadixCache, path_to_root
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.kernels.cached import Lanes
-from radixtrain.kernels.pieces import Piece
+from radixtrain.kernels.merge_attention import Piece
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
 from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_pieces
 from radixtrain.tree.layout import TreeLayout

@@ -24,7 +24,7 @@ from radixtrain.attention import tree_attention
 from radixtrain.hf.layer_kinds import ALIKE, LayerKinds
 from radixtrain.hf.shape import ModelDimensions
 from radixtrain.kernels.cascade import BUNDLE
-from radixtrain.kernels.rectangles import LONG, STRIP
+from radixtrain.kernels.cpu_loops import LONG, STRIP
 from radixtrain.tree.cost_model import CHOICES, Rates, StepCost, attention_work
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan

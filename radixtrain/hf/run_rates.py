@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from radixtrain.hf.rates import Layer, fastest, non_negative_fit
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.running import run_on_tree
-from radixtrain.tree.run_choice import runs_of_segments
-from radixtrain.tree.run_layout import RunLayout
-from radixtrain.tree.runs import RunCost, RunTable
+from radixtrain.tree.runs import RunCost, RunLayout, RunTable, runs_of_segments
 
 __all__ = ["can_fork", "measured_run_cost", "mixers_key"]
 

@@ -10,14 +10,14 @@ radix batch has no such axis: its `radix_` tensors have the lengths of the tree.
 | `split_batches=True`, a data set with a length | the whole batch: the rows are split before the collator |
 | several GPUs in one process (`nn.DataParallel`) | one share of every tensor, on the first GPU |
 
-All but the third are refused, dispatching already by the collator (`radixtrain/collators/dispatching.py`).
+All but the third are refused, dispatching already by the collator (`radixtrain/collators/misuse_guard.py`).
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from radixtrain.collators.dispatching import NO_DISPATCHING
+from radixtrain.collators.misuse_guard import NO_DISPATCHING
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixtrain.collators.batching import cut_by_padded_tokens
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.collators.targets import IGNORE_INDEX
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from radixtrain.collators.grouping import GroupedOrder, batches_of
+from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.grouping import conversation_groups, grouped_order
 from radixtrain.data.sample import Sample

@@ -55,7 +55,7 @@ class RadixModule(L.LightningModule):
         dtype: of the weights and the computation; `auto` takes the checkpoint's. For mixed precision leave float32 and
             set `trainer.precision`.
         attention: how attention uses the tree: auto, cascade, path, expand or reference.
-        kernel: which attention kernel: auto, torch, flash_attn, flash_attn_3, cudnn or eager.
+        kernel: which attention kernel: auto, torch, flash_attn, flash_attn_3 or eager.
         attn_implementation: Hugging Face attention of the ordinary arm, with `dedup: false`.
         allow_dropout: dropout modules to accept by name although a shared token then draws one mask, not one per copy.
         learning_rate: peak, of AdamW.
@@ -100,7 +100,7 @@ class RadixModule(L.LightningModule):
         model_name_or_path: str,
         dtype: Literal["auto", "float32", "bfloat16", "float64"] = "float32",
         attention: Literal["auto", "cascade", "path", "expand", "reference"] = "auto",
-        kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "cudnn", "eager"] = "auto",
+        kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "eager"] = "auto",
         attn_implementation: str = "sdpa",
         allow_dropout: list[str] | None = None,
         learning_rate: float = 2e-5,

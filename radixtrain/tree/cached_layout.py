@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.cached import Lanes
-from radixtrain.kernels.pieces import Piece
-from radixtrain.kernels.ragged import Ragged
-from radixtrain.kernels.rectangles import Bounds
+from radixtrain.kernels.merge_attention import Piece
+from radixtrain.kernels.varlen_args import Bounds, Ragged
 from radixtrain.tree.arrays import cumulative, lengths_of
 from radixtrain.tree.layout import TreeLayout
 

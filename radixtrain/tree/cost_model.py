@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 
 from radixtrain.kernels.cascade import cascade_bounds
-from radixtrain.kernels.rectangles import LONG, STRIP
+from radixtrain.kernels.cpu_loops import LONG, STRIP
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
-from radixtrain.tree.run_choice import cheapest_runs
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree.runs import RunCost, cheapest_runs
 
 __all__ = ["CANDIDATES", "CHOICES", "AttentionWork", "Choice", "Rates", "StepCost", "attention_work"]
 
@@ -239,7 +238,7 @@ def _causal_on_host(q_lengths: IntArray, k_lengths: IntArray) -> AttentionWork:
 
 
 def _strips(q_lengths: IntArray, k_lengths: IntArray, q_ends: IntArray) -> AttentionWork:
-    """As `kernels/rectangles.py` cuts causal entries: equal strips equally far apart are one call."""
+    """As `kernels/cpu_loops.py` cuts causal entries: equal strips equally far apart are one call."""
     filled = q_lengths > 0
     q_ends, q_lengths, k_lengths = q_ends[filled], q_lengths[filled], k_lengths[filled]
     number = -(-q_lengths // STRIP)

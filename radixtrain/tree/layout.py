@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.cascade import Level, bundled_pieces, packed_pieces
-from radixtrain.kernels.pieces import Piece
-from radixtrain.kernels.ragged import Ragged
-from radixtrain.kernels.tree_tiles import TreeTiles, tile_sizes, tree_tiles
+from radixtrain.kernels.merge_attention import Piece
+from radixtrain.kernels.triton_door import experimental
+from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import concatenate_ranges
 from radixtrain.tree.plan import PrefixPlan
-from radixtrain.tree.run_layout import RUNS, RunLayout
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree.runs import RUNS, RunCost, RunLayout
 
 __all__ = [
     *("ADVANTAGES", "CU_SEQLENS", "INVERSE_INDICES", "LABEL_INDICES", "LEFT_PADDED", "LOSS_WEIGHTS"),
@@ -62,7 +61,7 @@ class TreeLayout:
     levels: one `Level` for each level of the tree that has descendants.
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
-    tiles: the lists that `attention="tree"` walks, if they were asked for.
+    tiles: the `TreeTiles` that `attention="tree"` walks, if they were asked for.
     runs: for layers with a recurrent state, if they were asked for.
     """
 
@@ -84,7 +83,7 @@ class TreeLayout:
     max_path: int
     max_position: int
     levels: tuple[Level, ...]
-    tiles: TreeTiles | None = None
+    tiles: Any = None
     runs: RunLayout | None = None
 
     @classmethod
@@ -111,7 +110,7 @@ class TreeLayout:
             max_new_tokens=_longest(plan.path_cu_seqlens_q),
             max_path=_longest(plan.path_cu_seqlens_k),
             max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
-            tiles=None if tiles is None else tree_tiles(plan.row_subtree_ends, *tiles),
+            tiles=None if tiles is None else experimental("tree_tiles").tree_tiles(plan.row_subtree_ends, *tiles),
             runs=None if run_cost is None else RunLayout.from_segments(*segments, run_cost),
             **_levels(plan),
         )
@@ -121,7 +120,10 @@ class TreeLayout:
         """From the `radix_` entries of a batch, on whatever device they are now. KeyError names a missing one."""
         values = {name: batch[PREFIX + name] for name in _names(cls) if name not in OPTIONAL}
         has_tiles, has_runs = (any(key.startswith(keys) for key in batch) for keys in (TILES, RUNS))
-        tiles = TreeTiles(**{name: batch[TILES + name] for name in _names(TreeTiles)}) if has_tiles else None
+        tiles = None
+        if has_tiles:
+            kind = experimental("tree_tiles").TreeTiles
+            tiles = kind(**{name: batch[TILES + name] for name in _names(kind)})
         runs = RunLayout.from_batch(batch) if has_runs else None
         levels = tuple(Level(*level) for level in values["levels"])
         return cls(**{**values, "levels": levels, "tiles": tiles, "runs": runs})
@@ -129,16 +131,14 @@ class TreeLayout:
     def to_batch(self) -> dict[str, Any]:
         """The entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
         entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name not in OPTIONAL}
-        tiles = {} if self.tiles is None else {TILES + name: getattr(self.tiles, name) for name in _names(TreeTiles)}
+        tiles = {} if self.tiles is None else {TILES + name: value for name, value in vars(self.tiles).items()}
         runs = {} if self.runs is None else self.runs.to_batch()
         return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels), **tiles, **runs}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         values = {name: getattr(self, name) for name in _names(self)}
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking)
-            for name, value in values.items()
-            if isinstance(value, Tensor | TreeTiles | RunLayout)
+            name: value.to(device, non_blocking=non_blocking) for name, value in values.items() if hasattr(value, "to")
         }
         return replace(self, **moved)
 
@@ -184,11 +184,6 @@ class TreeLayout:
     def separate_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on the host without a mask that hides one branch from another."""
         return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
-
-    @cached_property
-    def host_tiles(self) -> TreeTiles:
-        """The lists of `attention="tree"` for a layout on the host that has none."""
-        return tree_tiles(self.row_subtree_ends.numpy(), *tile_sizes(dtype=torch.float32))
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on a device: one for all segments, and one for each level of the tree."""

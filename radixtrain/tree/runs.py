@@ -29,12 +29,26 @@ as for the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["RunCall", "RunCost", "RunTable"]
+__all__ = ["RUNS", "RunCall", "RunCost", "RunLayout", "RunTable", "cheapest_runs", "runs_of_segments"]
+
+RUNS = "radix_runs_"  # begins the keys of the runs in a batch
+SHORTEST_FORK = 2  # rows
+SHORTEST_FROM_STATE = 2  # rows in a call
+MIN_SAVED = (2, 32, 256)  # rows that a fork has to save, to choose from
+MULTIPLES = (1, 16, 64)  # of rows, that the length of a fork may be cut to
+Pieces = tuple[tuple[int, int], ...]  # ranges of rows, [start, end), one after the other on a path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +115,237 @@ class RunTable:
         """What one layer costs with these runs."""
         states = self.num_forks + len(self.parents)
         return sum(rates.of_call(call.num_runs, call.length) for call in self.calls) + states * rates.state
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunLayout:
+    """A `RunTable` on a device: `calls` are host ints, the others int64 tensors of the same shapes."""
+
+    calls: tuple[RunCall, ...]
+    rows: Tensor
+    places: Tensor
+    parents: Tensor
+
+    @property
+    def num_forks(self) -> int:
+        """States that are kept."""
+        return sum(call.num_runs for call in self.calls if call.keeps)
+
+    @classmethod
+    def from_segments(cls, starts: IntArray, parents: IntArray, rates: RunCost | None = None) -> RunLayout:
+        """The cheapest runs of a plan with these segments, as CPU tensors. Runs in the DataLoader worker."""
+        return cls.from_table(cheapest_runs(starts, parents, rates))
+
+    @classmethod
+    def from_table(cls, table: RunTable) -> RunLayout:
+        """As CPU tensors that share the memory of the table."""
+        return cls(
+            calls=table.calls,
+            rows=torch.from_numpy(table.rows),
+            places=torch.from_numpy(table.places),
+            parents=torch.from_numpy(table.parents),
+        )
+
+    @classmethod
+    def from_batch(cls, batch: Mapping[str, Any]) -> RunLayout:
+        """From the entries of a batch. KeyError names a missing one."""
+        values = {name: batch[RUNS + name] for name in ("calls", "rows", "places", "parents")}
+        calls = tuple(
+            RunCall(num_runs, length, keeps, tuple((call, number) for call, number in sources))
+            for num_runs, length, keeps, sources in values["calls"]
+        )
+        return cls(**{**values, "calls": calls})
+
+    def to_batch(self) -> dict[str, Any]:
+        """The entries of a batch: tensors, and for `radix_runs_calls` nested tuples of ints."""
+        tensors = {RUNS + name: getattr(self, name) for name in ("rows", "places", "parents")}
+        return {RUNS + "calls": tuple(tuple(call) for call in self.calls), **tensors}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RunLayout:
+        """The same runs with their tensors on a device."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("rows", "places", "parents")
+        }
+        return replace(self, **moved)
+
+
+class _Run(NamedTuple):
+    """pieces: ranges of unique rows, back to back. parent: the run it continues, -1 for none. level: forks above it."""
+
+    pieces: Pieces
+    length: int
+    parent: int
+    level: int
+    is_fork: bool
+
+
+class _Choice(NamedTuple):
+    """Runs, and which of them are computed in one call; the calls in order."""
+
+    runs: Sequence[_Run]
+    groups: list[list[int]]
+
+    def cost(self, rates: RunCost) -> float:
+        """As `RunTable.cost`, before there is a table."""
+        states = sum(run.is_fork for run in self.runs) + sum(run.parent >= 0 for run in self.runs)
+        calls = sum(rates.of_call(len(group), _call_length(self.runs, group)) for group in self.groups)
+        return calls + states * rates.state
+
+
+def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost | None = None) -> RunTable:
+    """The runs of a plan that cost least among several choices of forks; without any fork if none pays.
+
+    segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
+    rates: what the layers cost; by default `RunCost()`.
+    """
+    rates = rates or RunCost()
+    options: list[tuple[int | None, int]] = [(None, 1)]
+    if rates.can_fork and (segment_parents >= 0).any():
+        options += product(MIN_SAVED, MULTIPLES)
+    segments = segment_starts.tolist(), segment_parents.tolist()
+    distinct = dict.fromkeys(tuple(_runs(*segments, *option)) for option in options)
+    choices = [_choice(runs, rates) for runs in distinct]
+    return _table(min(choices, key=lambda choice: choice.cost(rates)), int(segment_starts[-1]))
+
+
+def runs_of_segments(
+    segment_starts: IntArray,
+    segment_parents: IntArray,
+    min_saved: int | None,
+    multiple: int = 1,
+    rates: RunCost | None = None,
+) -> RunTable:
+    """The runs of a plan with these forks.
+
+    segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
+    min_saved: rows that a fork must save: its length times the branches after the first. None: no forks at all, each
+        leaf's whole path is one run.
+    multiple: lengths of forks are cut to a multiple of this many rows.
+    rates: decides which leaves of different lengths share a call; by default `RunCost()`.
+    """
+    runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved, multiple))
+    return _table(_choice(runs, rates or RunCost()), int(segment_starts[-1]))
+
+
+def _choice(runs: Sequence[_Run], rates: RunCost) -> _Choice:
+    return _Choice(runs, [*_fork_groups(runs), *_leaf_groups(runs, rates)])
+
+
+class _Above(NamedTuple):
+    """What children of a segment begin with: the run they continue, its level, and rows that are in no run yet."""
+
+    run: int
+    level: int
+    pieces: Pieces
+    length: int
+
+
+def _runs(starts: list[int], parents: list[int], min_saved: int | None, multiple: int) -> Iterator[_Run]:
+    """The runs in the order of the segments that end them, so that a run comes after the one that it continues."""
+    children = Counter(parents)
+    above_children = {-1: _Above(-1, 0, (), 0)}
+    number = 0
+    for segment, (parent, own) in enumerate(zip(parents, pairwise(starts), strict=True)):
+        above = above_children[parent]
+        pieces, length = (*above.pieces, own), above.length + own[1] - own[0]
+        is_leaf = not children[segment]
+        kept = length if is_leaf else length // multiple * multiple
+        saved = kept * (children[segment] - 1)
+        is_fork = min_saved is not None and not is_leaf and kept >= SHORTEST_FORK and saved >= min_saved
+        if not (is_leaf or is_fork):
+            above_children[segment] = _Above(above.run, above.level, pieces, length)
+            continue
+        first, rest = _split(pieces, kept) if kept < length else (pieces, ())
+        yield _Run(first, kept, above.run, above.level, is_fork)
+        above_children[segment] = _Above(number, above.level + 1, rest, length - kept)
+        number += 1
+
+
+def _split(pieces: Sequence[tuple[int, int]], length: int) -> tuple[Pieces, Pieces]:
+    """The first `length` rows of some ranges, and the others."""
+    first, rest = [], []
+    for start, end in pieces:
+        cut = min(end, start + length)
+        length -= cut - start
+        first += [(start, cut)] if start < cut else []
+        rest += [(cut, end)] if cut < end else []
+    return tuple(first), tuple(rest)
+
+
+def _fork_groups(runs: Sequence[_Run]) -> Iterator[list[int]]:
+    """Forks that are computed in one call: of one level and one length; the levels in order."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, run in enumerate(runs):
+        if run.is_fork:
+            groups.setdefault((run.level, run.length), []).append(number)
+    for key in sorted(groups):
+        yield groups[key]
+
+
+def _leaf_groups(runs: Sequence[_Run], rates: RunCost) -> Iterator[list[int]]:
+    """Leaves that are computed in one call: of similar lengths, those that start from nothing by themselves."""
+    for from_state in (False, True):
+        leaves = [n for n, run in enumerate(runs) if not run.is_fork and (run.parent >= 0) == from_state]
+        leaves.sort(key=lambda number: runs[number].length)
+        lengths = np.array([_call_length(runs, [number]) for number in leaves], dtype=np.int64)
+        yield from (leaves[start:end] for start, end in pairwise(_cheapest_buckets(lengths, rates)))
+
+
+def _cheapest_buckets(lengths: IntArray, rates: RunCost) -> list[int]:
+    """Bounds of the buckets of these ascending lengths that cost least, each padded to its longest.
+
+    By dynamic programming over the distinct lengths: the best cut of the first ones, and one more bucket.
+    """
+    distinct, ends = np.unique(lengths, return_index=True)
+    ends = np.append(ends[1:], len(lengths)) if len(lengths) else ends
+    bounds = np.concatenate([[0], ends]).astype(np.int64)
+    best, last = np.zeros(len(bounds)), np.zeros(len(bounds), dtype=np.int64)
+    for end in range(1, len(bounds)):
+        costs = best[:end] + rates.of_call(bounds[end] - bounds[:end], distinct[end - 1])
+        last[end] = costs.argmin()
+        best[end] = costs[last[end]]
+    cuts = [len(bounds) - 1]
+    while cuts[-1]:
+        cuts.append(int(last[cuts[-1]]))
+    return bounds[cuts[::-1]].tolist()
+
+
+def _call_length(runs: Sequence[_Run], group: Sequence[int]) -> int:
+    """Rows of each run of a call, with padding."""
+    longest = max(runs[number].length for number in group)
+    return max(longest, SHORTEST_FROM_STATE) if runs[group[0]].parent >= 0 else longest
+
+
+def _table(choice: _Choice, num_rows: int) -> RunTable:
+    """Runs in calls; in a call by the call that their states come from."""
+    runs = choice.runs
+    place_of: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # run -> its call, its place in it
+    calls: list[RunCall] = []
+    rows, parents = [np.zeros(0, dtype=np.int64)], []
+    for group in choice.groups:
+        ordered = sorted(group, key=lambda number: (place_of[runs[number].parent], number))
+        place_of |= {number: (len(calls), place) for place, number in enumerate(ordered)}
+        above = [place_of[runs[number].parent] for number in ordered if runs[number].parent >= 0]
+        parents += [place for _, place in above]
+        length = _call_length(runs, ordered)
+        rows += [_padded_rows(runs[number], length) for number in ordered]
+        sources = tuple((call, len(list(same))) for call, same in groupby(call for call, _ in above))
+        calls.append(RunCall(len(ordered), length, int(runs[ordered[0]].is_fork), sources))
+    flat = np.concatenate(rows)
+    return RunTable(
+        calls=tuple(calls), rows=flat, places=_places(flat, num_rows), parents=np.array(parents, dtype=np.int64)
+    )
+
+
+def _padded_rows(run: _Run, length: int) -> IntArray:
+    """(length,). the rows of a run, and its last one again as padding."""
+    pieces = [np.arange(start, end) for start, end in run.pieces]
+    last = run.pieces[-1][1] - 1
+    return np.concatenate([*pieces, np.full(length - run.length, last)])
+
+
+def _places(rows: IntArray, num_rows: int) -> IntArray:
+    """(num_rows,). the first place of each row: NumPy keeps the last value that is written, so write backwards."""
+    places = np.zeros(num_rows, dtype=np.int64)
+    places[rows[::-1]] = np.arange(len(rows))[::-1]
+    return places

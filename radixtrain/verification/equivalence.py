@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.shared_targets import features_once
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout

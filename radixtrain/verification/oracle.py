@@ -23,8 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from radixtrain.collators.features import FeatureArrays, all_feature_arrays
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
 

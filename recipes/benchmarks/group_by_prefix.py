@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain import prepare_model
-from radixtrain.collators.grouping import GroupedOrder
+from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from radixtrain import loss as fused
-from radixtrain.kernels import loss_chunks
 from radixtrain.timing import peak_bytes
 
 CPU = torch.device("cpu")
@@ -77,13 +76,13 @@ def step(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 @contextmanager
 def chunks_of(num_rows: int | None) -> Iterator[None]:
     """Chunks of about so many rows, whatever the vocabulary; None leaves it to the library."""
-    before = loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS
+    before = fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS
     if num_rows is not None:
-        loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS = (num_rows, num_rows), {"cpu": 1, "other": 1}
+        fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS = (num_rows, num_rows), {"cpu": 1, "other": 1}
     try:
         yield
     finally:
-        loss_chunks.CHUNK_ROWS, loss_chunks.MIN_CHUNK_ELEMENTS = before
+        fused.CHUNK_ROWS, fused.MIN_CHUNK_ELEMENTS = before
 
 
 def forget(given: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -124,7 +123,7 @@ def peaks(arm: Arm, given: tuple[Tensor, Tensor, Tensor]) -> list[float]:
 
 def run(shape: Shape, dtype: torch.dtype, repeats: int, chunk_rows: list[int]) -> list[float]:
     """Prints a table with a line per arm and returns the ratios of the fused ones, by the clock."""
-    rows = loss_chunks.rows_per_chunk(shape.num_predictions, shape.vocab_size, shape.hidden_size, CPU)
+    rows = fused._rows_per_chunk(shape.num_predictions, shape.vocab_size, shape.hidden_size, CPU)
     arms = [Arm("plain", plain_loss), Arm(f"fused, {rows} rows a chunk", fused_loss)]
     arms += [Arm(f"fused, about {num}", fused_loss, num) for num in chunk_rows]
     given = inputs(shape, dtype)

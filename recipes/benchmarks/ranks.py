@@ -27,8 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from radixtrain.collators.batching import cut_step
-from radixtrain.collators.ranks import SequenceCost, Shares, share_by_unique_tokens
+from radixtrain.collators.batching import SequenceCost, Shares, cut_step, share_by_unique_tokens
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.data.steps import StepSampler

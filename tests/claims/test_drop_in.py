@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from trainer_loop import Stream
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.unprepared import allow_watch, end_watch
+from radixtrain.collators.misuse_guard import allow_watch, end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.trainers import check_not_cut
 from radixtrain.tree.layout import TreeLayout

@@ -27,7 +27,7 @@ from radixtrain.kernels.flash import TorchCUDAKernel
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
 from radixtrain.training.survival.finite import NonFiniteGuard
-from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
@@ -259,22 +259,21 @@ def test_the_watch_lets_pass() -> None:
 
 # By reading. Functions on the path from a batch on the device to its gradient, and why some may read anyway.
 ON_THE_PATH = [
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").glob("*.py"))),
-    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/run_layout", "loss")),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").rglob("*.py"))),
+    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/runs", "loss")),
     *(f"radixtrain/training/{name}.py" for name in ("module", "devices/synchronising", "survival/finite")),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
 MAY_READ = {
-    ("kernels/ragged.py", "_read_bounds"): "only the eager kernel on CUDA, which loops; elsewhere there are `bounds`",
-    ("kernels/rectangles.py", "*"): "host integers, from `Ragged.bounds` or `_read_bounds` above",
+    ("kernels/cpu_loops.py", "*"): "host integers, from `Ragged.bounds`; without them only the eager kernel on CUDA",
     ("kernels/cascade.py", "*"): "only tensors on the host; a device has `TreeLayout.packed_pieces`",
     ("radixtrain/tree/layout.py", "_levels"): HOST,
+    ("radixtrain/tree/runs.py", "*"): HOST,
     ("radixtrain/tree/layout.py", "_int64"): HOST,
-    ("radixtrain/tree/layout.py", "host_tiles"): "only tensors on the host: `tree_attention` calls it there",
-    ("kernels/tree_tiles.py", "tree_tiles"): HOST,
+    ("kernels/experimental/tree_tiles.py", "*"): HOST,
     ("radixtrain/tree/layout.py", "_host_bounds"): "only tensors on the host; it returns first for any other",
-    ("kernels/loss_chunks.py", "_deal_on_host"): "`chunks_of` chooses it only for tensors on the host",
+    ("radixtrain/loss.py", "_deal_on_host"): "`_chunks_of` chooses it only for tensors on the host",
     ("radixtrain/training/survival/finite.py", "allows"): "only of a step that is not finite",
     ("radixtrain/training/survival/finite.py", "accepts"): "only of a step that is not finite",
     ("radixtrain/training/survival/finite.py", "_nonfinite_here"): "before a run, and of a step that is not finite",

@@ -18,9 +18,9 @@ from torch import Tensor
 import radixtrain.collators.radix
 import radixtrain.collators.steps
 from radixtrain import RadixCollator, prepare_model, restore_model
-from radixtrain.collators.packed_floats import packed_floats
-from radixtrain.collators.shared_targets import keep_once
+from radixtrain.collators.features import packed_floats
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.collators.targets import keep_once
 from radixtrain.hf.predictions import predict
 from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import assert_equivalent, labelled_features

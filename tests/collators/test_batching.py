@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.batching import cut_by_padded_tokens, cut_by_unique_tokens, cut_step
+from radixtrain.collators.batching import cut_by_padded_tokens, cut_step
 from radixtrain.testing import ragged_batches
 
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
@@ -15,6 +15,10 @@ BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
 
 def arrays(sequences):
     return [np.array(sequence, dtype=np.int64) for sequence in sequences]
+
+
+def cut_by_unique_tokens(sequences, max_tokens):
+    return cut_step(sequences, max_tokens).groups
 
 
 def num_unique(sequences):

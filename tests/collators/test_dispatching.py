@@ -6,7 +6,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, IterableDataset
 
-from radixtrain.collators.dispatching import check_not_dispatched
+from radixtrain.collators.misuse_guard import check_not_dispatched
 from radixtrain.errors import UserError
 
 

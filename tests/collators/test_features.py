@@ -18,9 +18,8 @@ from tiny_models import tiny_model
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.padded import PaddedCollator
-from radixtrain.collators.steps import StepCollator
-from radixtrain.collators.unread import HARMLESS
+from radixtrain.collators.features import HARMLESS
+from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.verification.oracle import float64_arithmetic
 
 N = -100

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.grouping import ENOUGH, GroupedOrder, batches_of, ratio_of_batches
+from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of, ratio_of_batches
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
 PROMPT, OWN, BATCH = 280, 30, 32  # a batch of one prompt has r = 32 * 310 / (280 + 32 * 30) = 8.0

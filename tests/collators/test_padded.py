@@ -7,7 +7,7 @@ from batch_contents import as_python, predictions_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.padded import PaddedCollator
+from radixtrain.collators.steps import PaddedCollator
 from radixtrain.testing import ragged_batches
 
 N = -100

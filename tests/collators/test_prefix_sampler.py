@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from radixtrain import PrefixGroupedSampler, RadixCollator, prepare_model
-from radixtrain.collators.grouping import ratio_of_batches
+from radixtrain.collators.prefix_sampler import ratio_of_batches
 
 BATCH = 8
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import radixtrain.collators.radix
+from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.unprepared import end_watch
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.batching import cut_step
-from radixtrain.collators.ranks import SequenceCost, share_by_padded_tokens, share_by_unique_tokens
+from radixtrain.collators.batching import SequenceCost, cut_step, share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import Rates, StepCost
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from radixtrain.collators.features import all_feature_arrays
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.shared_targets import features_once, keep_once
 from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.targets import features_once, keep_once
 from radixtrain.testing import ragged_batches
 
 N = -100

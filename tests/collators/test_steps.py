@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import Rates, StepCost
 

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.collators.features import all_feature_arrays
-from radixtrain.collators.padded import PaddedCollator
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
 
 N = -100

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain.collators.misuse_guard import allow_watch, end_watch
 from radixtrain.collators.steps import StepCollator
-from radixtrain.collators.unprepared import allow_watch, end_watch
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
 

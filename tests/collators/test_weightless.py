@@ -10,8 +10,7 @@ from tiers import cases
 
 from radixtrain import prepare_model
 from radixtrain.collators.features import all_feature_arrays
-from radixtrain.collators.steps import StepCollator
-from radixtrain.collators.weightless import weightless
+from radixtrain.collators.steps import StepCollator, dummy_features
 from radixtrain.hf.predictions import predict
 from radixtrain.loss import clipped_policy_loss
 from radixtrain.verification.oracle import float64_throughout
@@ -34,20 +33,20 @@ def listed(feature: Any) -> dict[str, Any]:
 
 def test_it_begins_as_the_shortest_sequence_that_bears_loss():
     unlabelled = {"input_ids": [9], "labels": [9]}
-    feature = weightless(all_feature_arrays([LONG, unlabelled, SHORT]), has_weights=True)
+    feature = dummy_features(all_feature_arrays([LONG, unlabelled, SHORT]), has_weights=True)
     others = {"position_ids": None, "num_left_padding": 0, "old_logprobs": None, "advantages": None}
     assert listed(feature) == {"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [0, 0], **others}
 
 
 def test_without_weights_it_has_no_label():
-    feature = weightless(all_feature_arrays([LONG, SHORT]), has_weights=False)
+    feature = dummy_features(all_feature_arrays([LONG, SHORT]), has_weights=False)
     assert feature.labels.tolist() == [N, N]
     assert feature.loss_weights is None
 
 
 def test_a_beginning_has_the_positions_and_floats_of_its_sequence():
     policy = {"position_ids": [4, 5, 6], "advantages": 0.5, "old_logprobs": [0, -1, -2], "loss_weights": [0, 3, 3]}
-    feature = weightless(all_feature_arrays([{**SHORT, **policy}]), has_weights=True)
+    feature = dummy_features(all_feature_arrays([{**SHORT, **policy}]), has_weights=True)
     assert feature.position_ids.tolist() == [4, 5]
     assert feature.advantages.tolist() == [0, 0.5]
     assert feature.old_logprobs.tolist() == [0, -1]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.cached import Lanes, attention_in_lanes
-from radixtrain.kernels.looping import EagerKernel, LoopingKernel, TorchCPUKernel
-from radixtrain.kernels.pieces import Piece
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.cpu_loops import EagerKernel, LoopingKernel, TorchCPUKernel
+from radixtrain.kernels.merge_attention import Piece
+from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book
 from radixtrain.tree.cached_layout import shared_piece, shared_pieces
 

@@ -1,4 +1,4 @@
-"""The kernels on a CUDA device: `make test-gpu`. What runs without one is in test_cuda_stand_ins.py."""
+"""The kernels on a CUDA device: `make test-gpu`. What runs without one is in test_flash.py."""
 
 import importlib.util
 import re
@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from radixtrain import build_prefix_plan, tree_attention
-from radixtrain.attention import _kernel, choose_attention
+from radixtrain.attention import choose_attention
 from radixtrain.errors import UserError
-from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
-from radixtrain.kernels.flash import TorchCUDAKernel, flash_3_missing
-from radixtrain.kernels.looping import EagerKernel
-from radixtrain.kernels.ragged import Ragged
+from radixtrain.kernels.cpu_loops import EagerKernel
+from radixtrain.kernels.flash import flash_3_missing
 from radixtrain.kernels.reference import tree_mask
-from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import varlen_kernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book
 from radixtrain.tree.layout import TreeLayout
 
@@ -30,16 +28,8 @@ CUDA = torch.device("cuda")
 PACKAGES = [name for name in ("flash_attn", "flash_attn_3") if importlib.util.find_spec(name)]
 if "flash_attn_3" in PACKAGES and flash_3_missing(CUDA):  # it is there, and this is no Hopper
     PACKAGES.remove("flash_attn_3")
-# Two keys are enough here, so that cuDNN runs the calls of these tests that it can.
-CUDNN = [] if cudnn_missing(CUDA) else ["cudnn"]
 BAR = 5 * 2**-8  # both round to bfloat16 what they have added up of rounded weights: 2 ** -9 of a number each time
-INSTALLED = ["torch", "eager", *PACKAGES, *CUDNN]
-
-
-@pytest.fixture(autouse=True)
-def cudnn_for_short_prompts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    _kernel.cache_clear()
-    monkeypatch.setattr(CudnnKernel.__init__, "__defaults__", (2,))
+INSTALLED = ["torch", "eager", *PACKAGES]
 
 
 def nested_plan():
@@ -121,16 +111,11 @@ def ragged_call():
     return Ragged(*cu_seqlens, 100, 130, causal=True)
 
 
-def assert_like_the_specification(kernel, ragged, heads, head_dim, shift=0.0):
-    """Both directions, with the out and lse of a merge with a piece of as much weight. Returns dk and dv too.
-
-    shift: about what every score is.
-    """
+def assert_like_the_specification(kernel, ragged, heads, head_dim):
+    """Both directions, with the out and lse of a merge with a piece of as much weight. Returns dk and dv too."""
     num_queries, num_keys = int(ragged.cu_seqlens_q[-1]), int(ragged.cu_seqlens_k[-1])
     q, dout, other = (rows(num_queries, heads[0], head_dim, seed=n) for n in range(3))
     k, v = (rows(num_keys, heads[1], head_dim, seed=n) for n in (3, 4))
-    if shift:  # one axis of its own, so that every product gets the same amount
-        q[..., 0], k[..., 0] = 16.0, shift * head_dim**0.5 / 16.0
     found, scoring = [], Scoring(head_dim**-0.5)
     for each in (kernel, EagerKernel()):
         out, lse = each.forward(q, k, v, ragged, scoring)
@@ -148,29 +133,6 @@ def test_kernels_against_the_specification(name):
     for heads, head_dim in product([(4, 4), (8, 2), (4, 1)], [64, 128]):
         dk, dv = assert_like_the_specification(varlen_kernel(name, CUDA), ragged_call(), heads, head_dim)
         assert not dk[:64].any() and not dv[:64].any(), "keys that no query sees"
-
-
-# Entries, queries and keys of each, causal. Lengths on both sides of a tile, of a padded length and of 128 x n + 64.
-OF_ONE_SHAPE = [
-    *((1, 1000, 600, False), (1, 64, 2, False), (1, 1, 300, False), (3, 130, 70, False), (1, 1024, 704, False)),
-    *((1, 700, 700, True), (4, 65, 65, True), (1, 64, 64, True)),
-]
-
-
-@pytest.mark.skipif(not CUDNN, reason="with cuDNN 9.10 and compute capability 8.0 this runs")
-@pytest.mark.parametrize(("number", "queries", "keys", "causal"), OF_ONE_SHAPE)
-def test_cudnn_on_calls_of_one_shape(monkeypatch, number, queries, keys, causal):
-    """cuDNN itself runs them.
-
-    Also if every score is about -120: with a mask, keys that pad a tile have given exp(0 - lse), and NaN in dq
-    (pytorch/pytorch#196678); no mask is passed here.
-    """
-    for direction in ("forward", "backward"):
-        monkeypatch.setattr(TorchCUDAKernel, direction, lambda *_: pytest.fail("flash attention ran"))
-    bounds = [torch.arange(number + 1, dtype=torch.int32, device=CUDA) * length for length in (queries, keys)]
-    ragged = Ragged(*bounds, queries, keys, causal)
-    for heads, head_dim, shift in product([(4, 4), (8, 2)], [64, 128], [0.0, -120.0]):
-        assert_like_the_specification(varlen_kernel("cudnn", CUDA), ragged, heads, head_dim, shift)
 
 
 @pytest.mark.skipif(not PACKAGES, reason="with flash-attn or flash-attn-3 installed this runs")

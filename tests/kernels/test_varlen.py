@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel, schedule_of
 from radixtrain.kernels.flash import TorchCUDAKernel
-from radixtrain.kernels.looping import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.ragged import Ragged, VarlenKernel
-from radixtrain.kernels.scoring import Scoring
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
 
 CPU = torch.device("cpu")
@@ -200,7 +199,7 @@ class TestModifiers:
         """Within a window of 64, twice the tokens are twice the pairs, not four times."""
         pairs = []
         for length in (1024, 2048):
-            parts = ragged_call(((length,), (length,), True)).rectangles(window=64).parts
+            parts = schedule_of(ragged_call(((length,), (length,), True)), window=64).parts
             pairs.append(sum(part.number * part.num_queries * part.num_keys for part in parts))
         assert pairs[1] < 2.1 * pairs[0]
 

@@ -1,7 +1,6 @@
 """U unique rows, N query heads, K key/value heads, H head dim."""
 
 import dataclasses
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,20 +10,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from noise import assert_within_noise
 from tiers import FULL, cases, tries
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain import attention as attention_module
 from radixtrain.attention import EVERYWHERE, cached_attention, choose_attention, tree_attention, unlogged
 from radixtrain.errors import UserError
 from radixtrain.kernels.cached import Lanes
-from radixtrain.kernels.cascade import cascade_attention
-from radixtrain.kernels.looping import EagerKernel
+from radixtrain.kernels.cpu_loops import EagerKernel
+from radixtrain.kernels.merge_attention import attention_in_pieces
 from radixtrain.kernels.reference import reference_attention, tree_mask
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import (
     assert_within_reference_error,
     flash_attention_by_the_book,
@@ -41,11 +38,6 @@ DEFAULT = Scoring(8**-0.5)  # of heads of 8
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
 EVERY_WAY = [*WAYS, ("reference", "auto"), ("auto", "auto")]
 every_way = pytest.mark.parametrize(("attention", "kernel"), EVERY_WAY)
-# `tree` takes no float64. Triton's interpreter gets bfloat16 wrong; tests/kernels/conftest.py works around it.
-TREE = [("tree", "auto")] if importlib.util.find_spec("triton") and not torch.cuda.is_available() else []
-with_tree = pytest.mark.skipif(
-    not TREE, reason="pip install triton runs it on the CPU; on CUDA tests/kernels/test_cuda.py"
-)
 
 # Two trees: one of three levels below [1, 1, 2], one of one level below [2]; a prefix of another; one twice.
 NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [1, 1, 2, 2], [2, 1, 1], [2, 3, 3], [2, 1, 1], [5]]
@@ -181,14 +173,13 @@ def test_generated_in_float64(
     assert_ways_are_exact(plan, inputs(plan, torch.float64, (2, 1), 4), MODIFIERS[name])
 
 
-@pytest.mark.parametrize(("attention", "kernel"), [*EVERY_WAY, *(pytest.param(*way, marks=FULL) for way in TREE)])
+@every_way
 def test_lower_precision(attention: str, kernel: str) -> None:
     """About as near to float64 as flash-attention's arithmetic in the same dtype."""
-    dtypes = (torch.float32, torch.float16) if attention == "tree" else (torch.float32, torch.float16, torch.bfloat16)
-    for options in [{"min_shared_tokens": 20, "pad_to_multiple_of": 64}, {}][: 1 + (attention != "tree")]:
+    for options in ({"min_shared_tokens": 20, "pad_to_multiple_of": 64}, {}):
         plan = plan_of(longer(NESTED, 10), **options)
         mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
-        for dtype in dtypes:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
             tensors = inputs(plan, dtype, head_dim=16)
             truth = by_tree(plan, [x.double() for x in tensors], "reference")
             out, _, *grads = flash_attention_by_the_book(*tensors, mask, 16**-0.5)
@@ -217,7 +208,7 @@ def test_modifiers_in_bfloat16(name: str) -> None:
 def test_no_rows(sequences: list[list[int]]) -> None:
     plan, shapes = plan_of(sequences), [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8)]
     tensors = inputs(plan, torch.float32)
-    for way in [*EVERY_WAY, *TREE]:
+    for way in EVERY_WAY:
         assert [x.shape for x in by_tree(plan, tensors, *way)] == shapes, way
     for attention in EVERYWHERE:
         results = by_tree(plan, tensors, attention, sinks=True, window=1)
@@ -240,21 +231,17 @@ def test_gradcheck(attention: str, kernel: str) -> None:
     assert gradcheck(attend, leaves, fast_mode=True) and gradcheck(attend, [*leaves, sinks], fast_mode=True)
 
 
-@pytest.mark.parametrize(("attention", "kernel"), [*EVERY_WAY, *(pytest.param(*way, marks=FULL) for way in TREE)])
+@every_way
 def test_plan_or_layout(attention: str, kernel: str) -> None:
-    """A plan, its layout, that layout carried in a batch, and one that carries tiles of another size."""
+    """A plan, its layout, and that layout carried in a batch."""
     plan = plan_of(NESTED)
     layout = TreeLayout.from_plan(plan)
     carried = TreeLayout.from_batch(layout.to_batch())
-    tiled = TreeLayout.from_batch(TreeLayout.from_plan(plan, tiles=(32, 32)).to_batch())
-    tensors = inputs(plan, torch.float32 if attention == "tree" else torch.float64)
-    truth, again = by_tree(plan, tensors, "reference")[0], each_by_itself(plan, tensors)[0]
-    for tree in (plan, layout, carried, tiled):
+    tensors = inputs(plan, torch.float64)
+    truth = by_tree(plan, tensors, "reference")[0]
+    for tree in (plan, layout, carried):
         out = tree_attention(*tensors[:3], tree, attention=attention, kernel=kernel)
-        if attention == "tree":
-            assert_within_noise(out, truth, again)
-        else:
-            assert relative_error(out, truth) <= 1e-12
+        assert relative_error(out, truth) <= 1e-12
 
 
 @pytest.mark.parametrize("attention", EVERYWHERE)
@@ -321,7 +308,7 @@ def one_level(layout: TreeLayout) -> Callable[..., Tensor]:
     """The cascade of a tree of one level: only roots are seen by their descendants, deeper ancestors are not."""
     own, roots, *deeper = layout.packed_pieces()
     assert deeper
-    return lambda q, k, v: cascade_attention(q, k, v, (own, roots), EagerKernel(), DEFAULT)
+    return lambda q, k, v: attention_in_pieces(q, k, v, (own, roots), EagerKernel(), DEFAULT)
 
 
 def sibling_leak(layout: TreeLayout) -> Callable[..., Tensor]:
@@ -421,13 +408,10 @@ def test_dtypes_and_devices_that_do_not_fit() -> None:
 # What a machine has, beside the CUDA device that it may have: a package that is found, and why others cannot be used.
 MACHINES: dict[str, dict[str, Any]] = {
     "bare": {},
-    "tree": {"package": "triton"},
     "flash-attn": {"package": "flash_attn"},
     "Hopper": {"package": "flash_attn", "flash_3_missing": None},
     "no Hopper": {"package": "flash_attn", "flash_3_missing": "needs a Hopper GPU"},
-    "cuDNN": {"cudnn_missing": None},
-    "no cuDNN": {"cudnn_missing": "needs cuDNN 9.10"},
-    "an older torch": {"cudnn_missing": None, "takes_window": False},
+    "an older torch": {"takes_window": False},
 }
 BF16, F32, SOFTCAP, WINDOW = torch.bfloat16, torch.float32, {"softcap": True}, {"window": True}
 NARROW_HEADS = "takes head dims that are multiples of 8 up to"
@@ -448,7 +432,7 @@ class TestChoice:
         monkeypatch.setattr("importlib.util.find_spec", lambda asked: object() if asked == package else None)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
         for function, answer in has.items():
-            monkeypatch.setattr(f"radixtrain.kernels.refusals.{function}", lambda *_, answer=answer: answer)
+            monkeypatch.setattr(f"radixtrain.kernels.varlen.{function}", lambda *_, answer=answer: answer)
 
     @pytest.mark.parametrize(
         ("machine", "asked", "modifiers", "expected"),
@@ -456,7 +440,6 @@ class TestChoice:
             *(("bare", ("auto", "auto", CPU, dtype, 17), {}, ("cascade", "torch", "no row is copied; torch: on cpu"))
               for dtype in (torch.float64, F32, BF16)),
             ("bare", ("path", "eager", CPU, F32, 64), {}, ("path", "eager", "path: as chosen; eager: as chosen")),
-            ("tree", ("tree", "auto", CPU, F32, 64), {}, ("tree", "triton", "one tiled kernel, by request")),
             ("bare", ("reference", "auto", CPU, F32, 64), {}, ("reference", "none", "explicit mask, by request")),
             ("bare", ("auto", "auto", CPU, F32, 64), SOFTCAP, ("cascade", "eager", "torch computes no soft-cap")),
             ("bare", ("auto", "auto", CPU, F32, 64), WINDOW, ("path", "torch", "binds, which cascade cannot keep")),
@@ -476,11 +459,6 @@ class TestChoice:
             # Wider heads it cannot add up in a fixed order.
             ("Hopper", ("auto", "auto", CUDA, BF16, 256), {}, ("cascade", "flash_attn", f"_3 {NARROW_HEADS} 192")),
             ("no Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "_3 needs a Hopper GPU")),
-            ("cuDNN", ("auto", "cudnn", CUDA, BF16, 128), {}, ("cascade", "cudnn", "torch runs what cuDNN does not")),
-            ("cuDNN", ("path", "cudnn", CUDA, BF16, 128), WINDOW, ("path", "cudnn", "as chosen")),
-            # cuDNN is never chosen by auto.
-            ("cuDNN", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "torch", "on cuda")),
-            ("cuDNN", ("auto", "auto", CUDA, F32, 128), {}, ("cascade", "eager", "on cuda")),
         ],
     )  # fmt: skip
     def test_what_runs(self, monkeypatch, machine: str, asked: tuple, modifiers: dict, expected: tuple) -> None:
@@ -495,13 +473,7 @@ class TestChoice:
             ("no Hopper", ["flash_attn_3"], (CUDA, BF16, 128), {}, "needs a Hopper GPU"),
             ("flash-attn", ["torch", "flash_attn"], (CUDA, F32, 64), {}, "takes float16 and bfloat16, got .*float32"),
             ("flash-attn", ["torch", "flash_attn"], (CUDA, BF16, 17), {}, f"{NARROW_HEADS} 256, got 17"),
-            ("cuDNN", ["cudnn"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
-            ("cuDNN", ["cudnn"], (CUDA, F32, 64), {}, "takes float16 and bfloat16, got torch.float32"),
-            ("cuDNN", ["cudnn"], (CUDA, BF16, 136), {}, f"{NARROW_HEADS} 128, got 136"),
-            ("cuDNN", ["cudnn"], (CUDA, BF16, 60), {}, f"{NARROW_HEADS} 128, got 60"),
-            ("cuDNN", ["cudnn"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
-            ("no cuDNN", ["cudnn"], (CUDA, BF16, 64), {}, r"needs cuDNN 9\.10"),
-            ("an older torch", ["torch", "cudnn"], (CUDA, BF16, 64), WINDOW, "takes no sliding window in torch 2.*"),
+            ("an older torch", ["torch"], (CUDA, BF16, 64), WINDOW, "takes no sliding window in torch 2.*"),
         ],
     )  # fmt: skip
     def test_what_cannot_run(self, monkeypatch, machine: str, kernels: list, call: tuple, modifiers: dict, reason: str):
@@ -517,7 +489,7 @@ class TestChoice:
             UserError, match="attention must be auto, cascade, path, expand, reference, tree; got 'flex'"
         ):
             choose_attention("flex", "auto", CPU, torch.float32, 64)
-        kernels = "auto, torch, flash_attn, flash_attn_3, cudnn, eager"
+        kernels = "auto, torch, flash_attn, flash_attn_3, eager"
         with pytest.raises(UserError, match=f"kernel must be {kernels}; got 'triton'"):
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 
@@ -541,95 +513,6 @@ class TestChoice:
             for _ in range(2):
                 choose_attention("path", "auto", CPU, torch.float32, 8)
         assert caplog.messages == ["attention=path, kernel=torch (path: as chosen; torch: on cpu)"]
-
-
-@with_tree
-class TestTree:
-    """`attention="tree"`: by request only, and refused by name if it cannot run."""
-
-    plan = plan_of(NESTED)
-
-    def attend(self, dtype: torch.dtype = torch.float32, head_dim: int = 8, **options) -> Tensor:
-        q, k, v, _ = inputs(self.plan, dtype, head_dim=head_dim)
-        return tree_attention(q, k, v, self.plan, attention="tree", **options)
-
-    @FULL
-    @settings(max_examples=tries(15, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(sequences=ragged_batches(min_length=0), pad_to_multiple_of=st.sampled_from([None, 8]))
-    def test_generated(self, sequences: list[list[int]], pad_to_multiple_of: int | None) -> None:
-        plan = plan_of([*sequences, [3] * 4], pad_to_multiple_of=pad_to_multiple_of)
-        tensors = inputs(plan, torch.float32, (2, 1), 4)
-        truth = by_tree(plan, [x.double() for x in tensors], "reference", scale=0.7)
-        for name, x, exact in zip(NAMES, by_tree(plan, tensors, "tree", scale=0.7), truth, strict=False):
-            # one bar for every try, small as they are: sums of at most a hundred terms of order one
-            assert (x - exact).abs().max() <= 100 * torch.finfo(torch.float32).eps, name
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"softcap": 1.0}, "computes no soft-cap; attention='auto' takes what"),
-            ({"window": 2}, "computes no sliding window, and one is shorter than the batch's longest sequence"),
-            ({"sinks": torch.zeros(4)}, "computes no sinks"),
-            ({"dtype": torch.float64}, "takes bfloat16, float16, float32, got torch.float64"),
-            ({"head_dim": 257}, "takes head dims up to 256, got 257"),
-            ({"dtype": torch.bfloat16}, "runs on a CPU under Triton's interpreter, which gets bfloat16 wrong"),
-            ({"kernel": "torch"}, "attention='tree' has a kernel of its own"),
-        ],
-    )
-    def test_what_it_does_not_take(self, options: dict, message: str) -> None:
-        with pytest.raises(UserError, match=f"='(tree|torch)' cannot be used: {message}"):
-            self.attend(**options)
-
-    def test_a_machine_that_cannot_run_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for lacks, message in (
-            (lambda: monkeypatch.delenv("TRITON_INTERPRET"), r"Triton needs CUDA, the tensors are on cpu \(TRITON_INT"),
-            (lambda: monkeypatch.setattr("importlib.util.find_spec", lambda name: None), "Triton is not installed "),
-        ):
-            attention_module._choice.cache_clear()
-            lacks()
-            with pytest.raises(UserError, match=f"attention='tree' cannot be used: {message}"):
-                self.attend()
-        attention_module._choice.cache_clear()
-
-    @pytest.mark.parametrize(
-        ("dtype", "head_dim", "sizes"),
-        [(torch.bfloat16, 128, (128, 64)), (torch.float16, 192, (64, 16)), (torch.float32, 8, (32, 16))],
-    )
-    def test_a_device_without_tiles_says_how_to_ask_for_them(
-        self, dtype: torch.dtype, head_dim: int, sizes: tuple[int, int]
-    ) -> None:
-        """And with tiles too large for it. Torch's meta device, whose values cannot be read, stands in for CUDA."""
-        q = torch.zeros(self.plan.num_rows, 2, head_dim, dtype=dtype, device="meta")
-        asked = rf"RadixCollator\(tree_tiles=\({sizes[0]}, {sizes[1]}\)\)"
-        with pytest.raises(UserError, match=f"attention='tree' needs the lists of tiles in the batch, .* {asked}, or"):
-            tree_attention(q, q, q, TreeLayout.from_plan(self.plan).to("meta"), attention="tree")
-        large = TreeLayout.from_plan(self.plan, tiles=(128, 128)).to("meta")
-        with pytest.raises(UserError, match=rf"takes tiles of up to .* the batch has \(128, 128\): set {asked}"):
-            tree_attention(q, q, q, large, attention="tree")
-        fitting = TreeLayout.from_plan(self.plan, tiles=sizes).to("meta")
-        assert tree_attention(q, q, q, fitting, attention="tree").shape == q.shape
-
-    @FULL
-    @pytest.mark.parametrize("collator", [RadixCollator(tree_tiles=True), RadixCollator()], ids=["tiles", "none"])
-    def test_a_model(self, tiny_qwen3: Callable[..., Any], collator: RadixCollator) -> None:
-        """Every gradient of a tiny Qwen3, against ordinary Hugging Face. On a CPU tiles may be missing."""
-        features = [{"input_ids": ids, "labels": ids} for ids in longer(NESTED[:4], 2)]
-        report = verify_equivalence(tiny_qwen3(), features, attention="tree", collator=collator, precisions=["float32"])
-        assert report.passed, str(report)
-
-    def test_a_model_on_a_device_says_how_to_ask_for_tiles(
-        self, tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """So a model runs it: without tiles, no layer takes another strategy instead."""
-        is_enabled = torch.is_autocast_enabled
-        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device != ("meta",) and is_enabled(*device))
-        model = prepare_model(tiny_qwen3().to(torch.bfloat16).to("meta"), attention="tree")
-        batch = RadixCollator()([{"input_ids": ids, "labels": ids} for ids in NESTED])
-        batch = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in batch.items()}
-        with pytest.raises(
-            UserError, match=r"layer 0.*: attention='tree' needs .* RadixCollator\(tree_tiles=\(128, 64"
-        ):
-            model(**batch)
 
 
 CACHED = [7, 7, 8, 9, 9]  # what every sequence of TestCached begins with: stored rows

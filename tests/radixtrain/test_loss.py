@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.autograd import gradcheck
 from torch.nn.functional import cross_entropy, linear
 
-from radixtrain.kernels import loss_chunks
+from radixtrain import loss as loss_module
 from radixtrain.loss import (
+    _chunks_of,
+    _rows_per_chunk,
     clipped_policy_loss,
     linear_cross_entropy,
     linear_logprobs,
@@ -76,8 +78,8 @@ def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor]) -> None:
 
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int) -> None:
-    monkeypatch.setattr(loss_chunks, "CHUNK_ROWS", (rows_per_chunk, rows_per_chunk))
-    monkeypatch.setattr(loss_chunks, "MIN_CHUNK_ELEMENTS", {"cpu": 1, "other": 1})
+    monkeypatch.setattr(loss_module, "CHUNK_ROWS", (rows_per_chunk, rows_per_chunk))
+    monkeypatch.setattr(loss_module, "MIN_CHUNK_ELEMENTS", {"cpu": 1, "other": 1})
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def chunked_by_four(monkeypatch: pytest.MonkeyPatch) -> None:
 def dealt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """How predictions come to their chunks on CPU, and on accelerators."""
     if request.param == "to all":
-        monkeypatch.setattr(loss_chunks, "_deal_on_host", loss_chunks._deal_to_all)
+        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
     return request.param
 
 
@@ -377,7 +379,7 @@ class TestPeak:
     def test_qwen3(self) -> None:
         """4,096 predictions, whose logits would take 2.5 GB. An eighth of them, to save time: chunks are as large."""
         num_rows, hidden_size, vocab_size = 512, 1024, 151_936
-        sizes = {loss_chunks.rows_per_chunk(n, vocab_size, hidden_size, CPU) for n in (num_rows, 4096)}
+        sizes = {loss_module._rows_per_chunk(n, vocab_size, hidden_size, CPU) for n in (num_rows, 4096)}
         assert sizes == {256}
         peak = self.peak(num_rows, hidden_size, vocab_size)
         d_hidden_of_the_others = 4 * hidden_size * (4096 - num_rows)
@@ -394,7 +396,7 @@ def test_nothing_waits_for_the_device(
         labels, rows, weights = (mode.from_tensor(x) for x in (LABELS, ROWS, WEIGHTS))
         with pytest.raises(DataDependentOutputException):
             linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
-        monkeypatch.setattr(loss_chunks, "_deal_on_host", loss_chunks._deal_to_all)
+        monkeypatch.setattr(loss_module, "_deal_on_host", loss_module._deal_to_all)
         (linear_cross_entropy(hidden, weight, labels, rows, weights, bias) / 3).backward()
         assert [x.grad.shape for x in (hidden, weight, bias)] == [(R, D), (V, D), (V,)]
         logprobs = linear_logprobs(hidden, weight, labels, rows, bias)
@@ -553,3 +555,31 @@ class TestClippedPolicyLoss:
         loss.backward()
         assert loss.item() == pytest.approx(-(self.WEIGHTS * self.ADVANTAGES).sum().item(), abs=1e-12)
         assert torch.equal(logprobs.grad, -self.WEIGHTS * self.ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size", "hidden_size", "expected"),
+    [
+        *((4096, 151_936, 1024, 256), (4096, 151_936, 4096, 256), (383, 151_936, 1024, 384), (384, 151_936, 1024, 192)),
+        *((1000, 4096, 256, 128), (1000, 32_000, 640, 176), (63, 4096, 256, 63), (9, 4096, 256, 9), (0, 4096, 256, 1)),
+        *((10_000, 256, 64, 2000), (300, 2**40, 1, 160)),
+    ],
+)
+def test_rows_of_a_chunk(num_rows: int, vocab_size: int, hidden_size: int, expected: int) -> None:
+    """128 to 256, evenly cut, and more of a small vocabulary; never more than half as many again."""
+    assert _rows_per_chunk(num_rows, vocab_size, hidden_size, torch.device("cpu")) == expected
+
+
+def test_chunks_literally() -> None:
+    """Five rows, two a chunk: predictions of rows 4, 0, 1, 0 and 3, in the order of their rows within a chunk."""
+    labels, rows, weights = torch.tensor([7, 8, 9, 6, 5]), torch.tensor([4, 0, 1, 0, 3]), torch.arange(1.0, 6.0)
+    tensors = ("places", "labels", "local_rows", "loss_weights")
+    found = [
+        (chunk.rows, *(getattr(chunk, name).tolist() for name in tensors))
+        for chunk in _chunks_of(2, 5, labels, rows, weights)
+    ]
+    assert found == [
+        (slice(0, 2), [1, 3, 2], [8, 6, 9], [0, 0, 1], [2.0, 4.0, 3.0]),
+        (slice(2, 4), [4], [5], [1], [5.0]),
+        (slice(4, 5), [0], [7], [0], [1.0]),
+    ]

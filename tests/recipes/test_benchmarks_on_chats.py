@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tiers import FULL
 
-from radixtrain.collators.ranks import SequenceCost
+from radixtrain.collators.batching import SequenceCost
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))

@@ -15,7 +15,7 @@ from tiers import FULL
 
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import float64_arithmetic
 
 pytestmark = FULL

@@ -15,7 +15,7 @@ from radixtrain import RadixCache, generate
 from radixtrain.generation.generate import Generated
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.kernels.cascade import bundled_pieces
-from radixtrain.kernels.pieces import Piece
+from radixtrain.kernels.merge_attention import Piece
 from radixtrain.tree.cached_layout import shared_piece
 
 __all__ = [
@@ -111,7 +111,7 @@ def with_pieces_of(cells: int, max_rows: int = 16_384, one_call_a_run: bool = Fa
             patch.setattr(sys.modules[f"radixtrain.generation.{name}"], "PIECE_CELLS", cells)
         patch.setattr("radixtrain.generation.prefill.MAX_ROWS", max_rows)
         patch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
-        patch.setattr("radixtrain.kernels.rectangles.STRIP", 6)
+        patch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
         if one_call_a_run:
             patch.setattr("radixtrain.generation.passes.shared_pieces", _one_by_one)
         yield

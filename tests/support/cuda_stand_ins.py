@@ -1,4 +1,4 @@
-"""Stand-ins on a CPU for the CUDA kernels of varlen attention: flash-attention in three packages, and cuDNN.
+"""Stand-ins on a CPU for the CUDA kernels of varlen attention: flash-attention in three packages.
 
 Each takes the arguments of the real function by its signature, checks what the real one checks before it starts (or
 takes for granted, and reads wrong memory), and computes eagerly. Operators are registered with torch for CPU tensors,
@@ -7,7 +7,6 @@ so every call is checked against the schema of the installed torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.looping import EagerKernel
-from radixtrain.kernels.ragged import Ragged
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.cpu_loops import EagerKernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 HALF = (torch.bfloat16, torch.float16)
 # `flash_attn_3::fwd` and `::bwd` as older builds register them (hopper/flash_api.cpp in May 2025): every argument after
@@ -216,78 +214,3 @@ class Flash:
         interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
         interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
         return interface
-
-
-class Cudnn:
-    """`aten._scaled_dot_product_cudnn_attention` and its backward, with the cache of plans that torch keeps.
-
-    By the book: masks from the top left, log-sum-exp (b, N, T, 1), and gradients from the out and the log-sum-exp that
-    are given.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-        self.library = torch.library.Library("aten", "IMPL")
-        register(self.library, torch.ops.aten._scaled_dot_product_cudnn_attention, self._forward)
-        register(self.library, torch.ops.aten._scaled_dot_product_cudnn_attention_backward, self._backward)
-
-    def reset(self) -> None:
-        self.dtypes: tuple[torch.dtype, ...] = (*HALF, torch.float64)
-        self.plans: dict[tuple, tuple] = {}
-        self.num_forward = self.num_backward = 0
-
-    def _check(self, given: dict[str, Any], *more: Tensor) -> list[Tensor]:
-        """q, k and v in float32 or wider, with a key/value head for every query head."""
-        q, k, v = (given[name] for name in ("query", "key", "value"))
-        assert all(x.ndim == 4 and x.numel() for x in (q, k, v)), f"got {tuple(q.shape)}"
-        check_rows(self.dtypes, q, k, v, *more)
-        assert given["attn_bias"] is None and given["dropout_p"] == 0.0, "a bias is added, or some is dropped"
-        assert type(given["is_causal"]) is bool and type(given["scale"]) is float
-        assert k.shape == v.shape and q.shape[::3] == k.shape[::3] and q.shape[1] % k.shape[1] == 0
-        assert k.shape[2] > 1, "cudnn SDPA does not support key/value sequence length 1."
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        return [q.to(dtype), *(x.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))]
-
-    def _scores(self, q: Tensor, k: Tensor, given: dict[str, Any]) -> Tensor:
-        scores = q @ k.mT * given["scale"]
-        hidden = torch.ones(scores.shape[-2:]).triu(1) > 0
-        return scores.masked_fill(hidden, -math.inf) if given["is_causal"] else scores
-
-    def _plan(self, direction: str, given: dict[str, Any], *rest: Tensor) -> None:
-        """Kept by q, k and v. In torch 2.10 to 2.13 what a hit was made for is not compared with the rest."""
-        inputs = (given[name] for name in ("query", "key", "value"))
-        key = (direction, given["is_causal"], *((x.shape, strides(x)) for x in inputs))
-        planned = tuple(strides(x) for x in rest)
-        assert self.plans.setdefault(key, planned) == planned, "a plan for another memory order would run"
-
-    def _forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        self.num_forward += 1
-        q, k, v = self._check(given)
-        assert given["compute_log_sumexp"] is True and given["return_debug_mask"] is False
-        scores = self._scores(q, k, given)
-        lse = scores.logsumexp(-1, keepdim=True)
-        out = torch.empty_like(given["query"]).copy_(torch.exp(scores - lse) @ v)
-        self._plan("forward", given, out, lse)
-        seed = torch.zeros((), dtype=torch.int64)
-        return out, lse, None, None, q.shape[2], k.shape[2], seed, seed, None
-
-    def _backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        self.num_backward += 1
-        dout, out, lse = (given[name] for name in ("grad_out", "out", "logsumexp"))
-        q, k, v = self._check(given, dout, out)
-        assert dout.shape == out.shape == given["query"].shape
-        assert given["cum_seq_q"] is given["cum_seq_k"] is None
-        assert (given["max_q"], given["max_k"]) == (q.shape[2], k.shape[2])
-        assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous(), "others are misread before 9.26"
-        assert lse.dtype == q.dtype
-        for name in ("philox_seed", "philox_offset"):
-            assert given[name].dtype == torch.int64, "Blackwell converts them, used or not"
-        self._plan("backward", given, dout, out, lse)
-        p, wide_dout = torch.exp(self._scores(q, k, given) - lse), dout.to(q.dtype)
-        delta = (wide_dout * out.to(q.dtype)).sum(-1, keepdim=True)
-        ds = p * (wide_dout @ v.mT - delta) * given["scale"]
-        inputs = (given[name] for name in ("query", "key", "value"))
-        return tuple(
-            torch.empty_like(x).copy_(gradient.unflatten(1, (x.shape[1], -1)).sum(2))
-            for x, gradient in zip(inputs, (ds @ k, ds.mT @ q, p.mT @ wide_dout), strict=True)
-        )

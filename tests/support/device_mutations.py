@@ -62,13 +62,13 @@ def weightless_is_weighted() -> None:
     """A micro-batch that only fills up counts like any other."""
     from radixtrain.collators import steps
 
-    make = steps.weightless
+    make = steps.dummy_features
 
     def mutated(*arguments: Any, **options: Any) -> Any:
         found = make(*arguments, **options)
         return found._replace(loss_weights=found.loss_weights + 1)
 
-    vars(steps)["weightless"] = mutated
+    vars(steps)["dummy_features"] = mutated
 
 
 def only_the_first_is_synchronised() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from radixtrain import RadixCollator
 from radixtrain.hf.recurrent.layers import Mixer
 from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import float64_throughout, gradients_of, radix_batch
 
 Build = Callable[..., Any]

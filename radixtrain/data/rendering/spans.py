@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.rendering.conversation import FIX_MARKERS, Conversation
 from radixtrain.data.rendering.marks import Marks, Rendering
 from radixtrain.data.sample import Sample

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokenized.about import read_about
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.failures import TokenizerFailed, failures_of
 from radixtrain.data.tokens.pieces import PieceTokenizer

@@ -20,8 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.recurrent.running import run_on_tree
-from radixtrain.tree.run_layout import RunLayout
-from radixtrain.tree.runs import RunCall
+from radixtrain.tree.runs import RunCall, RunLayout
 
 __all__ = ["why_it_cannot_fork"]
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from radixtrain.errors import UserError
 from radixtrain.hf.recurrent.states import ForkedStates, States
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.tree.run_layout import RunLayout
-from radixtrain.tree.runs import RunCall
+from radixtrain.tree.runs import RunCall, RunLayout
 
 __all__ = ["arguments_by_name", "cache_argument", "run_on_tree"]
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.run_choice import cheapest_runs, runs_of_segments
-from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunLayout, cheapest_runs, runs_of_segments
 
 __all__ = ["TreeRuns"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.decode import BROKEN, token_texts
 from radixtrain.tree.arrays import IntArray

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from radixtrain.collators.grouping import batches_of
+from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.grouping import Arrangement, conversation_groups, grouped_order
 from radixtrain.data.report import EncodeReport
 from radixtrain.data.tokenized.corpus import Corpus

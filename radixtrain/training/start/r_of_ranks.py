@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from radixtrain.collators.ranks import share_by_unique_tokens
+from radixtrain.collators.batching import share_by_unique_tokens
 from radixtrain.data.grouping import Conversations, expected_r
 
 __all__ = ["r_of_ranks"]

@@ -19,16 +19,14 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from radixtrain.bench.arms import Arm
 from radixtrain.bench.work import MicroBatch, Work
-from radixtrain.collators.features import FeatureArrays, all_feature_arrays
-from radixtrain.collators.targets import IGNORE_INDEX
+from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predictions import PredictingRows, Targets
 from radixtrain.hf.prepare import restore_model
 from radixtrain.kernels.flash import flash_3_missing
-from radixtrain.kernels.pieces import Piece, attention_in_pieces
-from radixtrain.kernels.ragged import Ragged
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
 from radixtrain.kernels.varlen import varlen_kernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
 __all__ = ["PackedArm", "as_loaded", "packed_implementation", "packed_work"]

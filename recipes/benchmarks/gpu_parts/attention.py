@@ -21,9 +21,9 @@ from gpu_parts.run import Run, seconds_of
 from torch import Tensor
 
 from radixtrain.attention import tree_attention
+from radixtrain.kernels.experimental.tree_tiles import tile_sizes
 from radixtrain.kernels.reference import reference_attention, tree_mask
-from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.tree_tiles import tile_sizes
+from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import flash_attention_by_the_book, relative_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan

@@ -18,7 +18,6 @@ __all__ = ["PART", "equivalence", "takes_tree", "ways"]
 
 PART = "equivalence"
 MEASURES = ("median_ratio", "worst_error", "ordinary_worst_error")  # of all gradients, relative L2
-BY_REQUEST = "cudnn"  # never chosen by `auto`; last, because a kernel that breaks the device ends the part
 
 
 def equivalence(run: Run, shape: ModelShape, prompt_length: int) -> None:
@@ -45,11 +44,10 @@ def ways(run: Run, part: str, dtype: torch.dtype, head_dim: int) -> Iterator[tup
     """Every strategy with every installed kernel; `reference` needs none, `tree` has its own."""
     kernels = _installed_kernels(run, part, dtype, head_dim)
     strategies = [strategy for strategy in EVERYWHERE if strategy != "reference"]
-    yield from ((strategy, kernel) for kernel in kernels if kernel != BY_REQUEST for strategy in strategies)
+    yield from ((strategy, kernel) for kernel in kernels for strategy in strategies)
     yield "reference", "auto"
     if takes_tree(run, part, dtype, head_dim):
         yield "tree", "auto"
-    yield from ((strategy, BY_REQUEST) for strategy in strategies if BY_REQUEST in kernels)
 
 
 def takes_tree(run: Run, part: str, dtype: torch.dtype, head_dim: int) -> bool:

@@ -11,8 +11,8 @@ import torch
 from gpu_parts.run import Run, seconds_of
 from torch import Tensor
 
-from radixtrain.kernels.row_order import row_order
 from radixtrain.kernels.rows import sum_rows
+from radixtrain.kernels.triton_door import experimental
 
 __all__ = ["GATHERS", "PART", "TINY_GATHERS", "rows"]
 
@@ -48,10 +48,9 @@ def _rows_in_triton(run: Run) -> Any:
     if run.device.type != "cuda":
         return run.leave_out(f"{PART} in Triton", "they need CUDA")
     try:
-        from radixtrain.kernels import rows_triton
+        return experimental("rows_triton")
     except ImportError as error:
         return run.leave_out(f"{PART} in Triton", f"not importable: {error}")
-    return rows_triton
 
 
 def _gather_and_sum(
@@ -68,9 +67,7 @@ def _gather_and_sum(
         "sorted index_put_ in float32": lambda: sum_rows(x_TD, indices, num_rows),
     }
     if triton_rows is not None:
-        order = row_order(indices, num_rows)  # a collator's work, so it is not timed
-        gathers["Triton"] = lambda: triton_rows.gather_rows(x_UD, order)
-        sums["Triton in float32"] = lambda: triton_rows.sum_rows(x_TD, order)
+        sums["Triton in float32"] = lambda: triton_rows.sum_rows(x_TD, indices, num_rows)
     row_bytes = width * dtype.itemsize
     beside_a_copy(run, f"gather {case}", gathers, 2 * num_indices * row_bytes)
     beside_a_copy(run, f"segment sum {case}", sums, (num_indices + num_rows) * row_bytes)

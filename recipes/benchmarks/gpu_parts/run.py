@@ -23,7 +23,7 @@ from radixtrain.bench.environment import environment
 
 __all__ = ["Result", "Run", "facts", "read_csv", "seconds_of", "shown", "write_csv"]
 
-DEVICE_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+DEVICE_PACKAGES = ("triton", "flash-attn", "flash-attn-3")
 LEFT_OUT = "left out"
 WORDS = {"True": True, "False": False}
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import radixtrain.hf.attention
-import radixtrain.kernels.pieces
+import radixtrain.kernels.merge_attention
 import radixtrain.kernels.rows
 from radixtrain import RadixCollator, restore_model, verify_equivalence
 from radixtrain.attention import tree_attention
-from radixtrain.kernels.pieces import attention_in_pieces
+from radixtrain.kernels.merge_attention import attention_in_pieces
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_padded
 from radixtrain.verification.report import EquivalenceReport
@@ -149,7 +149,7 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
 
 def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`is_causal` of sdpa for fewer queries than keys: the new rows of a path see only its beginning."""
-    from radixtrain.kernels.looping import TorchCPUKernel
+    from radixtrain.kernels.cpu_loops import TorchCPUKernel
 
     monkeypatch.setattr(TorchCPUKernel, "_options", lambda self, q, part, scoring: {"is_causal": True})
     assert_caught(verdict(tiny_qwen3(), attention="path"))
@@ -165,7 +165,7 @@ def test_the_log_sum_exp_of_a_piece_in_the_backward(
         first = attention_in_pieces(q, k, v, pieces[:1], *args)
         return exact.detach() + first - first.detach()
 
-    monkeypatch.setattr("radixtrain.kernels.cascade.attention_in_pieces", each_by_itself)
+    monkeypatch.setattr("radixtrain.attention.attention_in_pieces", each_by_itself)
     report = verdict(tiny_qwen3(), attention="cascade")
     assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss does not show it"
     assert_caught(report)

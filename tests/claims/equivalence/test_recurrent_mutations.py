@@ -13,13 +13,11 @@ from torch import Tensor, cat
 
 import radixtrain.hf.recurrent.layers
 import radixtrain.hf.recurrent.running
-import radixtrain.tree.run_choice
+import radixtrain.tree.runs
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.hf.recurrent.states import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.run_choice import runs_of_segments
-from radixtrain.tree.run_layout import RunLayout
-from radixtrain.tree.runs import RunCall, RunCost, RunTable
+from radixtrain.tree.runs import RunCall, RunCost, RunLayout, RunTable, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
 
 # Two prompts of four and two tokens; two branches of three below the first, with two leaves each.
@@ -139,7 +137,7 @@ def test_a_final_state_read_through_padding(model: Any, monkeypatch: pytest.Monk
         for _, group in groupby(forks, key=lambda fork: fork[0]):
             yield [number for _, number in group]
 
-    monkeypatch.setattr(radixtrain.tree.run_choice, "_fork_groups", by_level)
+    monkeypatch.setattr(radixtrain.tree.runs, "_fork_groups", by_level)
     assert [(call.num_runs, call.length) for call in table().calls if call.keeps] == [(2, 4), (2, 3)]
     assert_caught(verdict(model, table))
 

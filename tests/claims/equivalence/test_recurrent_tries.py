@@ -19,9 +19,7 @@ from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.hf.recurrent.tree_runs import parents_of
 from radixtrain.testing import labelled_features
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.run_choice import runs_of_segments
-from radixtrain.tree.run_layout import RunLayout
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree.runs import RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import (
     Features,

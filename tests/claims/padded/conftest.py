@@ -11,4 +11,4 @@ from radixtrain.kernels.cascade import bundled_pieces
 def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundles and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
     monkeypatch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
-    monkeypatch.setattr("radixtrain.kernels.rectangles.STRIP", 6)
+    monkeypatch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)

@@ -12,7 +12,7 @@ from torch import Tensor
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
 

@@ -18,7 +18,7 @@ from radixtrain import RadixCollator, prepare_model
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunLayout
 
 pytestmark = FULL
 

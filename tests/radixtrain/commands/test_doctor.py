@@ -89,7 +89,7 @@ def test_a_library_that_does_not_load(monkeypatch, capsys):
 def test_the_attention_that_would_run(monkeypatch):
     """As the functions that choose it say."""
     found = of("attention")
-    assert set(found) == {"auto, float32", "auto, bfloat16", "tree", *KERNELS}
+    assert set(found) == {"auto, float32", "auto, bfloat16", *KERNELS}
     if not torch.cuda.is_available():
         assert found["auto, float32"].value == "cascade on cpu, kernel torch"
         assert found["flash_attn"].value.startswith("cannot run in bfloat16: needs CUDA")

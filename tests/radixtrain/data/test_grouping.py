@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiers import FULL
 
-from radixtrain.collators.grouping import ENOUGH, GroupedOrder, batches_of
+from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.grouping import Arrangement, expected_r, grouped_order

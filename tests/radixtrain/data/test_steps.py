@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from radixtrain.collators.grouping import GroupedOrder
+from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler

@@ -14,7 +14,7 @@ from tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.padded import PaddedCollator
+from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of, parts_of
 from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows

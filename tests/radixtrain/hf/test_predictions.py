@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.padded import PaddedCollator
+from radixtrain.collators.steps import PaddedCollator
 from radixtrain.hf.predictions import TARGET_KEYS, Targets, labelled_logprobs, predict
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import radixtrain.hf.hooks
 from radixtrain import RadixCollator, prepare_model, restore_model, verify_equivalence
 from radixtrain.attention import tree_attention
-from radixtrain.collators.unprepared import end_watch
+from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.prepare import prepared_options
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.padded import PaddedCollator
+from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.scores import SCORES, Scorer, _numbers, check_scores, needs_labels, needs_next_tokens

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from radixtrain.attention import tree_attention
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.kernels.looping import TorchCPUKernel
+from radixtrain.kernels.cpu_loops import TorchCPUKernel
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import CANDIDATES, CHOICES, AttentionWork, Rates, StepCost, attention_work
 from radixtrain.tree.plan import build_prefix_plan

@@ -214,29 +214,21 @@ def test_a_lost_entry_is_named(name):
     assert error.value.args == (PREFIX + name,)
 
 
-class TestTiles:
-    """The lists of `attention="tree"`, which a batch carries only if they were asked for."""
-
-    def test_entries(self):
-        """Ends 5 5 3 5 5 | 10 7 10 9 10. Sizes that the kernel does not take keep the example small."""
-        batch, without = layout_of(FOREST, tiles=(4, 2)).to_batch(), layout_of(FOREST).to_batch()
-        tiles = {name: batch.pop(name) for name in sorted(batch.keys() - without.keys())}
-        assert batch.keys() == without.keys()
-        assert {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in tiles.items()
-        } == {
-            "radix_tiles_held": 4,
-            "radix_tiles_key_blocks": [0, 1, 0, 1, 2, 3, 2, 3, 4],
-            "radix_tiles_key_starts": [0, 2, 6, 9],
-            "radix_tiles_num_full": [0, 0, 0],
-            "radix_tiles_query_runs": [[0, 3, 2, 2], [2, 5, 4, 4], [4, 5, 5, 5]],
-            "radix_tiles_subtree_ends": [5, 5, 3, 5, 5, 10, 7, 10, 9, 10],
-            "radix_tiles_walked": 2,
-        }
-        assert {value.dtype for value in tiles.values() if isinstance(value, torch.Tensor)} == {torch.int32}
-
-    def test_on_the_host_they_can_be_made_later(self):
-        assert layout_of(FOREST).host_tiles.subtree_ends.tolist() == [5, 5, 3, 5, 5, 10, 7, 10, 9, 10]
+def test_tiles_if_they_were_asked_for():
+    """Ends 5 5 3 5 5 | 10 7 10 9 10. Sizes that the kernel does not take keep the example small."""
+    batch, without = layout_of(FOREST, tiles=(4, 2)).to_batch(), layout_of(FOREST).to_batch()
+    tiles = {name: batch.pop(name) for name in sorted(batch.keys() - without.keys())}
+    assert batch.keys() == without.keys()
+    assert {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in tiles.items()} == {
+        "radix_tiles_held": 4,
+        "radix_tiles_key_blocks": [0, 1, 0, 1, 2, 3, 2, 3, 4],
+        "radix_tiles_key_starts": [0, 2, 6, 9],
+        "radix_tiles_num_full": [0, 0, 0],
+        "radix_tiles_query_runs": [[0, 3, 2, 2], [2, 5, 4, 4], [4, 5, 5, 5]],
+        "radix_tiles_subtree_ends": [5, 5, 3, 5, 5, 10, 7, 10, 9, 10],
+        "radix_tiles_walked": 2,
+    }
+    assert {value.dtype for value in tiles.values() if isinstance(value, torch.Tensor)} == {torch.int32}
 
 
 def test_sequences_of_skips_empty_ones():

@@ -7,8 +7,7 @@ from radixtrain import RadixCollator
 from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.run_choice import cheapest_runs
-from radixtrain.tree.run_layout import RunLayout
+from radixtrain.tree.runs import RunLayout, cheapest_runs
 
 TENSORS = ("rows", "places", "parents")
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.run_choice import MIN_SAVED, MULTIPLES, cheapest_runs, runs_of_segments
-from radixtrain.tree.runs import RunCall, RunCost
+from radixtrain.tree.runs import MIN_SAVED, MULTIPLES, RunCall, RunCost, cheapest_runs, runs_of_segments
 
 CALLS_ONLY = RunCost(call=1.0, row=0.0, state=0.0)
 # The drawing of the module: A = [0, 3), B = [3, 5), C = [5, 7), D = [7, 10), E = [10, 12).

@@ -16,9 +16,7 @@ from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, r
 from radixtrain.hf.recurrent.states import ForkedStates
 from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.run_choice import runs_of_segments
-from radixtrain.tree.run_layout import RunLayout
-from radixtrain.tree.runs import RunCall, RunCost
+from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
 
 CHANNELS, WIDTH = 2, 3
 DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]

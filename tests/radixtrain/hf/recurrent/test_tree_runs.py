@@ -11,9 +11,7 @@ from radixtrain.hf.recurrent.tree_runs import TreeRuns, parents_of
 from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.run_choice import cheapest_runs, runs_of_segments
-from radixtrain.tree.run_layout import RunLayout
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs, runs_of_segments
 
 PROMPT = [*range(300)]
 LONG = [[*PROMPT, 1], [*PROMPT, 2, 2], [*PROMPT, 3]]  # by default it pays to fork

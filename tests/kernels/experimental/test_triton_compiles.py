@@ -24,8 +24,8 @@ pytestmark = FULL
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}  # bytes of one program: A100, H100, RTX 5090
 SMALLEST = 99 * 1024  # of an A10, an L4, an RTX 3090 or 4090 (8.6, 8.9), which run what is compiled for 8.0
 SPILLED = {80: 112, 90: 8, 120: 72}  # bytes of registers that a thread keeps in memory: of dk and dv, in head dim 128
-ROWS = {"_gather_kernel", "_sum_kernel", "_merge_kernel"}
-TREE = {"forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"}
+ROWS = {"_sum_kernel", "_merge_kernel"}
+TREE = {"_forward_kernel", "_dq_kernel", "_dkdv_kernel"}
 
 
 def compiled(chip: int, launches: str, cache: Path) -> list[dict[str, Any]]:
@@ -55,32 +55,27 @@ def test_every_kernel(chip: int, tmp_path: Path) -> None:
 
 
 def launch_rows_and_merge() -> None:
-    from radixtrain.kernels.merge_triton import merge_rows_
-    from radixtrain.kernels.row_order import row_order
-    from radixtrain.kernels.rows_triton import gather_rows, sum_rows
+    from radixtrain.kernels.experimental.rows_triton import merge_rows_, sum_rows
 
-    rows = row_order(torch.arange(40) % 16, 16)
     for dtype, columns in ((torch.bfloat16, 1024), (torch.float32, 3)):
-        gather_rows(torch.zeros(16, columns, dtype=dtype), rows)
-        sum_rows(torch.zeros(40, columns, dtype=dtype), rows)
-    for place in (slice(16, 48), torch.arange(32)):
-        merge_rows_(torch.zeros(64, 2, 128), torch.zeros(2, 64), place, torch.zeros(32, 2, 128), torch.zeros(2, 32))
-    one = row_order(torch.zeros(1, dtype=torch.int64), 1)  # Triton compiles arguments that are 1 as constants
-    gather_rows(torch.zeros(1, 1), one)
-    sum_rows(torch.zeros(1, 1), one)
+        sum_rows(torch.zeros(40, columns, dtype=dtype), torch.arange(40) % 16, 16)
+    for rows in (slice(16, 48), torch.arange(32)):
+        merge_rows_(torch.zeros(64, 2, 128), torch.zeros(2, 64), rows, torch.zeros(32, 2, 128), torch.zeros(2, 32))
+    # Triton compiles arguments that are 1 as constants
+    sum_rows(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), 1)
     merge_rows_(torch.zeros(3, 1, 1), torch.zeros(1, 3), slice(1, 2), torch.zeros(1, 1, 1), torch.zeros(1, 1))
 
 
 def launch_tree_attention() -> None:
-    from radixtrain.kernels.tree_tiles import tile_sizes, tree_tiles
-    from radixtrain.kernels.tree_triton import tiled_tree_attention
+    from radixtrain.kernels.experimental.tree_tiles import tile_sizes, tree_tiles
+    from radixtrain.kernels.experimental.tree_triton import tiled_tree_attention
 
     cases = ((torch.bfloat16, 64, 2, 64), (torch.bfloat16, 128, 2, 64), (torch.float16, 256, 4, 64))
     for dtype, head_dim, num_groups, num_rows in (*cases, (torch.float32, 128, 2, 64), (torch.bfloat16, 128, 4, 1)):
         tiles = tree_tiles([num_rows] * num_rows, *tile_sizes(head_dim, dtype))
         shapes = [(num_rows, heads, head_dim) for heads in (4, num_groups, num_groups)]
         q, k, v = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
-        out, _ = tiled_tree_attention(q, k, v, tiles, 0.1)
+        out = tiled_tree_attention(q, k, v, tiles, 0.1)
         out.backward(torch.zeros_like(out))
 
 

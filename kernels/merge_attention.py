@@ -25,11 +25,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from radixtrain.kernels.ragged import Ragged, VarlenKernel
-from radixtrain.kernels.scoring import Scoring
-from radixtrain.kernels.triton_runtime import by_triton
+from radixtrain.kernels.rows import gather_rows
+from radixtrain.kernels.triton_door import by_triton, experimental
+from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
-__all__ = ["Piece", "Rows", "attention_in_pieces", "merge_piece", "merge_sinks", "rows_of"]
+__all__ = [
+    "Piece",
+    "Rows",
+    "attention_in_pieces",
+    "expand_attention",
+    "merge_piece",
+    "merge_sinks",
+    "path_attention",
+    "rows_of",
+]
 
 Rows = slice | Tensor
 
@@ -103,8 +112,7 @@ class _Pieces(torch.autograd.Function):
         grads = ctx.kernel.backward(dout, q, k, v, out, lse, first.ragged, ctx.scoring)
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if rest else grads
         for piece in rest:
-            q_side = (rows_of(x, piece.q_rows) for x in (dout, q, out))
-            dout_piece, q_piece, out_piece = q_side
+            dout_piece, q_piece, out_piece = (rows_of(x, piece.q_rows) for x in (dout, q, out))
             keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
             lse_piece = rows_of(lse.t(), piece.q_rows).t()
             shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, ctx.scoring)
@@ -145,9 +153,7 @@ def merge_piece(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_l
     `exp(lse_2 - logaddexp(lse_1, lse_2))` is a sigmoid, and the two weights add up to 1: one pass over the rows.
     """
     if by_triton(out):
-        from radixtrain.kernels.merge_triton import merge_rows_  # Triton is optional
-
-        merge_rows_(out, lse, rows, piece_out, piece_lse)
+        experimental("rows_triton").merge_rows_(out, lse, rows, piece_out, piece_lse)
         return
     lse_rows = rows_of(lse.t(), rows).t()
     weight = torch.sigmoid(piece_lse - lse_rows).t()[..., None]
@@ -158,3 +164,53 @@ def merge_piece(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_l
     else:
         out.index_copy_(0, rows, torch.lerp(out.index_select(0, rows), piece_out, weight))
         lse.index_copy_(1, rows, total)
+
+
+def path_attention(
+    q_UNH: Tensor,
+    k_UKH: Tensor,
+    v_UKH: Tensor,
+    path_keys: Tensor,
+    ragged: Ragged,
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Tree attention as one varlen call: the new rows of each sequence onto its root path, which is gathered.
+
+    The new rows of a sequence are the last of its path, so bottom-right causal attention is exact for any trie, and a
+    sliding window keeps its meaning. One entry per sequence gathers fewer keys than one per segment.
+
+    path_keys: (T',), int64. unique rows of every path, back to back.
+    ragged: new rows of each path onto the path, causal.
+    sinks_N: (N,). logits without a value, one for each head, or None.
+    Returns (U, N, H).
+    """
+    everything = Piece(slice(None), slice(None), ragged)
+    k_path, v_path = gather_rows(k_UKH, path_keys), gather_rows(v_UKH, path_keys)
+    return attention_in_pieces(q_UNH, k_path, v_path, (everything,), kernel, scoring, sinks_N)
+
+
+def expand_attention(
+    q_UNH: Tensor,
+    k_UKH: Tensor,
+    v_UKH: Tensor,
+    inverse_indices: Tensor,
+    gather_indices: Tensor,
+    ragged: Ragged,
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Ordinary causal attention of the T packed tokens, read at their first occurrences (RadixMLP, section 3.3).
+
+    inverse_indices: (T,), int64. packed token -> unique row.
+    gather_indices: (U,), int64. unique row -> packed token.
+    ragged: the sequences, causal.
+    sinks_N: (N,). logits without a value, one for each head, or None.
+    Returns (U, N, H).
+    """
+    q, k, v = (gather_rows(x, inverse_indices) for x in (q_UNH, k_UKH, v_UKH))
+    everything = Piece(slice(None), slice(None), ragged)
+    out_TNH = attention_in_pieces(q, k, v, (everything,), kernel, scoring, sinks_N)
+    return gather_rows(out_TNH, gather_indices)

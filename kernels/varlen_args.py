@@ -5,28 +5,45 @@ attends from queries `cu_seqlens_q[e:e+2]` to keys `cu_seqlens_k[e:e+2]`. Causal
 query sees every key, as in flash-attention >= 2.1. An entry without keys gives zeros and a log-sum-exp of -inf.
 
 The backward takes the *final* output and log-sum-exp of each query. Given those that several pieces were merged to, it
-returns exactly this piece's share of dq, dk and dv (`pieces.py` says why).
-
-A `Scoring` carries scale, soft-cap and window. A window goes with causal calls only.
+returns exactly this piece's share of dq, dk and dv (`merge_attention.py` says why).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from radixtrain.kernels.rectangles import Bounds, Cut, cut_of
-from radixtrain.kernels.scoring import Scoring
+__all__ = ["Bounds", "Ragged", "Scoring", "VarlenKernel"]
 
-__all__ = ["Ragged", "VarlenKernel"]
+Bounds = tuple[int, int, int, int]  # of one entry: q_start, q_end, k_start, k_end
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How an attention score becomes a weight. Hashable.
+
+    scale: factor on the products of queries and keys.
+    softcap: None, or c in `c * tanh(s / c)`, applied to the scaled products before the mask (Gemma 2).
+    window: None, or w, at least 1: query i sees keys j with `i - w < j <= i`, in tokens. Only for causal calls whose
+        entries have whole sequences as keys, in order (`path`, `expand`).
+    """
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+    def of(self, products: Tensor) -> Tensor:
+        """Scores of the products `q k^T`, differentiable."""
+        scores = products * self.scale
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
 @dataclass(eq=False)
 class Ragged:
-    """Bounds of one varlen call. Do not change one: `rectangles` keeps its cuts, because every layer asks for them.
+    """Bounds of one varlen call. Do not change one: `cpu_loops.py` keeps its schedules in it for the next layer.
 
     cu_seqlens_q, cu_seqlens_k: (E+1,), int32, on the device of the tensors.
     max_seqlen_q, max_seqlen_k: longest entry, in tokens.
@@ -44,23 +61,7 @@ class Ragged:
     bounds: tuple[Bounds, ...] | None = None
     masks: tuple[Tensor | None, ...] | None = None
 
-    _cuts: dict[int | None, Cut] = field(default_factory=dict, init=False, repr=False)  # by window
-
-    def rectangles(self, window: int | None = None) -> Cut:
-        """The call, cut into rectangles (`rectangles.py`); a window goes with a causal call.
-
-        Without `bounds` this waits for the device: only the eager kernel on CUDA comes here.
-        """
-        assert self.causal or window is None, "a window counts from the last key"
-        if window not in self._cuts:
-            bounds = self._read_bounds() if self.bounds is None else self.bounds
-            masks = self.masks or (None,) * len(bounds)
-            self._cuts[window] = cut_of(bounds, masks, self.causal, window, self.cu_seqlens_q.device)
-        return self._cuts[window]
-
-    def _read_bounds(self) -> tuple[Bounds, ...]:
-        q, k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
-        return tuple((*q, *k) for q, k in zip(pairwise(q), pairwise(k), strict=True))
+    schedules: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
 
 
 class VarlenKernel(Protocol):

@@ -1,17 +1,20 @@
-"""Raises if `prepare_model` was forgotten, before the model computes anything.
+"""Two misuses of a radix batch are refused before they end in an error that names neither.
 
-An unprepared Hugging Face model accepts a radix batch: it takes the entries that it does not know as options of its
-attention, and fails later, on the shapes of its loss. So the first `RadixCollator` of a process watches the calls of
-modules until a model is prepared, or a prepared one gets a radix batch; then the watch ends and costs nothing. While it
-lasts, it refuses a Hugging Face model that gets a radix batch and is not prepared.
+`prepare_model` was forgotten. An unprepared Hugging Face model accepts a radix batch: it takes the entries that it does
+not know as options of its attention, and fails later, on the shapes of its loss. So the first `RadixCollator` of a
+process watches the calls of modules until a model is prepared, or a prepared one gets a radix batch; then the watch
+ends and costs nothing. torch gives its global hooks no keyword arguments. They are read from the frame that calls the
+hook, in which `torch.nn.Module` names them `kwargs`.
 
-torch gives its global hooks no keyword arguments. They are read from the frame that calls the hook, in which
-`torch.nn.Module` names them `kwargs`.
+Accelerate dispatches the batch: with an `IterableDataset` and with `dispatch_batches=True` it joins batches on rank 0
+and cuts them along the first axis, which no tensor of a radix batch has for its examples. The loader that dispatches is
+on the stack of the collator, and on that of a worker process that is forked from it.
 """
 
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -23,10 +26,17 @@ from torch.utils.hooks import RemovableHandle
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import INVERSE_INDICES
 
-__all__ = ["PREPARED", "allow_watch", "end_watch", "start_watch"]
+__all__ = ["NO_DISPATCHING", "PREPARED", "allow_watch", "check_not_dispatched", "end_watch", "start_watch"]
 
 PREPARED = "_radixtrain"  # the attribute of a prepared backbone
 FORWARDED_BY = ("torch", "peft")  # packages whose modules hand a batch on to the one inside
+NO_DISPATCHING = (
+    "Accelerate cuts the radix batch along its first axis with an IterableDataset and with dispatch_batches=True; set "
+    'TrainingArguments(accelerator_config={"dispatch_batches": False}), or in your own loop '
+    "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
+)
+DISPATCHER = "accelerate.data_loader", "DataLoaderDispatcher"
+MAX_FRAMES = 64  # six between the collator and the loader, and a dozen more in a worker
 
 
 class _Watch:
@@ -107,3 +117,19 @@ def _is_hugging_face(module: nn.Module) -> bool:
         (kind.__module__, kind.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
         for kind in type(module).__mro__
     )
+
+
+def check_not_dispatched() -> None:
+    """Raise UserError, naming the setting, if Accelerate's dispatching loader asks for this batch. Takes 3 us."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == DISPATCHER[0] and _dispatches(frame.f_locals.get("self")):
+            raise UserError(NO_DISPATCHING)
+        frame = frame.f_back
+
+
+def _dispatches(loader: Any) -> bool:
+    """By name: a user without Accelerate does not need it."""
+    return any((kind.__module__, kind.__name__) == DISPATCHER for kind in type(loader).__mro__)

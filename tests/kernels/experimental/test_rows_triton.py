@@ -1,21 +1,24 @@
-"""U rows, Q of them in a piece, N query heads, H head dim. `triton_device` is the device of Triton's kernels."""
+"""U rows, Q of a piece, N query heads, H head dim; T rows that are summed. `triton_device` runs Triton's kernels."""
 
 import os
 from math import inf
 
 import pytest
 import torch
-from tiers import FULL, cases
+from tiers import FULL
 from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 pytest.importorskip("triton", reason="pip install triton runs it")
 
-from radixtrain.kernels import merge_triton
-from radixtrain.kernels.merge_triton import merge_rows_
+from radixtrain.kernels import rows as eager
+from radixtrain.kernels.experimental import rows_triton
+from radixtrain.kernels.experimental.rows_triton import merge_rows_, sum_rows
+from radixtrain.kernels.rows import gather_rows
 from radixtrain.testing import assert_within_reference_error, relative_error
 
+pytestmark = FULL
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # out (U, N, H), lse (N, U), piece_out (Q, N, H), piece_lse (N, Q)
 
 INDICES = [3, 9, 0, 4, 6]
@@ -73,8 +76,8 @@ def assert_merges(given: State, rows: slice | Tensor) -> None:
     assert torch.equal(actual[1][:, untouched], lse[:, untouched])
 
 
-@pytest.mark.parametrize("name", cases(ROWS, ["indices"]))
-def test_rows(triton_device: torch.device, name: str) -> None:
+@pytest.mark.parametrize("name", ROWS)
+def test_merged_rows(triton_device: torch.device, name: str) -> None:
     """In every dtype of the state; 16-bit pieces go into float32."""
     tensors, rows = state(triton_device), on(triton_device, ROWS[name])
     for dtype in (torch.float32, torch.float64):
@@ -84,15 +87,13 @@ def test_rows(triton_device: torch.device, name: str) -> None:
         assert_merges((out, lse, piece_out.to(dtype), piece_lse), rows)
 
 
-@FULL
-def test_sizes(triton_device: torch.device) -> None:
+def test_merges_of_sizes(triton_device: torch.device) -> None:
     for sizes in ((1, 1, 1, 1), (40, 33, 2, 7), (17, 16, 1, 64), (16, 16, 2, 130), (5, 0, 2, 8), (0, 0, 2, 8)):
         tensors, (num_rows, num_queries) = state(triton_device, *sizes), sizes[:2]
         assert_merges(tensors, slice(num_rows - num_queries, None))
         assert_merges(tensors, torch.randperm(num_rows)[:num_queries].to(triton_device))
 
 
-@FULL
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_sides_without_keys(triton_device: torch.device, rows: slice | Tensor) -> None:
     out, lse, piece_out, piece_lse = state(triton_device)
@@ -109,16 +110,14 @@ def test_sides_without_keys(triton_device: torch.device, rows: slice | Tensor) -
     assert not total.isnan().any() and not total_lse.isnan().any()
 
 
-@FULL
 def test_weights_far_apart_overflow_nothing(triton_device: torch.device) -> None:
     out, lse, piece_out, piece_lse = (x.float() for x in state(triton_device))
     lse[0], piece_lse[1], lse[2], piece_lse[2] = 1e4, 1e4, -1e4, -1e4
     assert_merges((out, lse, piece_out, piece_lse), slice(2, 7))
 
 
-@FULL
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_non_contiguous(triton_device: torch.device, rows: slice | Tensor) -> None:
+def test_merges_of_strided_tensors(triton_device: torch.device, rows: slice | Tensor) -> None:
     out, lse, piece_out, piece_lse = state(triton_device)
     rows = rows if isinstance(rows, slice) else on(triton_device, rows).repeat_interleave(2)[::2]
     expected = merged(out, lse, rows, piece_out, piece_lse)
@@ -131,24 +130,68 @@ def test_non_contiguous(triton_device: torch.device, rows: slice | Tensor) -> No
         assert relative_error(own_out, expected[0]) <= 1e-12 and relative_error(own_lse, expected[1]) <= 1e-12
 
 
-@FULL
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_opcheck(triton_device: torch.device, rows: slice | Tensor) -> None:
+def test_opcheck_of_a_merge(triton_device: torch.device, rows: slice | Tensor) -> None:
     tensors = state(triton_device, heads=2, head_dim=3)
     place = (None, rows.start) if isinstance(rows, slice) else (rows.to(triton_device), 0)
-    torch.library.opcheck(merge_triton._merge_rows_, (*tensors, *place))
+    torch.library.opcheck(rows_triton._merge_rows_, (*tensors, *place))
 
 
-@FULL
-def test_refusals(triton_device: torch.device) -> None:
-    out, lse, piece_out, piece_lse = state(triton_device)
-    with pytest.raises(RuntimeError, match="not differentiable: call it under no_grad"):
-        merge_rows_(out, lse, slice(2, 7), piece_out.clone().requires_grad_(), piece_lse)
-    for rows, *tensors, message in (
-        (slice(2, 6), lse, piece_out, piece_lse, r"piece_out must have shape \(4, 3, 20\), got \(5, 3, 20\)"),
-        (slice(2, 7), lse.t(), piece_out, piece_lse, r"lse must have shape \(3, 10\), got \(10, 3\)"),
-        (slice(2, 7), lse, piece_out, piece_lse.t(), r"piece_lse must have shape \(3, 5\), got \(5, 3\)"),
-        (slice(2, 7, 2), lse, piece_out, piece_lse, "must not have a step"),
+REPEATED = [2, 0, 2, 1, 2, 0]  # of four rows: one three times, one twice, one once, one never
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_sums(x: Tensor, indices: Tensor, num_rows: int) -> None:
+    """Bit for bit what torch on CPU adds up in float32, term by term, and rounds once."""
+    total = sum_rows(x, indices, num_rows)
+    assert total.dtype == x.dtype and total.is_contiguous()
+    assert torch.equal(total.cpu(), eager.sum_rows(x.cpu(), indices.cpu(), num_rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_sum(triton_device: torch.device, dtype: torch.dtype) -> None:
+    """More and fewer of one row than are in flight at once; of sizes far apart, so that the order of a sum tells."""
+    for shape in [(), (1,), (3,), (2, 3), (17, 5), (1024,), (1025,), (2049,)]:
+        for index_dtype in (torch.int64, torch.int32):
+            indices = torch.tensor(REPEATED, dtype=index_dtype, device=triton_device)
+            assert_sums(torch.randn(6, *shape, device=triton_device).to(dtype), indices, 4)
+    for num_terms in (1, 3, 4, 5, 101):
+        scales = torch.logspace(-3, 3, num_terms)[torch.randperm(num_terms), None]
+        x = (torch.randn(num_terms, 33) * scales).to(triton_device, dtype)
+        assert_sums(x, torch.randint(0, 7, (num_terms,), device=triton_device), 7)
+
+
+def test_sums_of_strided_tensors(triton_device: torch.device) -> None:
+    indices = torch.tensor(REPEATED, device=triton_device).repeat_interleave(2)[::2]
+    for x in (
+        torch.randn(3, 6, device=triton_device).t(),
+        torch.randn(6, 9, device=triton_device)[:, 2::3],
+        torch.randn(2, 3, 6, device=triton_device).permute(2, 1, 0),
+        torch.randn(3, device=triton_device).expand(6, 3),
     ):
-        with pytest.raises(ValueError, match=message):
-            merge_rows_(out, tensors[0], rows, *tensors[1:])
+        assert not x.is_contiguous() and not indices.is_contiguous()
+        assert_sums(x, indices, 4)
+
+
+def test_opcheck_of_a_sum(triton_device: torch.device) -> None:
+    order, starts = (torch.tensor(x, device=triton_device) for x in ([1, 5, 3, 0, 2, 4], [0, 2, 3, 6, 6]))
+    for shape in ((), (2, 3)):
+        torch.library.opcheck(rows_triton._sum_rows, (torch.randn(6, *shape, device=triton_device), order, starts))
+
+
+def test_no_gradient_is_lost_in_silence(triton_device: torch.device) -> None:
+    """The autograd functions of `rows.py` call it; through a direct call autograd raises."""
+    x = torch.randn(6, 3, device=triton_device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        sum_rows(x, torch.tensor(REPEATED, device=triton_device), 4).sum().backward()
+
+
+def test_the_bits_of_torch_through_the_door(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 33, device=triton_device).bfloat16().requires_grad_()
+    indices = torch.tensor([3, 3, 0, 3, 1, 0, 3, 3], device=triton_device)
+    dout = torch.randn(8, 33, device=triton_device).bfloat16()
+    grads = []
+    for asked in ("0", "1"):
+        monkeypatch.setenv("RADIXTRAIN_TRITON", asked)
+        grads += torch.autograd.grad(gather_rows(x, indices), x, dout)
+    assert torch.equal(*grads)

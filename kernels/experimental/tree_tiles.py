@@ -27,7 +27,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "MAX_HEAD_DIM", "TreeTiles", "check_tile_sizes", "tile_sizes", "tree_tiles"]
+from radixtrain.errors import UserError
+from radixtrain.kernels.experimental.triton_runtime import triton_missing
+from radixtrain.kernels.varlen import KernelCall
+
+__all__ = [
+    *("DTYPES", "MAX_HEAD_DIM", "TreeTiles", "check_tile_sizes", "tile_sizes"),
+    *("tiled_refusal", "tiles_of_layout", "tree_tiles"),
+]
 
 # What the kernels of `tree_triton.py` take. It stands here because that file needs Triton.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,6 +82,44 @@ def tile_sizes(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> tupl
     if dtype.itemsize > 2:
         return (32, 16) if head_dim <= 128 else (16, 16)
     return (128, 64) if head_dim <= 128 else (64, 16)
+
+
+def tiled_refusal(call: KernelCall) -> str | None:
+    """Why the tiled tree attention cannot run the call, in the words of an error; None if it can."""
+    for name, is_asked in (("soft-cap", call.softcap), ("sinks", call.sinks)):
+        if is_asked:
+            return f"computes no {name}"
+    if call.window:
+        return "computes no sliding window, and one is shorter than the batch's longest sequence"
+    if call.device.type == "cpu" and call.dtype == torch.bfloat16:
+        return "runs on a CPU under Triton's interpreter, which gets bfloat16 wrong"
+    if call.dtype not in DTYPES:
+        return f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}, got {call.dtype}"
+    if call.head_dim > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, got {call.head_dim}"
+    return triton_missing(call.device)
+
+
+def tiles_of_layout(layout: Any, query: Tensor) -> TreeTiles:
+    """The lists in the batch of a `TreeLayout`. On the host they can be made here; no device is waited for.
+
+    Raises UserError if a device has none, or larger tiles than fit it.
+    """
+    held, walked = tile_sizes(query.shape[-1], query.dtype)
+    if query.device.type == "cpu":
+        return layout.tiles or tree_tiles(layout.row_subtree_ends.numpy(), held, walked)
+    if layout.tiles is None:
+        raise UserError(
+            f"attention='tree' needs the lists of tiles in the batch, which are made on the host: ask for them with "
+            f"RadixCollator(tree_tiles=({held}, {walked})), or TreeLayout.from_plan(plan, tiles=({held}, {walked}))"
+        )
+    if layout.tiles.held > held or layout.tiles.walked > walked:
+        raise UserError(
+            f"attention='tree' takes tiles of up to ({held}, {walked}) rows for {query.dtype} and head dim "
+            f"{query.shape[-1]}, the batch has {(layout.tiles.held, layout.tiles.walked)}: set "
+            f"RadixCollator(tree_tiles=({held}, {walked}))"
+        )
+    return layout.tiles
 
 
 def check_tile_sizes(held: int, walked: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.varlen_args import Scoring
 
 PRODUCTS = torch.tensor([-1000.0, 0.0, 0.5, 1000.0], dtype=torch.float64)
 

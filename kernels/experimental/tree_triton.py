@@ -1,16 +1,157 @@
-"""The kernels of tree attention, a tile of queries and keys at a time: `tree_triton.py` launches them.
+"""Tree attention in one Triton kernel per direction, for deep trees: `cascade` would make a call for each level.
 
-U rows, H head dim; Q and J are the queries and keys of one tile. The kernels of each direction walk their full tiles
-without a mask and then the others, by two calls of one function. Source: FlashAttention-2 (algorithms 1 and 2).
+U rows in depth-first pre-order, N query heads, K key/value heads, N / K query heads to a group, H head dim. Query q
+sees key k iff `k <= q < subtree_ends[k]`. The tiles that hold anything, and which of them need no mask, were listed on
+the host (`tree_tiles.py`); no other tile is touched, and nothing waits for the device. The kernels of each direction
+walk their full tiles without a mask and then the others; Q and J are the queries and keys of a tile.
+
+- Forward: a program holds a block of queries of one head, walks its blocks of keys, and rescales as the maximum grows.
+- Backward: `p = exp(s - lse)`, `ds = p (dout v^T - delta)`, `delta = rowsum(dout * out)`. One kernel walks keys
+  for dq, another queries, of all heads of the group, for dk and dv. Each result is added up by one program in float32
+  in a fixed order and rounded once: no atomics, the same bits every time.
+
+Products take operands in the dtype of q (float32 as it is, not TF32) and add in float32. Weights and score gradients
+are rounded to that dtype in between, as in flash-attention. If a row holds a NaN, rows that share a tile with it get
+one, whether they see it or not.
+Source: FlashAttention-2 (algorithms 1 and 2); the lists of tiles are FlexAttention's idea.
 """
 
 from __future__ import annotations
 
-from radixtrain.kernels.triton_runtime import tl, triton
+from typing import Any
 
-__all__ = ["delta_kernel", "dkdv_kernel", "dq_kernel", "forward_kernel"]
+import torch
+from torch import Tensor
+
+from radixtrain.kernels.experimental.tree_tiles import MIN_BLOCK, TreeTiles
+from radixtrain.kernels.experimental.triton_runtime import tl, triton
+
+__all__ = ["tiled_tree_attention"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware has a power of two: exp(x) = 2^(x log2 e)
+# Queries that dk and dv walk at once, at most. With 64 their kernel, which holds two results, spills registers in
+# bfloat16 and head dim 128: 128 bytes a thread on sm_90, 180 on sm_120; with 32 none and 72 (ptxas of Triton 3.7.1).
+DKDV_QUERIES = 32
+
+
+def tiled_tree_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TreeTiles, scale: float) -> Tensor:
+    """Attention of every row over itself and its ancestors, differentiable once.
+
+    q: (U, N, H), bfloat16, float16 or float32. any strides, as for k and v.
+    k, v: (U, K, H), the dtype of q, N a multiple of K.
+    tiles: on the device of q; `held` and `walked` powers of two, at least 16.
+    scale: factor on the products of queries and keys.
+    Returns (U, N, H), contiguous, the dtype of q. `tree_attention` has checked shapes and dtypes.
+    """
+    assert tiles.num_rows == len(q), "the lists are of another batch"
+    return _forward(q, k, v, *_lists(tiles), tiles.held, tiles.walked, scale)[0]
+
+
+def _lists(tiles: TreeTiles) -> tuple[Tensor, ...]:
+    lists = tiles.subtree_ends, tiles.key_starts, tiles.num_full, tiles.key_blocks, tiles.query_runs
+    return tuple(x.contiguous() for x in lists)
+
+
+def _options(q: Tensor, held: int) -> dict[str, Any]:
+    """Constants for the compiler beside the tile sizes. Warps and stages follow ptxas' count of registers for sm_90."""
+    head_dim = q.shape[2]
+    block_h = max(MIN_BLOCK, triton.next_power_of_2(head_dim))
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_H": block_h,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "num_warps": 8 if held * block_h * q.itemsize >= 128 * 64 * 2 else 4,
+        "num_stages": 2,
+    }
+
+
+@torch.library.custom_op("radixtrain::tree_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    subtree_ends: Tensor,
+    key_starts: Tensor,
+    num_full: Tensor,
+    key_blocks: Tensor,
+    query_runs: Tensor,
+    held: int,
+    walked: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads, _ = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty(num_heads, num_rows, dtype=torch.float32)
+    if out.numel():
+        with torch.cuda.device_of(q):
+            _forward_kernel[(num_full.shape[0], num_heads)](
+                q, k, v, out, lse, subtree_ends, key_starts, num_full, key_blocks,
+                num_rows, num_heads // k.shape[1], scale,
+                *q.stride(), *k.stride(), *v.stride(), *out.stride()[:2],
+                BLOCK_Q=held, BLOCK_K=walked, **_options(q, held),
+            )  # fmt: skip
+    return out, lse
+
+
+@torch.library.custom_op("radixtrain::tree_attention_backward", mutates_args=())
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    subtree_ends: Tensor,
+    key_starts: Tensor,
+    num_full: Tensor,
+    key_blocks: Tensor,
+    query_runs: Tensor,
+    held: int,
+    walked: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, num_heads, _ = q.shape
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if not q.numel():
+        return dq, dk, dv
+    options, delta = _options(q, held), (dout.float() * out.float()).sum(-1).t().contiguous()
+    num_groups, heads_in_group = k.shape[1], num_heads // k.shape[1]
+    strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
+    with torch.cuda.device_of(q):
+        _dq_kernel[(num_full.shape[0], num_heads)](
+            q, k, v, dout, lse, delta, dq, subtree_ends, key_starts, num_full, key_blocks,
+            num_rows, heads_in_group, scale, *strides, *dq.stride()[:2],
+            BLOCK_Q=held, BLOCK_K=walked, **options,
+        )  # fmt: skip
+        _dkdv_kernel[(query_runs.shape[0], num_groups)](
+            q, k, v, dout, lse, delta, dk, dv, subtree_ends, query_runs,
+            num_rows, heads_in_group, scale, *strides, *dk.stride()[:2],
+            BLOCK_Q=min(walked, DKDV_QUERIES), BLOCK_K=held, PARTS=max(1, walked // DKDV_QUERIES), **options,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *lists = inputs[:8]
+    ctx.save_for_backward(q, k, v, *output, *lists)
+    ctx.options = inputs[8:]
+
+
+def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    """The log-sum-exp is for the backward pass only, and has no gradient."""
+    return *_backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 8
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 @triton.jit
@@ -38,7 +179,7 @@ def _store_rows(x, tile, row_R, row_stride, num_rows, HEAD_DIM: tl.constexpr, BL
 
 
 @triton.jit
-def forward_kernel(
+def _forward_kernel(
     q, k, v, out, lse, subtree_ends, key_starts, num_full, key_blocks, num_rows, heads_in_group, scale,
     q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, out_row, out_head,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -75,8 +216,8 @@ def _forward_tiles(
     HEAD_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Output, maximum and sum after the tiles [first, last) of the list."""
-    for place in range(first, last):
-        key_J = tl.load(key_blocks + place) * BLOCK_K + tl.arange(0, BLOCK_K)
+    for index in range(first, last):
+        key_J = tl.load(key_blocks + index) * BLOCK_K + tl.arange(0, BLOCK_K)
         k_JH = _load_rows(k, key_J, k_row, k_dim, num_rows, HEAD_DIM, BLOCK_H, FULL)
         scores_QJ = tl.dot(q_QH, tl.trans(k_JH), input_precision=PRECISION) * (scale * LOG2_E)
         if not FULL:
@@ -97,23 +238,7 @@ def _forward_tiles(
 
 
 @triton.jit
-def delta_kernel(
-    dout, out, dlse, delta, num_rows,
-    dout_row, dout_head, dout_dim, out_row, out_head, out_dim, dlse_head, dlse_row,
-    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """`rowsum(dout * out) - dlse` of a block of queries of one head."""
-    row_Q, head = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.program_id(1).to(tl.int64)
-    inside_Q = row_Q < num_rows
-    dout_QH = _load_rows(dout + head * dout_head, row_Q, dout_row, dout_dim, num_rows, HEAD_DIM, BLOCK_H, False)
-    out_QH = _load_rows(out + head * out_head, row_Q, out_row, out_dim, num_rows, HEAD_DIM, BLOCK_H, False)
-    dlse_Q = tl.load(dlse + head * dlse_head + row_Q.to(tl.int64) * dlse_row, mask=inside_Q, other=0)
-    delta_Q = tl.sum(dout_QH.to(tl.float32) * out_QH.to(tl.float32), 1) - dlse_Q
-    tl.store(delta + head * num_rows + row_Q, delta_Q, mask=inside_Q)
-
-
-@triton.jit
-def dq_kernel(
+def _dq_kernel(
     q, k, v, dout, lse, delta, dq, subtree_ends, key_starts, num_full, key_blocks,
     num_rows, heads_in_group, scale,
     q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, dout_row, dout_head, dout_dim, dq_row, dq_head,
@@ -151,8 +276,8 @@ def _dq_tiles(
     HEAD_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """dq, but for the scale, after the tiles [first, last) of the list."""
-    for place in range(first, last):
-        key_J = tl.load(key_blocks + place) * BLOCK_K + tl.arange(0, BLOCK_K)
+    for index in range(first, last):
+        key_J = tl.load(key_blocks + index) * BLOCK_K + tl.arange(0, BLOCK_K)
         k_JH = _load_rows(k, key_J, k_row, k_dim, num_rows, HEAD_DIM, BLOCK_H, FULL)
         v_JH = _load_rows(v, key_J, v_row, v_dim, num_rows, HEAD_DIM, BLOCK_H, FULL)
         scores_QJ = tl.dot(q_QH, tl.trans(k_JH), input_precision=PRECISION) * (scale * LOG2_E)
@@ -168,7 +293,7 @@ def _dq_tiles(
 
 
 @triton.jit
-def dkdv_kernel(
+def _dkdv_kernel(
     q, k, v, dout, lse, delta, dk, dv, subtree_ends, query_runs, num_rows, heads_in_group, scale,
     q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, dout_row, dout_head, dout_dim, dk_row, dk_head,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -209,8 +334,8 @@ def _dkdv_tiles(
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """dk, but for the scale, and dv after the query blocks [first, gap) and [after_gap, last) of one head."""
-    for place in range(first, last - after_gap + gap):
-        block = tl.where(place < gap, place, place - gap + after_gap)
+    for index in range(first, last - after_gap + gap):
+        block = tl.where(index < gap, index, index - gap + after_gap)
         query_Q = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         q_QH = _load_rows(q, query_Q, q_row, q_dim, num_rows, HEAD_DIM, BLOCK_H, FULL)
         dout_QH = _load_rows(dout, query_Q, dout_row, dout_dim, num_rows, HEAD_DIM, BLOCK_H, FULL)

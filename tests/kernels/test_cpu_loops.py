@@ -9,17 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.kernels.ragged import Ragged
-from radixtrain.kernels.rectangles import LONG, STRIP, Rectangles, cut_of
-
-CPU = torch.device("cpu")
+from radixtrain.kernels.cpu_loops import LONG, STRIP, Rectangles, schedule_of
+from radixtrain.kernels.varlen_args import Ragged
 
 
 def cut(lengths, causal=True, window=None, masks=None):
     """lengths: (queries, keys) of each entry."""
-    q, k = ([0, *accumulate(side)] for side in (zip(*lengths, strict=True) if lengths else ((), ())))
-    bounds = list(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
-    return cut_of(bounds, masks or [None] * len(bounds), causal, window, CPU)
+    sides = zip(*lengths, strict=True) if lengths else ((), ())
+    cu_seqlens = (torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in sides)
+    return schedule_of(Ragged(*cu_seqlens, 0, 0, causal, masks=masks), window)
 
 
 def pairs(whole):
@@ -120,8 +118,8 @@ def test_a_call_is_cut_once_for_each_window():
     """Every layer asks for the same. A changed copy is cut anew."""
     bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
     ragged = Ragged(bounds, bounds, 3, 3, causal=True)
-    whole = ragged.rectangles()
-    assert ragged.rectangles() is whole and whole.parts[0].mask is not None
-    assert ragged.rectangles(window=2) is not whole
-    assert ragged.rectangles(window=2) is ragged.rectangles(window=2)
-    assert replace(ragged, causal=False).rectangles().parts[0].mask is None
+    whole = schedule_of(ragged)
+    assert schedule_of(ragged) is whole and whole.parts[0].mask is not None
+    assert schedule_of(ragged, window=2) is not whole
+    assert schedule_of(ragged, window=2) is schedule_of(ragged, window=2)
+    assert schedule_of(replace(ragged, causal=False)).parts[0].mask is None

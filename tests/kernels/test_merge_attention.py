@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from radixtrain.kernels.looping import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.pieces import Piece, attention_in_pieces
-from radixtrain.kernels.ragged import Ragged, VarlenKernel
-from radixtrain.kernels.scoring import Scoring
+from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
+from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
 
 SCALE = 0.6
