@@ -1,8 +1,8 @@
 """Attention of new rows over rows whose keys and values were computed before: prefill and decoding, without a backward.
 
 U new rows, N query heads, K key/value heads, G = N / K, H head dim, L slots of a lane, C slots of the store. A *slot*
-is a row of the store: the key and the value of one token. A query sees pieces (`merge_attention.py`), which are merged by log-sum-exp
-(Hydragen, section 3.1):
+is a row of the store: the key and the value of one token. A query sees pieces (`merge_attention.py`), which are merged
+by log-sum-exp (Hydragen, section 3.1):
 
 - *shared rows*, stored once, that all queries below them see whole: one product for all of these queries;
 - its own rows: new ones too (prefill), or those of its *lane*, a private run of `step` slots of one sequence
