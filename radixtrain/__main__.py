@@ -68,7 +68,7 @@ def _run(typed: list[str]) -> int:
         return _fail(str(error), 1)
     from jsonargparse import ArgumentError  # here, since --help needs no imports that take seconds
 
-    from radixtrain.training.devices.started import check_started
+    from radixtrain.training.devices.launcher_env import check_started
 
     arguments = with_values(typed)
     if typed == sys.argv[1:]:

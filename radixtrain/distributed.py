@@ -65,43 +65,43 @@ class Ranks:
         dist.all_reduce(found)
         return found
 
-    def gather(self, value: Value, is_patient: bool = False) -> list[Value]:
-        """What each rank gave, by rank. value: what pickle can hold. is_patient: wait for hours if need be."""
+    def gather(self, value: Value, long_timeout: bool = False) -> list[Value]:
+        """What each rank gave, by rank. value: what pickle can hold. long_timeout: wait for hours if need be."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group(is_patient))
+        dist.all_gather_object(found, value, group=self._group(long_timeout))
         return found
 
-    def from_first(self, make: Callable[[], Value], is_patient: bool = False) -> Value:
+    def broadcast_from_rank0(self, make: Callable[[], Value], long_timeout: bool = False) -> Value:
         """What `make` returns on rank 0, on every rank. It is called on rank 0 only, and returns what pickle can hold.
 
-        is_patient: the others wait for hours if need be; otherwise as long as for a step.
+        long_timeout: the others wait for hours if need be; otherwise as long as for a step.
 
         An error in it ends the other ranks too, with EndedElsewhere: rank 0 reports it.
         """
         if self.size == 1:
             return make()
         if not self.is_first:
-            is_made, value = self._broadcast(None, is_patient)
+            is_made, value = self._broadcast(None, long_timeout)
             if not is_made:
                 raise EndedElsewhere
             return value
         try:
             value = make()
         except BaseException:
-            self._broadcast((False, None), is_patient)
+            self._broadcast((False, None), long_timeout)
             raise
-        self._broadcast((True, value), is_patient)
+        self._broadcast((True, value), long_timeout)
         return value
 
-    def first_before_others(self, make: Callable[[], Value]) -> Value:
+    def rank0_first(self, make: Callable[[], Value]) -> Value:
         """What `make` returns here. Rank 0 calls it first, so the others find the files that it has written.
 
-        An error on rank 0 ends the others as in `from_first`. They wait for hours if need be.
+        An error on rank 0 ends the others as in `broadcast_from_rank0`. They wait for hours if need be.
         """
         found: list[Value] = []
-        self.from_first(lambda: found.append(make()), is_patient=True)
+        self.broadcast_from_rank0(lambda: found.append(make()), long_timeout=True)
         return found[0] if found else make()
 
     def barrier(self) -> None:
@@ -116,13 +116,13 @@ class Ranks:
         dist.all_reduce(found, operation, group=self.step_group)
         return tuple(found.tolist())
 
-    def _broadcast(self, value: Any, is_patient: bool) -> Any:
+    def _broadcast(self, value: Any, long_timeout: bool) -> Any:
         found = [value]
-        dist.broadcast_object_list(found, src=0, group=self._group(is_patient))
+        dist.broadcast_object_list(found, src=0, group=self._group(long_timeout))
         return found[0]
 
-    def _group(self, is_patient: bool) -> Any:
-        return self.patient_group if is_patient else self.step_group
+    def _group(self, long_timeout: bool) -> Any:
+        return self.patient_group if long_timeout else self.step_group
 
 
 _joined: Ranks | None = None

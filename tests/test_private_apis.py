@@ -55,22 +55,22 @@ TABLE = (
     ),
     Private(
         "lightning.pytorch.Trainer.fit_loop.epoch_loop._batches_that_stepped",
-        ("radixtrain/training/survival/position.py",),
+        ("radixtrain/training/fault_tolerance/position.py",),
         "is set by the position of a run that goes on, so that its log has the same steps",
     ),
     Private(
         "lightning.pytorch.Trainer.fit_loop._data_fetcher",
-        ("radixtrain/training/survival/max_time.py",),
+        ("radixtrain/training/fault_tolerance/position.py",),
         "is what `_should_check_val_fx` asks for",
     ),
     Private(
         "lightning.pytorch.Trainer.fit_loop.epoch_loop._should_check_val_fx",
-        ("radixtrain/training/survival/max_time.py",),
+        ("radixtrain/training/fault_tolerance/position.py",),
         "says whether a validation is due after this step, if the time of the run is up",
     ),
     Private(
         "lightning.pytorch.Trainer.fit_loop.epoch_loop._skip_next_val",
-        ("radixtrain/training/survival/max_time.py",),
+        ("radixtrain/training/fault_tolerance/position.py",),
         "leaves out the validation that Lightning adds when the time of a run is up",
     ),
     Private(
@@ -295,10 +295,9 @@ TABLE = (
         "os._exit",
         (
             "radixtrain/data/workers.py",
-            "radixtrain/training/devices/board.py",
-            "radixtrain/training/devices/telling.py",
-            "radixtrain/training/devices/watching.py",
-            "radixtrain/training/survival/requests.py",
+            "radixtrain/training/devices/launch.py",
+            "radixtrain/training/devices/rank_monitor.py",
+            "radixtrain/training/fault_tolerance/signals.py",
         ),
         "ends a process at once: after a second signal, a worker whose run was killed, and a rank whose run has ended",
     ),

@@ -9,13 +9,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from radixtrain.checkpoints.legacy import read_legacy, verify_legacy
+from radixtrain.checkpoints.atomic import standing, writing
+from radixtrain.checkpoints.checksums import digest_of_file, write_bytes
 from radixtrain.checkpoints.manifest import MANIFEST, SKELETON, DamagedCheckpoint, Manifest, committed
 from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, MalformedState, Packed, file_of, pack, unpack
-from radixtrain.checkpoints.replacing import standing, writing
 from radixtrain.checkpoints.sharded import Gathering
 from radixtrain.checkpoints.space import check_space, explained
-from radixtrain.checkpoints.sums import sum_of, write_bytes
 from radixtrain.checkpoints.tensors import in_order, map_tensors, read_tensors, write_tensors
 from radixtrain.errors import UserError, first_line
 
@@ -65,7 +64,7 @@ def _write(path: Path, state: Mapping[str, Any], gathering: Gathering) -> None:
 
 
 def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool = True) -> dict[str, Any]:
-    """The state of a checkpoint folder, or of a `.ckpt` file of an earlier version; its tensors are on the CPU.
+    """The state of a checkpoint folder; its tensors are on the CPU.
 
     leave_out: entries that are not wanted, such as `optimizer_states`, which takes twice the memory of the weights.
     in_memory: False maps weights and moments from their files, for several processes that each take a part of them.
@@ -74,8 +73,6 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
     No code in it is run. Raises DamagedCheckpoint, which names the file, unless every byte is the one that was written.
     """
     path = standing(Path(path))
-    if path.is_file():
-        return {key: value for key, value in read_legacy(path).items() if key not in leave_out}
     verify_checkpoint(path)
     skeleton = _read(path, SKELETON, lambda file: json.loads(file.read_bytes()))
     if not isinstance(skeleton, dict):
@@ -90,13 +87,11 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
 def verify_checkpoint(path: Path) -> None:
     """The same check without the tensors; it reads every byte. DamagedCheckpoint if one is another."""
     path = standing(Path(path))
-    if path.is_file():
-        return verify_legacy(path)
     if not path.is_dir():
         raise UserError(f"no such checkpoint: {path}")
     for name, expected in Manifest.read(path).files.items():
         _check_size(path, name, expected.size)
-        if _read(path, name, sum_of) != expected:
+        if _read(path, name, digest_of_file) != expected:
             raise DamagedCheckpoint(path, name, "is damaged: its checksum is not the one in the manifest")
 
 

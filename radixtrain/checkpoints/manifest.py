@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
+from radixtrain.checkpoints.atomic import set_aside
+from radixtrain.checkpoints.checksums import FileDigest
 from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE
-from radixtrain.checkpoints.replacing import set_aside
-from radixtrain.checkpoints.sums import FileSum
 from radixtrain.errors import UserError, first_line
 
 __all__ = [
@@ -49,7 +49,7 @@ class Manifest:
 
     sequence: int
     step: int
-    files: Mapping[str, FileSum]
+    files: Mapping[str, FileDigest]
 
     def to_bytes(self) -> bytes:
         """JSON, in one way only: so every byte of a manifest that is read can be compared."""
@@ -77,7 +77,9 @@ class Manifest:
 
     @classmethod
     def _from_json(cls, body: Any) -> Manifest:
-        files = {name: FileSum(int(each["size"]), str(each["xxh3_128"])) for name, each in dict(body["files"]).items()}
+        files = {
+            name: FileDigest(int(each["size"]), str(each["xxh3_128"])) for name, each in dict(body["files"]).items()
+        }
         if body["format"] != FORMAT or sorted(files) != sorted(FILES):
             raise ValueError(f"format {body['format']}, files {sorted(files)}")
         return cls(sequence=int(body["sequence"]), step=int(body["step"]), files=files)

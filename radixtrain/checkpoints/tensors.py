@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from radixtrain.checkpoints.checksums import DigestedFile, FileDigest
 from radixtrain.checkpoints.sharded import whole
-from radixtrain.checkpoints.sums import FileSum, SummedFile
 
 __all__ = ["DTYPES", "in_order", "map_tensors", "read_tensors", "write_tensors"]
 
@@ -48,13 +48,15 @@ def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], to_plain: Callable[[Tensor], Tensor] = whole) -> FileSum:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], to_plain: Callable[[Tensor], Tensor] = whole
+) -> FileDigest:
     """Write a new file of dense tensors, on any device, whose dtypes are in `DTYPES`. OSError if the disk is full.
 
     to_plain: called with each tensor when its turn has come, see `in_order`: a sharded one -> the whole of it.
     """
     ordered = in_order(tensors)
-    with SummedFile(path) as file:
+    with DigestedFile(path) as file:
         header = _header(ordered)
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)

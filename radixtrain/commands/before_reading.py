@@ -6,14 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from radixtrain.checkpoints.choice import newest_valid, resolve
-from radixtrain.checkpoints.upkeep import tidy
+from radixtrain.checkpoints.resolve import newest_valid, resolve, tidy
+from radixtrain.training.fault_tolerance import slurm
+from radixtrain.training.fault_tolerance.run_folder import check_new_run
 from radixtrain.training.results.closing_lines import say
 from radixtrain.training.results.model_folder import check_model_folder
 from radixtrain.training.results.summary_file import weights_text
 from radixtrain.training.start.first_checks import check_room, earlier_run, num_stored_parameters
-from radixtrain.training.survival import slurm
-from radixtrain.training.survival.run_folder import check_new_run
 
 __all__ = ["EVALUATING", "WITHOUT_WEIGHTS", "check_weights_and_room", "checkpoint_of_fit", "checkpoint_to_evaluate"]
 

@@ -12,12 +12,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
+from radixtrain.training.fault_tolerance.run_folder import locked_model
+from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.closing_lines import say
 from radixtrain.training.results.model_card import documents
 from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
-from radixtrain.training.survival.folder_lock import locked_model
-from radixtrain.training.survival.weights import load_weights, read_checkpoint
 
 __all__ = ["export", "run"]
 

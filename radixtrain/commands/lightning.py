@@ -34,19 +34,17 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
 from radixtrain.redaction import masked_arguments
-from radixtrain.training.devices.launch import Processes
+from radixtrain.training.devices.launch import Processes, local_rank0_reports
+from radixtrain.training.devices.launcher_env import launcher_env
 from radixtrain.training.devices.settings import check_devices, default_devices, device_settings
-from radixtrain.training.devices.started import started
-from radixtrain.training.devices.telling import one_of_each_machine
+from radixtrain.training.fault_tolerance import slurm
+from radixtrain.training.fault_tolerance.failures import explain
+from radixtrain.training.fault_tolerance.resume import settings_of_run
+from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, is_resumed, locked, logs_of_run
+from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.saved_config import SaveMaskedConfig, mask_what_is_logged, own_log_folders
 from radixtrain.training.start.first_screen import show_first_screen, steps_between_logs
-from radixtrain.training.survival import slurm
-from radixtrain.training.survival.changed_settings import settings_of_run
-from radixtrain.training.survival.checkpoint_io import FolderCheckpointIO
-from radixtrain.training.survival.failures import explain
-from radixtrain.training.survival.folder_lock import locked
-from radixtrain.training.survival.run_folder import EarlierRun, check_output_dir, is_resumed, logs_of_run
 from radixtrain.training.trainer import Trainer
 
 __all__ = ["RadixCLI", "run"]
@@ -231,7 +229,7 @@ class RadixCLI(LightningCLI):
 
 def run(argv: Sequence[str]) -> None:
     """Run one of Lightning's commands. `main` prints the errors: UserError, or jsonargparse's ArgumentError."""
-    quiet(speaks=started().rank == 0)
+    quiet(speaks=launcher_env().rank == 0)
     warn_of_variables(os.environ)
     # A `class_path` is imported before its type is checked, so a configuration could run anything.
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
@@ -239,7 +237,7 @@ def run(argv: Sequence[str]) -> None:
     strict = {"exit_on_error": False, "allow_abbrev": False}
     if list(argv) == sys.argv[1:]:
         sys.argv[1:] = masked_arguments(argv)  # which loggers copy into their files
-    with one_of_each_machine():
+    with local_rank0_reports():
         RadixCLI(
             argv,
             model_class=RadixModule,

@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from radixtrain.commands.trainer_settings import as_list
 from radixtrain.training.callbacks import PredictionWriter
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
+from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.progress_bar import progress_bar
 from radixtrain.training.results.best import Best, StopEarly
 from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.start.first_checks import check_judges, check_monitors
-from radixtrain.training.survival.requests import Requests
-from radixtrain.training.survival.saving import SaveCheckpoints
 
 __all__ = ["RunCallbacks"]
 

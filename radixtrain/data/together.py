@@ -28,11 +28,11 @@ def read_together(read: Callable[[bool], tuple[Corpus, EncodeReport]], key: str)
     here = ranks()
     machines = here.gather(socket.gethostname())
     is_first = machines.index(machines[here.rank]) == here.rank
-    found = here.first_before_others(lambda: read(True) if is_first else None)
+    found = here.rank0_first(lambda: read(True) if is_first else None)
     here.barrier()
     corpus, report = found or read(False)
-    digests = here.gather(corpus.digest, is_patient=True)
-    here.from_first(lambda: _check_same(digests, machines, key))
+    digests = here.gather(corpus.digest, long_timeout=True)
+    here.broadcast_from_rank0(lambda: _check_same(digests, machines, key))
     return corpus, report
 
 

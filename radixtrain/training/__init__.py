@@ -7,6 +7,6 @@
 | `start/` | loads the model, calibrates the machine, and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |
-| `survival/` | saves a run, stops it, and goes on |
+| `fault_tolerance/` | saves a run, stops it, and goes on |
 | `results/` | what a run leaves |
 """

@@ -12,12 +12,12 @@ from typing import Any
 
 import lightning as L
 
-from radixtrain.checkpoints.replacing import sync_folder
+from radixtrain.checkpoints.atomic import sync_folder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.training.devices.synchronising import wrap_again
+from radixtrain.training.devices.gradient_sync import rebuild_ddp
 from radixtrain.training.results.closing_lines import say
 from radixtrain.training.speed import Speed
 from radixtrain.verification.oracle import Features
@@ -48,10 +48,12 @@ class VerifyFirstBatch(L.Callback):
         if not isinstance(data, SFTData):
             raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
         collator = data.step_collator()  # of the whole step
-        reason = ranks().from_first(lambda: self._verified(data.features_of_step(0), collator), is_patient=True)
+        reason = ranks().broadcast_from_rank0(
+            lambda: self._verified(data.features_of_step(0), collator), long_timeout=True
+        )
         if reason:
             raise UserError(f"model.verify_first_batch: {reason}. Nothing was trained")
-        wrap_again(trainer.strategy)
+        rebuild_ddp(trainer.strategy)
 
     def _verified(self, features: Features, collator: StepCollator) -> str:
         """Why the whole step, on one rank, did not pass; empty if it did."""

@@ -22,19 +22,29 @@ from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predicted_answers import PredictedAnswers
 from radixtrain.training.answers.predicted_scores import scored_records, scorer_of
 from radixtrain.training.callbacks import VerifyFirstBatch
-from radixtrain.training.devices.synchronising import backward, settle
+from radixtrain.training.devices.gradient_sync import backward, warm_up_buckets
+from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
+from radixtrain.training.fault_tolerance.position import (
+    Position,
+    leave_out_added_validation,
+    run_pending_validation,
+    sync_loop_counters,
+)
+from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position, restored_rates
+from radixtrain.training.fault_tolerance.run_state import (
+    add_run_state,
+    check_same_model,
+    check_weights,
+    generator_states,
+    is_partial,
+    seed_per_rank,
+    set_states_of_ranks,
+)
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.calibration import calibrated
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.training.step_metrics import log_mean_loss, log_step
-from radixtrain.training.survival.finite import NonFiniteGuard, check_weights_finite
-from radixtrain.training.survival.generators import draw_apart, generator_states, set_states_of_ranks
-from radixtrain.training.survival.max_time import leave_out_added_validation
-from radixtrain.training.survival.position import Position, run_pending_validation, settle_loops
-from radixtrain.training.survival.resume import apply_settings, restore_position, restored_rates
-from radixtrain.training.survival.run_state import add_run_state, check_same_model
-from radixtrain.training.survival.weights import check_weights, is_partial
 from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
@@ -269,11 +279,11 @@ class RadixModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         check_weights_finite(self, "fit cannot start")
-        draw_apart()
-        settle(self)
+        seed_per_rank()
+        warm_up_buckets(self)
         if self.resumed:
             apply_settings(self.resumed, self)
-            settle_loops(self.trainer)
+            sync_loop_counters(self.trainer)
             if self.position.validation_pending:
                 run_pending_validation(self)
         self.speed.start()

@@ -18,10 +18,10 @@ from radixtrain.report.page import write_page
 from radixtrain.report.profiling import Rehearsal
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
+from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import adamw
 from radixtrain.training.start.skeleton import layer_period, random_trainable
-from radixtrain.training.survival.weights import load_weights, read_checkpoint
 from radixtrain.verification.report import EquivalenceReport
 
 __all__ = ["Trainer"]

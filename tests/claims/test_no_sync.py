@@ -25,8 +25,8 @@ from radixtrain.attention import AttentionChoice
 from radixtrain.collators.steps import StepCollator
 from radixtrain.kernels.flash import TorchCUDAKernel
 from radixtrain.testing import FREE_FORKS
+from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from radixtrain.training.module import RadixModule
-from radixtrain.training.survival.finite import NonFiniteGuard
 from radixtrain.tree.runs import RunLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,7 +261,8 @@ def test_the_watch_lets_pass() -> None:
 ON_THE_PATH = [
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").rglob("*.py"))),
     *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/runs", "loss")),
-    *(f"radixtrain/training/{name}.py" for name in ("module", "devices/synchronising", "survival/finite")),
+    *(f"radixtrain/training/{name}.py" for name in ("module", "devices/gradient_sync")),
+    "radixtrain/training/fault_tolerance/nonfinite_guard.py",
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
 ]
 HOST = "host data: NumPy arrays in the DataLoader worker"
@@ -274,9 +275,9 @@ MAY_READ = {
     ("kernels/experimental/tree_tiles.py", "*"): HOST,
     ("radixtrain/tree/layout.py", "_host_bounds"): "only tensors on the host; it returns first for any other",
     ("radixtrain/loss.py", "_deal_on_host"): "`_chunks_of` chooses it only for tensors on the host",
-    ("radixtrain/training/survival/finite.py", "allows"): "only of a step that is not finite",
-    ("radixtrain/training/survival/finite.py", "accepts"): "only of a step that is not finite",
-    ("radixtrain/training/survival/finite.py", "_nonfinite_here"): "before a run, and of a step that is not finite",
+    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "allows"): "only of a step that is not finite",
+    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "accepts"): "only of a step that is not finite",
+    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "_nonfinite_here"): "before a run, and of a step that is not finite",
     ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
     ("radixtrain/hf/padded/rows.py", "*"): "`share_prefixes` plans on the host: one copy of the ids for each call",
     ("radixtrain/hf/padded/calls.py", "why_rows_are_not_shared"): "NumPy arrays of `PaddedRows`",

@@ -22,7 +22,7 @@ def test_all_ranks_get_the_same_answers():
         return (
             *(here.rank, here.size, here.is_first),
             *(here.largest(rank, -rank), here.any(rank == 2), here.any(False)),
-            *(total.tolist(), here.gather(f"of {rank}"), here.from_first(lambda: [rank, "made"])),
+            *(total.tolist(), here.gather(f"of {rank}"), here.broadcast_from_rank0(lambda: [rank, "made"])),
         )
 
     answers = on_ranks(3, ask)
@@ -41,12 +41,12 @@ def test_rank_0_comes_first(tmp_path):
                 path.write_text("by rank 0")
             return f"{rank}: {path.read_text()}"
 
-        return ranks().first_before_others(make)
+        return ranks().rank0_first(make)
 
     assert on_ranks(2, read) == ["0: by rank 0", "1: by rank 0"]
 
 
-@pytest.mark.parametrize("way", ["from_first", "first_before_others"])
+@pytest.mark.parametrize("way", ["broadcast_from_rank0", "rank0_first"])
 def test_an_error_of_rank_0_ends_the_others(way):
     def fail(rank: int) -> str:
         def make() -> None:
@@ -66,7 +66,7 @@ def test_an_error_of_rank_0_ends_the_others(way):
 IMPATIENT = {
     "any": lambda: ranks().any(True),
     "gather": lambda: ranks().gather(1),
-    "from_first": lambda: ranks().from_first(lambda: 1),
+    "broadcast_from_rank0": lambda: ranks().broadcast_from_rank0(lambda: 1),
 }
 
 
@@ -92,7 +92,7 @@ def test_rank_0_may_work_for_hours():
 
     def wait(rank: int) -> int:
         here = ranks()
-        return here.from_first(lambda: time.sleep(1.5) or 5, is_patient=True) + here.first_before_others(
+        return here.broadcast_from_rank0(lambda: time.sleep(1.5) or 5, long_timeout=True) + here.rank0_first(
             lambda: time.sleep(1.5 * here.is_first) or 1
         )
 

@@ -45,7 +45,7 @@ def pause() -> None:
     each of its batches. "save 3": in the checkpoint of the third, with the weights written and not the optimizer.
     "load": before the weights are loaded. "step 3 0", "load 0 0": only on rank 0, which "save" always is.
     """
-    from radixtrain.checkpoints.sums import SummedFile
+    from radixtrain.checkpoints.checksums import DigestedFile
     from radixtrain.training import module
 
     place, *numbers = os.environ["PAUSE"].split()
@@ -61,7 +61,7 @@ def pause() -> None:
         _replace(model, "validation_step", lambda run, *_: run.global_step == number)
     else:
         parts = "optimizer.safetensors", f"step={number}"
-        _replace(SummedFile, "__init__", lambda _, path: path.name == parts[0] and parts[1] in path.parent.name)
+        _replace(DigestedFile, "__init__", lambda _, path: path.name == parts[0] and parts[1] in path.parent.name)
 
 
 def wait_until_paused(folder: Path, run: Any, count: int = 1) -> None:

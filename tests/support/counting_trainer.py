@@ -11,9 +11,9 @@ import torch
 from radixtrain.checkpoints.folder import write_checkpoint
 from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped
-from radixtrain.training.survival.position import Position
-from radixtrain.training.survival.requests import Requests
-from radixtrain.training.survival.saving import SaveCheckpoints
+from radixtrain.training.fault_tolerance.position import Position
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
+from radixtrain.training.fault_tolerance.signals import Requests
 
 __all__ = ["CountingTrainer", "written"]
 

@@ -76,9 +76,9 @@ def only_the_first_is_synchronised() -> None:
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     from radixtrain.training import module
-    from radixtrain.training.devices import synchronising
+    from radixtrain.training.devices import gradient_sync
 
-    backward = synchronising.backward
+    backward = gradient_sync.backward
     place = [0]
 
     def mutated(here: Any, loss: Any, is_last: bool) -> None:
@@ -87,7 +87,7 @@ def only_the_first_is_synchronised() -> None:
         assert isinstance(here.trainer.strategy.model, DDP)
         backward(here, loss, is_first)
 
-    for place_of_it in (module, synchronising):
+    for place_of_it in (module, gradient_sync):
         if "backward" in vars(place_of_it):
             vars(place_of_it)["backward"] = mutated
 

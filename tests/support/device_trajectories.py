@@ -9,8 +9,8 @@ from outcomes import values
 from safetensors.torch import load_file
 from torch import Tensor
 
-from radixtrain.checkpoints.choice import newest_valid
 from radixtrain.checkpoints.folder import read_checkpoint
+from radixtrain.checkpoints.resolve import newest_valid
 
 __all__ = ["BAR", "assert_same_trajectory", "metrics"]
 

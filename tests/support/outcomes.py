@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from radixtrain.checkpoints.choice import newest_valid
 from radixtrain.checkpoints.folder import read_checkpoint
+from radixtrain.checkpoints.resolve import newest_valid
 
 __all__ = [
     *("EXACT", "assert_equal", "assert_nothing_left", "assert_same_run", "assert_same_state", "conclusions"),

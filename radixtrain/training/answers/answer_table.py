@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import WandbLogger
 
-from radixtrain.checkpoints.replacing import writing_file
+from radixtrain.checkpoints.atomic import writing_file
 
 __all__ = ["Judged", "log_table", "write_table"]
 

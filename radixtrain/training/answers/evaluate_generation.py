@@ -125,7 +125,7 @@ class EvaluateGeneration(L.Callback):
         mean = sum(row.score for row in judged) / len(judged)
         module.log(self.logged, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=len(judged))
         if not is_try:
-            ranks().from_first(lambda: self._write(trainer, judged))
+            ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
 
     def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
@@ -148,7 +148,7 @@ class EvaluateGeneration(L.Callback):
             answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
         with isolate_rng():  # a metric of the user may draw, and reads what it likes
-            scores = ranks().from_first(lambda: metric([answer.text for answer in answers], targets, rows))
+            scores = ranks().broadcast_from_rank0(lambda: metric([answer.text for answer in answers], targets, rows))
         return [
             Judged(row["row"], row["prompt"], answer.text, target, score, answer.finish_reason)
             for row, answer, target, score in zip(rows, answers, targets, scores, strict=True)

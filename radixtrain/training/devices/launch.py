@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
@@ -18,13 +18,11 @@ import torch
 import torch.distributed as dist
 
 from radixtrain.distributed import Ranks, join, ranks
-from radixtrain.errors import UserError, first_line
-from radixtrain.training.devices.board import Board
-from radixtrain.training.devices.started import PARENT, started
-from radixtrain.training.devices.telling import as_told
-from radixtrain.training.devices.watching import first_to_end, watch_children, watch_parent
+from radixtrain.errors import EndedElsewhere, Stopped, UserError, first_line
+from radixtrain.training.devices.launcher_env import PARENT, launcher_env
+from radixtrain.training.devices.rank_monitor import GRACE, RankMonitor, first_to_end, watch_children, watch_parent
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "local_rank0_reports", "reported_error"]
 
 Value = TypeVar("Value")
 SECONDS_TO_END = 10.0  # for a process that has nothing left to do
@@ -44,8 +42,8 @@ class Processes:
         self.strategy, self.arguments, self.timeout = strategy, list(arguments), timeout
         self.children: list[subprocess.Popen[bytes]] = []
         self._environment: dict[str, str] = {}
-        self._board: Board | None = None
-        self._has_board = threading.Event()
+        self._monitor: RankMonitor | None = None
+        self._has_monitor = threading.Event()
 
     @property
     def starts_others(self) -> bool:
@@ -64,7 +62,7 @@ class Processes:
         try:
             if error is None:
                 self._end_well()
-            elif self._board is not None and (told := as_told(error, self._board)) is not error:
+            elif self._monitor is not None and (told := reported_error(error, self._monitor)) is not error:
                 raise told from error
         finally:
             for child in self.children:
@@ -84,20 +82,20 @@ class Processes:
         if self.starts_others:
             self._start()
         elif PARENT in os.environ:
-            watch_parent(int(os.environ[PARENT]), self._has_board)
+            watch_parent(int(os.environ[PARENT]), self._has_monitor)
         if hasattr(self.strategy, "cluster_environment"):
             self.strategy.setup_environment()  # Lightning calls it again, and finds the group
         if self._join().size > 1:
-            self._board = Board(self.children)
-            self._has_board.set()
-        return ranks().from_first(lambda: made[0] if made else prepare(), is_patient=True)
+            self._monitor = RankMonitor(self.children)
+            self._has_monitor.set()
+        return ranks().broadcast_from_rank0(lambda: made[0] if made else prepare(), long_timeout=True)
 
     def _join(self) -> Ranks:
         """UserError if the ranks of several machines have met, over NCCL or gloo, and gloo then does not connect."""
         try:
             return join(self.timeout)
         except RuntimeError as error:
-            if started().num_nodes == 1:
+            if launcher_env().num_nodes == 1:
                 raise
             raise UserError(
                 f"the machines cannot connect over gloo ({first_line(error)}): its address of a machine is that of the "
@@ -119,7 +117,7 @@ class Processes:
                 environment = {**os.environ, **shared, "LOCAL_RANK": str(rank)}
                 self.children.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
         os.environ.update({**shared, "LOCAL_RANK": "0"})
-        watch_children(self.children, self._has_board)
+        watch_children(self.children, self._has_monitor)
 
     def gone(self) -> str:
         """`rank 1 was killed by SIGKILL`, or `rank 1 is gone: ...`; empty if none is after `SECONDS_TO_END`.
@@ -128,7 +126,7 @@ class Processes:
         """
         deadline = time.monotonic() + SECONDS_TO_END
         while not (found := self._gone()) and time.monotonic() < deadline:
-            if self._board is not None and self._board.is_told_elsewhere:
+            if self._monitor is not None and self._monitor.is_told_elsewhere:
                 break
             time.sleep(0.1)
         return found
@@ -136,14 +134,14 @@ class Processes:
     def _gone(self) -> str:
         if self.children:
             return first_to_end(self.children)
-        known = self._board.gone if self._board else []
+        known = self._monitor.gone if self._monitor else []
         return f"rank {known[0]} is gone: its own message, or that of what started it, says why" if known else ""
 
     def _end_well(self) -> None:
         """Leave the group once every rank has come to its end."""
         ranks().barrier()
-        if self._board is not None:
-            self._board.close()
+        if self._monitor is not None:
+            self._monitor.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         join(self.timeout)
@@ -165,3 +163,40 @@ def _ignoring_interrupts() -> Any:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error
+
+
+def reported_error(error: BaseException, monitor: RankMonitor) -> BaseException:
+    """What this rank raises in place of an error: the error, with the number of the rank, or one that prints nothing.
+
+    Rank 0 reports its own, unless another one has; another rank does if no other one has. A way out that is no error,
+    such as `sys.exit()` of a callback, is left as it is: the others report that this rank is gone. The process ends
+    within `GRACE` seconds.
+    """
+    rank, code = ranks().rank, error.code if isinstance(error, Stopped) else 1
+    ending = threading.Timer(GRACE, os._exit, (code,))  # whatever libraries wait for when Python ends
+    ending.daemon = True
+    ending.start()
+    if isinstance(error, Stopped):
+        return error if rank == 0 else Stopped("", code)
+    if not isinstance(error, Exception):
+        return error
+    if isinstance(error, EndedElsewhere) or not monitor.claim_report(PATIENCE):
+        return EndedElsewhere()
+    if rank and isinstance(error, UserError):
+        return UserError(f"rank {rank}: {error}")
+    return error  # torch puts the rank before each line of a traceback
+
+
+@contextmanager
+def local_rank0_reports() -> Iterator[None]:
+    """Until the ranks have found one another, each finds the same mistakes: one of each machine reports them."""
+    found = launcher_env()
+    try:
+        yield
+    except (Exception, Stopped) as error:
+        if found.by in ("torchrun", "srun") and found.local_rank and ranks().size == 1:
+            raise (Stopped("", error.code) if isinstance(error, Stopped) else EndedElsewhere()) from error
+        raise

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
-from radixtrain.training.devices.slurm_tasks import SlurmTasks
-from radixtrain.training.devices.started import ON_SEVERAL, started
+from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, launcher_env
 
-__all__ = ["check_devices", "default_devices", "device_settings"]
+__all__ = ["SlurmTasks", "check_devices", "default_devices", "device_settings"]
 
 logger = logging.getLogger(__name__)
 
 DDP = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 ACCEPTED = ("auto", *DDP, "fsdp2")
+
+
 # How names of Lightning that are refused begin, the longest first, and what to do in place of them.
 REFUSED = {
     "ddp_notebook": "it forks a process that has imported CUDA; ddp starts new ones",
@@ -32,11 +36,17 @@ REFUSED = {
     "single_": "leave it out, and set trainer.devices to 1",
     "xla": "radixtrain runs on CUDA and on CPUs",
 }
+
+
 # NCCL's watchdog kills the process with a report of its own. What waits for a hanging rank over gloo says more, so it
 # comes first: it has the time to report, and to end.
 NCCL_LATER = timedelta(seconds=60)
+
+
 # Options of Lightning's DDP that do not leave the gradient of a step as it is.
 CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
+
+
 # Keys that need whole weights outside of a pass through the model, by the commands that read them.
 WHOLE = {
     "model.load_in_4bit": ON_SEVERAL,
@@ -48,7 +58,7 @@ WHOLE = {
 
 def default_devices() -> dict[str, int]:
     """Defaults of `trainer`: one device, or as many as torchrun or srun have started processes."""
-    found = started()
+    found = launcher_env()
     return {"devices": found.local_size, "num_nodes": found.num_nodes} if _is_launched() else {"devices": 1}
 
 
@@ -70,10 +80,10 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
                 f"then leave trainer.num_nodes and trainer.devices out"
             )
         return fixed
-    changed: dict[str, Any] = {"devices": started().local_size} if config.devices in ("auto", -1, "-1") else {}
-    if started().by == "srun":
+    changed: dict[str, Any] = {"devices": launcher_env().local_size} if config.devices in ("auto", -1, "-1") else {}
+    if launcher_env().by == "srun":
         _check_visible(config.accelerator)
-        changed["plugins"] = [*_as_list(config.plugins), SlurmTasks(started())]
+        changed["plugins"] = [*_as_list(config.plugins), SlurmTasks(launcher_env())]
     return {**fixed, **changed}
 
 
@@ -82,7 +92,7 @@ def check_devices(trainer: Any, timeout: timedelta) -> None:
 
     timeout: how long a rank waits for the others.
     """
-    strategy, found = trainer.strategy, started()
+    strategy, found = trainer.strategy, launcher_env()
     if isinstance(strategy, DDPStrategy):
         is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
         strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
@@ -100,7 +110,7 @@ def check_devices(trainer: Any, timeout: timedelta) -> None:
 
 def _is_launched() -> bool:
     """Whether torchrun or srun has started this process and others."""
-    return started().by in ("torchrun", "srun")
+    return launcher_env().by in ("torchrun", "srun")
 
 
 def _one_device(config: Any, command: str) -> dict[str, Any]:
@@ -135,7 +145,7 @@ def _check_strategy(strategy: Any) -> None:
 
 def _check_visible(accelerator: str) -> None:
     """UserError if SLURM shows each task only GPUs of its own: rank N of a machine takes its GPU N."""
-    num_visible, num_tasks = torch.cuda.device_count(), started().local_size
+    num_visible, num_tasks = torch.cuda.device_count(), launcher_env().local_size
     if accelerator in ("auto", "gpu", "cuda") and 0 < num_visible < num_tasks:
         raise UserError(
             f"srun has started {num_tasks} tasks on this machine, and this one sees {num_visible} of its GPUs; every "
@@ -159,3 +169,60 @@ def _check_sharded(settings: Any, command: str) -> None:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value is not None else []
+
+
+FIRST_PORT = 15_000
+
+
+class SlurmTasks(ClusterEnvironment):
+    """What Lightning needs to know of the tasks that `srun` has started.
+
+    Its own `SLURMEnvironment` also saves and requeues at signals, as `Requests` does here, takes any fresh run for one
+    that goes on, and refuses `--ntasks` without `--ntasks-per-node`.
+
+    found: this task. The host of rank 0 is the first one of the step, unless MASTER_ADDR and MASTER_PORT name a place.
+    """
+
+    def __init__(self, found: LauncherEnv):
+        super().__init__()
+        self.found = found
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "127.0.0.1")
+        self._address = os.environ.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes)
+        port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % 10_000
+        self._port = int(os.environ.get("MASTER_PORT", port))
+        self._node = int(os.environ.get("SLURM_NODEID", "0"))
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self._address
+
+    @property
+    def main_port(self) -> int:
+        return self._port
+
+    @staticmethod
+    def detect() -> bool:
+        """False: `device_settings` gives it to the trainer."""
+        return False
+
+    def world_size(self) -> int:
+        return self.found.size
+
+    def set_world_size(self, size: int) -> None:
+        """SLURM has set it."""
+
+    def global_rank(self) -> int:
+        return self.found.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """SLURM has set it."""
+
+    def local_rank(self) -> int:
+        return self.found.local_rank
+
+    def node_rank(self) -> int:
+        return self._node

@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import nn
 
 from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
-from radixtrain.checkpoints.upkeep import point
+from radixtrain.checkpoints.resolve import point
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.training.survival.weights import load_weights
+from radixtrain.training.fault_tolerance.run_state import load_weights
 
 __all__ = ["Best", "Saver", "StopEarly", "Validation", "is_lower_better", "is_validation"]
 
@@ -28,7 +28,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "grad_norm")
 
 
 class Saver(Protocol):
-    """What writes the checkpoints of a run: `training/survival/saving.py`."""
+    """What writes the checkpoints of a run: `training/fault_tolerance/saving.py`."""
 
     folder: Path
     last: Path | None

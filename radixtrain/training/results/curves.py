@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from radixtrain.checkpoints.replacing import writing_file
+from radixtrain.checkpoints.atomic import writing_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

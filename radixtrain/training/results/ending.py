@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch.callbacks import EarlyStopping
 
 from radixtrain.errors import first_line
+from radixtrain.training.fault_tolerance.position import is_out_of_time
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 from radixtrain.training.results.best import StopEarly
-from radixtrain.training.survival.max_time import is_out_of_time
 
 __all__ = ["Ending", "ending_by_error", "ending_of"]
 

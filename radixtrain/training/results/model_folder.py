@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixtrain.checkpoints.replacing import recover, writing
+from radixtrain.checkpoints.atomic import recover, writing
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import restore_model
-from radixtrain.training.devices.gathering import gather_on_first
+from radixtrain.training.devices.fsdp2 import gather_on_first
+from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.results.model_card import CARD, MARK, SETTINGS
 from radixtrain.training.start.adapters import merged
-from radixtrain.training.survival.finite import check_weights_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,10 +69,10 @@ def save_hf_folder(
     output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
     documents: names and texts of files beside them, see `radixtrain/training/results/model_card.py`.
     """
-    target = ranks().from_first(lambda: check_model_folder(output_dir))
+    target = ranks().broadcast_from_rank0(lambda: check_model_folder(output_dir))
     check_weights_finite(model, f"{output_dir} is not written")
     gather_on_first(model)
-    ranks().from_first(lambda: _write(model, tokenizer, target, documents or {}), is_patient=True)
+    ranks().broadcast_from_rank0(lambda: _write(model, tokenizer, target, documents or {}), long_timeout=True)
     return Path(output_dir)
 
 

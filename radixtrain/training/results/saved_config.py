@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from radixtrain.checkpoints.replacing import writing_file
+from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.redaction import masked
 
 __all__ = ["SaveMaskedConfig", "log_folder", "mask_what_is_logged", "own_log_folders"]

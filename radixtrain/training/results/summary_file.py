@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.checkpoints.manifest import Manifest
-from radixtrain.checkpoints.replacing import writing_file
 from radixtrain.distributed import ranks
 from radixtrain.training.results.best import Best, Validation
 from radixtrain.training.results.ending import Ending

@@ -25,5 +25,5 @@ def calibrated(module: Any) -> StepCost | None:
     choices["dtype"] = torch.bfloat16 if str(module.trainer.precision).startswith("bf16") else None
     measure = not torch.are_deterministic_algorithms_enabled()  # as `trainer.deterministic: true` does
     if module.rates is None:
-        module.rates = ranks().from_first(lambda: calibrate(module.model, **choices, measure=measure).rates)
+        module.rates = ranks().broadcast_from_rank0(lambda: calibrate(module.model, **choices, measure=measure).rates)
     return calibrate(module.model, **choices, rates=module.rates)

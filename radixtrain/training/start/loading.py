@@ -26,8 +26,8 @@ from radixtrain.hf.model_files import MODEL_JSON, check_json_files
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
 from radixtrain.hf.refusals import check_soft_cap
+from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
-from radixtrain.training.survival.finite import check_weights_finite
 
 __all__ = ["auto_class", "load_model", "load_trainable", "with_training_options"]
 

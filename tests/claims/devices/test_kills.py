@@ -17,7 +17,7 @@ from launched_ranks import Launched
 from outcomes import assert_nothing_left, assert_same_run
 from tiers import FULL, tries
 
-from radixtrain.checkpoints.choice import newest_valid
+from radixtrain.checkpoints.resolve import newest_valid
 
 KILLS = tries(1, 20)
 pytestmark = FULL

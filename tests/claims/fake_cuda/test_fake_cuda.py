@@ -20,7 +20,7 @@ from tiers import FULL
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
-STEP = {"radixtrain/training/survival/finite.py:_are_finite": 1}
+STEP = {"radixtrain/training/fault_tolerance/nonfinite_guard.py:_are_finite": 1}
 READ_BOUNDS = "radixtrain/kernels/varlen_args.py:_read_bounds"
 SHARED = {"radixtrain/hf/padded/rows.py:read": 1, "radixtrain/hf/padded/spread.py:_check_zero": 2}
 # Where a step waits for the device, how often, and why; every other case must not.

@@ -16,8 +16,8 @@ from radixtrain.checkpoints.folder import write_checkpoint
 from radixtrain.data.files.sources import Source, found_in
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
+from radixtrain.training.fault_tolerance.run_state import read_checkpoint
 from radixtrain.training.start.loading import load_model
-from radixtrain.training.survival.weights import read_checkpoint
 
 KINDS = ["pt", "pth", "pkl", "pickle", "joblib", "npy", "ckpt", "bin", "parquet", "arrow", "jsonl", "json", "csv"]
 STATE = {"state_dict": {"w": torch.ones(3)}, "hyper_parameters": {}, "global_step": 1, "optimizer_states": []}

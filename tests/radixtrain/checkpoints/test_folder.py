@@ -20,14 +20,13 @@ from tiers import FULL, TRIES
 
 from radixtrain.checkpoints import folder as folders
 from radixtrain.checkpoints import space
-from radixtrain.checkpoints.choice import newest_valid
+from radixtrain.checkpoints.atomic import remove
+from radixtrain.checkpoints.checksums import digest_of_file
 from radixtrain.checkpoints.folder import DamagedCheckpoint, read_checkpoint, verify_checkpoint, write_checkpoint
 from radixtrain.checkpoints.manifest import FILES, MANIFEST, SKELETON, Manifest, committed
 from radixtrain.checkpoints.packing import MODEL, STATE
-from radixtrain.checkpoints.replacing import remove
-from radixtrain.checkpoints.sums import sum_of
+from radixtrain.checkpoints.resolve import newest_valid, tidy
 from radixtrain.checkpoints.tensors import read_tensors
-from radixtrain.checkpoints.upkeep import tidy
 from radixtrain.errors import UserError
 
 
@@ -131,7 +130,7 @@ def with_sums(path, **changed):
     """Change files of a checkpoint, and its manifest with them: damage that no checksum shows."""
     for name, data in changed.items():
         (path / name).write_bytes(data)
-    sums = {name: sum_of(path / name) for name in FILES}
+    sums = {name: digest_of_file(path / name) for name in FILES}
     (path / MANIFEST).write_bytes(Manifest(sequence=1, step=1, files=sums).to_bytes())
 
 
@@ -167,8 +166,8 @@ class TestFuzz:
             read_checkpoint(checkpoint)
 
     def test_a_manifest_that_names_a_file_elsewhere(self, folder):
-        sums = {name: sum_of(folder / "step=5" / name) for name in FILES if name != MODEL}
-        sums["../step=3/model.safetensors"] = sum_of(folder / "step=3" / MODEL)
+        sums = {name: digest_of_file(folder / "step=5" / name) for name in FILES if name != MODEL}
+        sums["../step=3/model.safetensors"] = digest_of_file(folder / "step=3" / MODEL)
         (folder / "step=5" / MANIFEST).write_bytes(Manifest(sequence=1, step=1, files=sums).to_bytes())
         with pytest.raises(DamagedCheckpoint):
             read_checkpoint(folder / "step=5")

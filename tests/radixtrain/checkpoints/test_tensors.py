@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiers import FULL
 
-from radixtrain.checkpoints.sums import sum_of
+from radixtrain.checkpoints.checksums import digest_of_file
 from radixtrain.checkpoints.tensors import CHUNK, DTYPES, read_tensors, write_tensors
 
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
 
 def test_every_kind_comes_back(tmp_path):
     path = tmp_path / "x.safetensors"
-    assert write_tensors(path, KINDS) == sum_of(path)
+    assert write_tensors(path, KINDS) == digest_of_file(path)
     for read in (read_tensors(path), load_file(path)):
         assert read.keys() == KINDS.keys()
         for name, tensor in KINDS.items():

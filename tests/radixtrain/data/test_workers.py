@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, ends_with_this_process
-from radixtrain.training.survival.requests import HANDLED
+from radixtrain.training.fault_tolerance.signals import HANDLED
 
 
 class Numbers(Dataset[int]):

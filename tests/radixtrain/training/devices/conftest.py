@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from radixtrain.training.devices.started import PARENT
+from radixtrain.training.devices.launcher_env import PARENT
 
 VARIABLES = (
     *("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", PARENT),

@@ -1,7 +1,7 @@
 """Under `fsdp2` each rank holds a part, and errors reach all. That its steps are right: `tests/claims/devices`."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,24 @@ import pytest
 import torch
 from forked_ranks import on_ranks
 from tiers import FULL
+from torch import Tensor, nn
 
 from radixtrain.checkpoints.folder import read_checkpoint
-from radixtrain.checkpoints.sharded import part_of
+from radixtrain.checkpoints.sharded import part_of, whole
+from radixtrain.collators.radix import RadixCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy
+from radixtrain.hf.backbone import backbone_of
+from radixtrain.hf.head import has_plain_head
+from radixtrain.hf.predictions import predict
+from radixtrain.hf.prepare import prepare_model
+from radixtrain.training.devices.fsdp2 import FSDP2Strategy, check_shardable, gather_on_first, shard
+from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
+from radixtrain.training.fault_tolerance.run_state import load_weights
+from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import save_hf_folder
-from radixtrain.training.survival.checkpoint_io import FolderCheckpointIO
-from radixtrain.training.survival.finite import NonFinite, nonfinite_weight
-from radixtrain.training.survival.weights import load_weights
 from radixtrain.training.trainer import Trainer
 
 
@@ -55,7 +61,7 @@ pytestmark = FULL
 
 
 def test_each_rank_holds_a_part(fit: Callable[..., Trainer]) -> None:
-    """Of weights, gradients and moments; nothing whole is kept."""
+    """Of weights, gradients and moments; nothing num_whole is kept."""
 
     def bytes_of(rank: int) -> tuple[int, int]:
         trainer = fit(1)
@@ -63,12 +69,12 @@ def test_each_rank_holds_a_part(fit: Callable[..., Trainer]) -> None:
         (optimizer,) = trainer.optimizers
         held = [*weights, *(weight.grad for weight in weights)]
         held += [moment for own in optimizer.state.values() for name, moment in own.items() if name != "step"]
-        whole = sum(each.numel() * each.element_size() for each in weights)
+        num_whole = sum(each.numel() * each.element_size() for each in weights)
         memory = [part_of(each).untyped_storage() for each in held]
-        return sum({each.data_ptr(): each.nbytes() for each in memory}.values()), whole
+        return sum({each.data_ptr(): each.nbytes() for each in memory}.values()), num_whole
 
-    for held, whole in on_ranks(2, bytes_of):
-        assert 0.5 <= held / (4 * whole) <= 0.51  # rows that pad a part
+    for held, num_whole in on_ranks(2, bytes_of):
+        assert 0.5 <= held / (4 * num_whole) <= 0.51  # rows that pad a part
 
 
 def test_a_disk_that_is_full_ends_all_ranks(
@@ -87,7 +93,7 @@ def test_a_disk_that_is_full_ends_all_ranks(
             "optimizer_states": [strategy.optimizer_state(optimizer)],
         }
         with monkeypatch.context() as patch:
-            patch.setattr("radixtrain.checkpoints.sums.SummedFile.write", full)
+            patch.setattr("radixtrain.checkpoints.checksums.DigestedFile.write", full)
             try:
                 strategy.save_checkpoint(state, tmp_path / "x")
                 said = ""
@@ -120,3 +126,119 @@ def test_what_one_rank_holds_is_seen_by_all(fit: Callable[..., Trainer], shop: P
         return spoilt, nonfinite_weight(module), (tmp_path / "model").exists()
 
     assert on_ranks(2, spoil) == [(names, None, False)] * 2
+
+
+CPU = torch.device("cpu")
+
+
+class Module(nn.Module):
+    """As a `RadixModule` uses its model."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = prepare_model(model.double().train(), attention="reference")
+        self.plain_head = has_plain_head(model)
+
+    def loss_sum(self, batch: dict[str, Any]) -> Tensor:
+        return predict(self.model, batch, self.plain_head).loss_sum()
+
+
+def micro_batches(count: int) -> list[dict[str, Any]]:
+    """Two rows each, that share some tokens."""
+    draw, collate = torch.Generator().manual_seed(0), RadixCollator(merge_labels=True)
+    rows = torch.randint(2, 50, (count, 2, 10), generator=draw)
+    rows[:, 1, :6] = rows[:, 0, :6]
+    return [collate([{"input_ids": row, "labels": row} for row in pair]) for pair in rows.tolist()]
+
+
+def gradients(module: nn.Module, batches: Sequence[dict[str, Any]], factor: float = 1.0) -> dict[str, Tensor]:
+    """By name, whole on every rank, of the sum of the losses times the factor. None are left out."""
+    for batch in batches:
+        (module.loss_sum(batch) * factor).backward()
+    return {name: whole(each.grad) for name, each in module.named_parameters() if each.requires_grad}
+
+
+@FULL
+@pytest.mark.parametrize("dtype", ["float32 under autocast", "bfloat16"])
+def test_16_bits(dtype: str, tiny_qwen3: Callable[..., Any]) -> None:
+    """Under autocast each micro-batch computes the same bits. Weights of 16 bits are gathered so, and reduced in 32."""
+    module = Module(tiny_qwen3())
+    module.to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    shares = micro_batches(2)
+
+    def work(rank: int) -> tuple[dict[str, Tensor], bool]:
+        shard(module, module.model, CPU, 2, ["loss_sum"])
+        cached = []
+        backbone_of(module.model).register_forward_pre_hook(lambda *_: cached.append(torch.is_autocast_cache_enabled()))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != "bfloat16"):
+            found = gradients(module, shares[rank : rank + 1], 2)
+            return found, cached != [False] or not torch.is_autocast_cache_enabled()
+
+    (found, is_cached), _ = on_ranks(2, work)
+
+    def alone(rank: int) -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype != "bfloat16"):
+            return gradients(module, shares)
+
+    (expected,) = on_ranks(1, alone)  # so on one thread, too
+    for name, there in expected.items():
+        assert found[name].dtype == there.dtype
+        one_rounding = torch.finfo(there.dtype).eps * there.abs().max()  # of the sum
+        assert (found[name] - there).abs().max() <= one_rounding, name
+    assert not is_cached
+
+
+@FULL
+def test_gathered_on_the_first_rank(tiny_qwen3: Callable[..., Any]) -> None:
+    """After a pass without gradients, which leaves the embedding whole; tied weights stay tied."""
+    module = Module(tiny_qwen3())
+    (batch,) = micro_batches(1)
+
+    def work(rank: int) -> tuple[bool, bool, bool]:
+        before = {name: each.clone() for name, each in module.state_dict().items()}
+        shard(module, module.model, CPU, 2, ["loss_sum"])
+        with torch.no_grad():
+            module.loss_sum(batch)
+        gather_on_first(module)
+        state = module.state_dict()
+        is_same = all(not each.is_meta and torch.equal(each, before[name]) for name, each in state.items())
+        model = module.model
+        return (
+            is_same,
+            model.lm_head.weight is model.model.embed_tokens.weight,
+            any(each.is_meta for each in state.values()),
+        )
+
+    assert on_ranks(2, work) == [(True, True, False), (False, True, True)]
+
+
+class TestRefused:
+    """By name, before anything is divided."""
+
+    def test_layers_that_share_a_weight(self, tiny_qwen3: Callable[..., Any]) -> None:
+        model = tiny_qwen3()
+        model.model.layers[1].mlp = model.model.layers[0].mlp
+        with pytest.raises(UserError, match=r"layers 0 and 1 of Qwen3ForCausalLM share a weight.*use ddp"):
+            check_shardable(model)
+
+    def test_a_single_number(self, tiny_qwen3: Callable[..., Any]) -> None:
+        model = tiny_qwen3()
+        model.model.layers[0].register_parameter("gate", nn.Parameter(torch.tensor(1.0)))
+        with pytest.raises(UserError, match=r"model\.layers\.0\.gate is a single number"):
+            check_shardable(model)
+
+    def test_a_list_of_experts(self, tiny_qwen3: Callable[..., Any]) -> None:
+        model = tiny_qwen3()
+        model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        with pytest.raises(UserError, match="experts is a list of modules"):
+            check_shardable(model)
+
+    def test_two_dtypes(self, tiny_qwen3: Callable[..., Any]) -> None:
+        module = Module(tiny_qwen3())
+        module.model.model.norm.to(torch.bfloat16)
+
+        def work(rank: int) -> None:
+            with pytest.raises(UserError, match="trains weights of bfloat16 and float64"):
+                shard(module, module.model, CPU, 1, ["loss_sum"])
+
+        on_ranks(1, work)

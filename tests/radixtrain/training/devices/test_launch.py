@@ -16,7 +16,7 @@ from tiers import FULL
 from radixtrain.errors import UserError
 from radixtrain.training.devices import launch
 from radixtrain.training.devices.launch import Processes
-from radixtrain.training.devices.started import PARENT
+from radixtrain.training.devices.launcher_env import PARENT
 
 TWO = {"trainer__devices": 2, "trainer__accelerator": "cpu", "trainer__deterministic": True}
 ENDLESS = {**TWO, "trainer__max_epochs": 100_000}

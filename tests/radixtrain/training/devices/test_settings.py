@@ -11,8 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
-from radixtrain.training.devices.settings import check_devices, default_devices, device_settings
-from radixtrain.training.devices.slurm_tasks import SlurmTasks
+from radixtrain.training.devices.settings import SlurmTasks, check_devices, default_devices, device_settings
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}

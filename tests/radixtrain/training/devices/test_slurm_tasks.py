@@ -2,10 +2,10 @@
 
 import pytest
 
-from radixtrain.training.devices.slurm_tasks import SlurmTasks
-from radixtrain.training.devices.started import Started
+from radixtrain.training.devices.launcher_env import LauncherEnv
+from radixtrain.training.devices.settings import SlurmTasks
 
-TASK = Started("srun", 5, 8, 1, 4)
+TASK = LauncherEnv("srun", 5, 8, 1, 4)
 
 
 @pytest.fixture(autouse=True)

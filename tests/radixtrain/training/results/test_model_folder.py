@@ -10,7 +10,7 @@ from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints import replacing
+from radixtrain.checkpoints import atomic
 from radixtrain.errors import UserError
 from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
 
@@ -61,7 +61,7 @@ def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, c
 def test_a_kill_while_it_is_replaced_leaves_a_whole_model(parts, tmp_path, monkeypatch, is_exchanged):
     """At each rename and at each file that is deleted afterwards."""
     if not is_exchanged:
-        monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     model, tokenizer = parts
 
     def replace():

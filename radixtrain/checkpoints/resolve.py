@@ -1,0 +1,146 @@
+"""Checkpoints of a run: which one it goes on from, how many are kept, and the links `last` and `best`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from radixtrain.checkpoints.atomic import remove, standing, sync_folder, tidy_leftovers
+from radixtrain.checkpoints.folder import verify_checkpoint
+from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
+from radixtrain.errors import UserError
+
+__all__ = ["NewestValid", "newest_valid", "point", "prune", "resolve", "tidy"]
+
+logger = logging.getLogger(__name__)
+
+LINKS = ("last", "best")
+
+
+@dataclass(frozen=True)
+class NewestValid:
+    """path: the newest whole checkpoint, or None. passed_over: a line for each newer one, which is damaged."""
+
+    path: Path | None
+    passed_over: list[str] = field(default_factory=list)
+
+
+def newest_valid(folder: Path) -> NewestValid:
+    """The newest whole checkpoint of a folder."""
+    passed_over: list[str] = []
+    for path in sorted(checkpoints_in(Path(folder)), key=_age, reverse=True):
+        try:
+            verify_checkpoint(path)
+            return NewestValid(path, passed_over)
+        except UserError as error:
+            passed_over.append(str(error))
+    return NewestValid(None, passed_over)
+
+
+def resolve(text: str, folder: Path) -> Path:
+    """The checkpoint that `--ckpt_path` names: whole, and a warning for each newer one that is not.
+
+    text: `last`, the newest whole one of `folder`; `best`; a checkpoint folder; the links `last` and `best` in
+        a folder of checkpoints; such a folder or the output_dir of a run, for its newest whole one.
+
+    Raises UserError if there is none, or if the one that is named is damaged; it names one that is whole.
+    """
+    path = Path(folder) / text if text in LINKS else Path(text)
+    if path.name == "last" and (path.is_symlink() or not path.is_dir()):
+        return _newest(path.parent, text)
+    path = standing(_target(path) if path.name == "best" else path)
+    if (path / "config.json").is_file():
+        raise UserError(f"ckpt_path {text}: a model and no checkpoint; give it as model.model_name_or_path")
+    if path.is_file():
+        raise UserError(f"ckpt_path {path}: a file; a checkpoint of radixtrain is a folder{_otherwise(path.parent)}")
+    if is_checkpoint(path):
+        return _checked(path)
+    if path.is_dir():
+        return _newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path, text)
+    if text == "best":
+        reason = "it was removed, or save_best was not set"
+        raise UserError(f"ckpt_path best: none in {path.parent}: {reason}{_otherwise(path.parent)}")
+    raise UserError(f"ckpt_path: no such checkpoint: {text}{_otherwise(path.parent)}")
+
+
+def _newest(folder: Path, text: str) -> Path:
+    newest = newest_valid(folder)
+    if newest.path is None:
+        reasons = "; ".join(newest.passed_over)
+        raise UserError(f"ckpt_path {text}: no whole checkpoint in {folder}{f' ({reasons})' if reasons else ''}")
+    for line in newest.passed_over:
+        logger.warning("passed over: %s; taken instead: %s", line, newest.path)
+    return newest.path
+
+
+def _checked(path: Path) -> Path:
+    try:
+        verify_checkpoint(path)
+    except DamagedCheckpoint as error:
+        raise UserError(f"ckpt_path {path}: {error.file} {error.reason}{_otherwise(path.parent)}") from error
+    return path
+
+
+def _otherwise(folder: Path) -> str:
+    other = newest_valid(folder).path
+    return f"; {other} is whole and can be taken" if other else ""
+
+
+def _target(link: Path) -> Path:
+    """Where a link leads that `point` made: a symbolic link, or a file with the name of what is beside it."""
+    if link.is_file():
+        return link.with_name(link.read_text(encoding="utf-8", errors="replace").strip()[:255] or "nothing")
+    return link.parent / link.readlink() if link.is_symlink() else link
+
+
+def _age(path: Path) -> tuple[float, float, str]:
+    """A key that sorts checkpoints by age. One without a manifest may be the newest."""
+    try:
+        manifest = Manifest.read(path)
+        return manifest.sequence, manifest.step, path.name
+    except DamagedCheckpoint:
+        return math.inf, math.inf, path.name
+
+
+OURS = re.compile(r"step=\d+")  # what a run names its checkpoints; one of another name is the user's
+
+
+def tidy(folder: Path) -> None:
+    """Remove what killed writes left, and put back what they were replacing. Only for who holds the run's lock."""
+    if Path(folder).is_dir():
+        tidy_leftovers(Path(folder))
+
+
+def prune(folder: Path, limit: int, keep: Collection[Path] = ()) -> None:
+    """Delete the oldest checkpoints `step=N` until `limit` are left. Those of `keep` stay, and do not count."""
+    assert limit >= 1, limit
+    kept = {Path(path).resolve() for path in keep}
+    ours = [path for _, path in committed(Path(folder)) if OURS.fullmatch(path.name) and path.resolve() not in kept]
+    for path in reversed(ours[limit:]):
+        remove(path)
+
+
+def point(folder: Path, name: str, target: Path) -> None:
+    """A link `name` in the folder to a checkpoint in it; it replaces the previous one in one step.
+
+    A file with the checkpoint's name on disks that have no links. OSError if neither can be written.
+
+    Raises UserError if a folder has that name.
+    """
+    folder = Path(folder).resolve()
+    if (folder / name).is_dir() and not (folder / name).is_symlink():
+        raise UserError(f"{folder / name} is a folder, and would be replaced by a link to {target}; move it away")
+    new = folder / f".{name}.partial"
+    new.unlink(missing_ok=True)
+    relative = os.path.relpath(Path(target).resolve(), folder)
+    try:
+        new.symlink_to(relative)
+    except (NotImplementedError, PermissionError):
+        new.write_text(f"{relative}\n", encoding="utf-8")
+    new.replace(folder / name)
+    sync_folder(folder)

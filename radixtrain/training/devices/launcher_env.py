@@ -1,0 +1,83 @@
+"""What has started this process, and as which of how many: from the environment, before there is a process group."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from radixtrain.errors import EndedElsewhere, UserError
+
+__all__ = ["PARENT", "LauncherEnv", "check_started", "launcher_env"]
+
+PARENT = "RADIXTRAIN_PARENT"  # in the environment of a process that `fit` has started itself: the process that did
+ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
+# Counts of copies of a process that do not know of one another, by what starts them.
+COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
+INTERACTIVE = ("bash", "interactive")  # names of SLURM jobs that are terminals: their tasks are no ranks
+
+
+@dataclass(frozen=True)
+class LauncherEnv:
+    """by: torchrun, srun or radixtrain; empty for a process that is not one of several.
+
+    rank, size: of this process among all of them. local_rank, local_size: among those of this machine.
+    """
+
+    by: str = ""
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.size // self.local_size
+
+
+def launcher_env() -> LauncherEnv:
+    """By torchrun, and whatever else sets its variables, such as `accelerate launch`; by `srun`; or by `fit` itself."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return LauncherEnv("torchrun", *(int(os.environ[name]) for name in names))
+    if PARENT in os.environ:
+        rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+        return LauncherEnv("radixtrain", rank, size, rank, size)
+    num_tasks = os.environ.get("SLURM_NTASKS", "")
+    is_task = "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in INTERACTIVE
+    if num_tasks.isdigit() and int(num_tasks) > 1 and is_task:
+        rank, local_rank = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_LOCALID"])
+        return LauncherEnv("srun", rank, int(num_tasks), local_rank, _tasks_per_node(num_tasks))
+    return LauncherEnv()
+
+
+def check_started(command: str) -> None:
+    """UserError if this is one of several copies that would all do the same, and write the same files.
+
+    Only the first one of each machine tells; the others raise EndedElsewhere.
+    """
+    found = launcher_env()
+    if found.size > 1 and command in ON_SEVERAL:
+        return
+    if found.size > 1 and found.local_rank:
+        raise EndedElsewhere
+    if found.size > 1:
+        raise UserError(f"{found.by} started {found.size} copies of `{command}`, which runs on one device: start one")
+    for name, variables in COPIES.items():
+        for variable in variables:
+            count = os.environ.get(variable, "")
+            if not found.by and count.isdigit() and int(count) > 1:
+                raise UserError(
+                    f"{variable}={count}: {name} started {count} copies of this command that do not know one another; "
+                    f"start it with torchrun or srun, or set trainer.devices"
+                )
+
+
+def _tasks_per_node(num_tasks: str) -> int:
+    """Of `4(x2)`, two nodes of four tasks. UserError if nodes do not have the same number."""
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    name, text = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("SLURM_NTASKS", num_tasks))
+    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
+    if found is None:
+        raise UserError(f"{name}={text}: each machine needs the same number of tasks; set --ntasks-per-node")
+    return int(found[1])

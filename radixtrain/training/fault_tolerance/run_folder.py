@@ -1,0 +1,296 @@
+"""The folder of a run: whether it can be written to, whether it holds another run, and how `overwrite` replaces that.
+
+A run is what `fit` leaves: `checkpoints/`, `model/`, and metrics of its training in `logs/`. Data files, `report.html`,
+predictions and the logs of `validate` are none, and stay whatever happens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from radixtrain.checkpoints.atomic import delete
+from radixtrain.errors import UserError
+
+__all__ = ["EarlierRun", "check_new_run", "check_output_dir", "is_resumed", "locked", "locked_model", "logs_of_run"]
+
+logger = logging.getLogger(__name__)
+
+SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has joined its two slashes
+ASIDE = ".earlier_run"  # in the run's folder: the earlier run, until the new one has a checkpoint
+MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it is put back if that is interrupted
+OF_A_RUN = ("checkpoints", "model", "logs", "answers", "loss.png", "summary.json")
+LEFT_BY_LIGHTNING = "hpc_ckpt_*.ckpt"  # written at requeues, before this version
+OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
+
+
+def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
+    """The folder as a path. UserError if it is no folder of this machine, is a file, or cannot be written to."""
+    text = os.fspath(output_dir)
+    if not text.strip():
+        raise UserError("output_dir is empty; name a folder")
+    if scheme := re.match(SCHEME, text):
+        raise UserError(
+            f"output_dir {text}: {scheme[1]} is not supported; name a local folder, and copy it when the run has ended"
+        )
+    if "\0" in text:
+        raise UserError(f"output_dir {text!r}: a path cannot hold a null character")
+    text = os.path.expanduser(text)  # as Lightning does for its logs
+    above = Path(text).absolute()
+    while not os.path.lexists(above):
+        above = above.parent
+    if not above.is_dir():
+        raise UserError(f"output_dir {text}: {above} is not a folder; name another one")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir {text}: {above} cannot be written to; name another folder")
+    return Path(text)
+
+
+def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
+    """Whether the run in this folder goes on: `ckpt_path` is `last`, `best`, or lies in it."""
+    if ckpt_path is None:
+        return False
+    if str(ckpt_path) in ("last", "best"):
+        return True
+    path, home = Path(ckpt_path).resolve(), output_dir.resolve()
+    return path.is_relative_to(home) and not any(_found(each) for each in _runs_between(path, home))
+
+
+def _runs_between(path: Path, home: Path) -> list[Path]:
+    """Folders above a checkpoint, below a run's own, that may be runs of their own; `logs/version_N` is none."""
+    inside = path.relative_to(home)
+    return [] if inside.parts[:1] == ("logs",) else [home / each for each in (inside, *inside.parents)][:-1]
+
+
+def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, overwrite: bool) -> None:
+    """UserError if another run is in the folder, and this one neither goes on from it nor may replace it.
+
+    Call it under the folder's lock: what a killed run had set aside is put back first.
+    """
+    _recover(output_dir)
+    found = _found(output_dir)
+    if not found or overwrite or is_resumed(output_dir, ckpt_path):
+        return
+    raise UserError(
+        f"output_dir {output_dir} holds another run ({', '.join(found)}); go on from it with --ckpt_path last, replace "
+        f"it with --overwrite true, or set another output_dir"
+    )
+
+
+class EarlierRun:
+    """A context around a run that may replace the one in its folder: that is kept until the new one has a checkpoint.
+
+    On entering, what belongs to the earlier run moves into `.earlier_run/`: its checkpoints, model, logs, answers and
+    pictures, and no other file of the folder. The first checkpoint deletes it (`forget`), and so does an end without an
+    error. An error before that puts it back, over what the new run has written; after `kill -9` `check_new_run` of the
+    next start does the same.
+    """
+
+    def __init__(self, output_dir: Path):
+        self.output_dir = output_dir
+
+    def __enter__(self) -> EarlierRun:
+        _recover(self.output_dir)
+        moving = self.output_dir / MOVING
+        for path in _belongings(self.output_dir):
+            _move(path, self.output_dir, moving)
+        if moving.is_dir():
+            moving.rename(self.output_dir / ASIDE)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.forget()
+        else:
+            _recover(self.output_dir)
+
+    def forget(self, checkpoint: Path | None = None) -> None:
+        """Delete the earlier run. checkpoint: the new one's first."""
+        delete(self.output_dir / ASIDE)
+
+
+@contextmanager
+def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
+    """A context around a run: if it never begins, the files that its loggers have written are removed at the end.
+
+    An error may have come first, or nothing was left to do. Files of other names stay: a logger may write into a folder
+    that it shares, with another run or with the model of this one.
+
+    folders: that loggers write into; Weights & Biases keeps its own account. has_begun: whether training has.
+    """
+    before = {path for folder in folders for path in (folder, *folder.parents, *_of_loggers(folder)) if path.exists()}
+    try:
+        yield
+    finally:
+        if not has_begun():
+            for folder in folders:
+                with suppress(OSError):  # what the run ends with is not to be replaced by this
+                    _remove_all_but(before, folder)
+
+
+def _of_loggers(folder: Path) -> list[Path]:
+    """Files of this process: TensorBoard writes the process id into their names."""
+    names = "metrics.csv", "hparams.yaml", f"events.out.tfevents.*.{os.getpid()}.*"
+    return [path for name in names for path in folder.glob(name)]
+
+
+def _remove_all_but(before: set[Path], folder: Path) -> None:
+    for path in set(_of_loggers(folder)) - before:
+        path.unlink()
+    for path in (folder, *folder.parents):
+        if path in before or not path.is_dir() or any(path.iterdir()):
+            break
+        path.rmdir()
+
+
+def _found(output_dir: Path) -> list[str]:
+    """What there is of a run, for a message."""
+    kinds = {"checkpoints/": _checkpoints(output_dir), "model/": output_dir.glob("model/*")}
+    found = [name for name, paths in kinds.items() if any(True for _ in paths)]
+    has_metrics = any(_has_trained(path) for path in output_dir.glob("logs/*/metrics.csv"))
+    left = sorted(path.name for path in output_dir.glob(LEFT_BY_LIGHTNING))
+    return [*found, *(["logs/"] if has_metrics else []), *left]
+
+
+def _checkpoints(output_dir: Path) -> Iterator[Path]:
+    """Whole ones, whoever chose their names. A folder is one if it has a manifest."""
+    for path in output_dir.glob("checkpoints/[!.]*"):
+        if path.suffix == ".ckpt" or (path / "manifest.json").is_file():
+            yield path
+
+
+def _has_trained(metrics: Path) -> bool:
+    with metrics.open(encoding="utf-8", errors="replace") as file:
+        return OF_TRAINING in file.readline().strip().split(",")
+
+
+def _belongings(output_dir: Path) -> list[Path]:
+    """Everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
+    checkpoints = [*_checkpoints(output_dir), *_links(output_dir), *output_dir.glob("checkpoints/.*.*")]
+    whole = [output_dir / name for name in OF_A_RUN if name not in ("checkpoints", "logs")]
+    logs, left = output_dir.glob("logs/version_*"), output_dir.glob(LEFT_BY_LIGHTNING)
+    return [path for path in dict.fromkeys((*checkpoints, *whole, *logs, *left)) if os.path.lexists(path)]
+
+
+def _links(output_dir: Path) -> Iterator[Path]:
+    yield from (output_dir / "checkpoints" / name for name in ("last", "best"))
+
+
+def _recover(output_dir: Path) -> None:
+    """Put an earlier run back that is still aside, or delete it if the new one has a checkpoint."""
+    aside, moving = output_dir / ASIDE, output_dir / MOVING
+    if aside.is_dir() and any(_checkpoints(output_dir)):
+        shutil.rmtree(aside)
+    elif aside.is_dir():
+        aside.rename(moving)
+    for path in _belongings(moving):
+        delete(output_dir / path.relative_to(moving))
+        _move(path, moving, output_dir)
+    if moving.is_dir():
+        shutil.rmtree(moving)
+
+
+def _move(path: Path, source: Path, target: Path) -> None:
+    """From below one folder to the same place below another one."""
+    moved = target / path.relative_to(source)
+    moved.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(moved)
+
+
+LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside of a run's folder; beside a model, which is replaced as a whole
+TAKEN = (BlockingIOError, PermissionError)  # POSIX allows both
+_held: set[Path] = set()  # by this process: POSIX would grant it a second time, and closing one would release both
+
+
+@contextmanager
+def locked(output_dir: Path, command: str) -> Iterator[None]:
+    """Inside, no other command of radixtrain writes into a run's folder, which is made, or into its `model/`.
+
+    Raises UserError if another process has the lock; it names the process, its command and when it started. A folder
+    that is made and still empty at the end is removed again.
+    """
+    model = output_dir / "model"
+    model_lock = output_dir / MODEL_LOCK.format(model.name)
+    with _made(output_dir), _lock(output_dir / LOCK, output_dir, command), _lock(model_lock, model, command):
+        yield
+
+
+@contextmanager
+def locked_model(folder: Path, command: str) -> Iterator[None]:
+    """Inside, no other command replaces the model in this folder, as a run would its own. Otherwise as `locked`."""
+    target = folder.resolve()
+    with _made(target.parent), _lock(target.parent / MODEL_LOCK.format(target.name), folder, command):
+        yield
+
+
+@contextmanager
+def _lock(path: Path, folder: Path, command: str) -> Iterator[None]:
+    path = path.resolve()
+    descriptor = _acquire(path, folder)
+    _held.add(path)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, _holder(command).encode())
+        yield
+    finally:
+        _held.discard(path)
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(path: Path, folder: Path) -> int:
+    """An open file that this process has locked, and that is still the one of this name."""
+    if path in _held:
+        raise UserError(_taken(folder, "this process"))
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except TAKEN:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(_taken(folder, holder or "another process")) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked here (%s); start no second command in it", folder, error.strerror)
+        if _is_named(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # its previous holder removed it in between
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+def _holder(command: str) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"`radixtrain {command}`, process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+
+
+def _taken(folder: Path, holder: str) -> str:
+    return f"{folder} is in use by {holder}; wait until it ends, or set another output_dir"
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes the folder and those above it; those that are empty at the end are removed."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty
+            for each in new:
+                each.rmdir()

@@ -1,0 +1,231 @@
+"""What a checkpoint keeps besides weights and optimizer, and the check that a run goes on with the same model."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from radixtrain import __version__
+from radixtrain.checkpoints import folder
+from radixtrain.checkpoints.resolve import resolve
+from radixtrain.checkpoints.sharded import parts_like, whole
+from radixtrain.distributed import ranks
+from radixtrain.errors import UserError
+from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.redaction import masked
+from radixtrain.training.fault_tolerance.resume import parts_of_the_model, plain
+from radixtrain.training.optimizer import epoch_length, num_steps_of_run
+
+__all__ = [
+    "add_run_state",
+    "check_same_model",
+    "check_weights",
+    "generator_states",
+    "is_partial",
+    "load_weights",
+    "read_checkpoint",
+    "seed_per_rank",
+    "set_generator_states",
+    "set_states_of_ranks",
+    "trained_names",
+]
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning's checkpoints
+
+
+def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str, Any] | None) -> None:
+    """Add `radixtrain` to a checkpoint that Lightning has made of a `RadixModule`.
+
+    in_step: states of this rank's random generators before the step that is being computed; None between two steps.
+        Those of all ranks are kept.
+
+    Of a model whose weights are partly frozen only the trained ones are kept, and a digest of the others.
+    """
+    trained, frozen = trained_names(module), _frozen(module)
+    has_base = bool(frozen and trained)
+    if has_base:
+        checkpoint["state_dict"] = {name: each for name, each in checkpoint["state_dict"].items() if name in trained}
+        module.base_digest = module.base_digest or _digest(frozen)
+    checkpoint["radixtrain"] = {
+        "position": module.position.as_dict(),
+        "generators": ranks().gather(in_step or generator_states()),
+        "skipped": module.guard.state_dict(),
+        "partial": has_base,
+        "base": module.base_digest,
+        "config": _config_of(module.model),
+        "epoch_length": epoch_length(module.trainer, module.steps_per_epoch),
+        "num_steps": num_steps_of_run(module.trainer, module.steps_per_epoch) if module.steps_per_epoch else None,
+        "precision": str(module.trainer.precision),
+        "settings": module.run_settings,
+        "version": __version__,
+    }
+    for name in SETTINGS:
+        if name in checkpoint:
+            checkpoint[name] = masked(dict(checkpoint[name]))
+    checkpoint["radixtrain_rates"] = None if module.rates is None else asdict(module.rates)
+
+
+def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:
+    """UserError if the checkpoint is of another model: other adapters, configuration or frozen weights."""
+    state = checkpoint.get("radixtrain", {})
+    if changed := parts_of_the_model(checkpoint.get("hyper_parameters", {}), module.hparams):
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
+    if state.get("config") and (differs := _first_difference(state["config"], _config_of(module.model))):
+        raise UserError(f"ckpt_path: the checkpoint is of a model with another configuration: {differs}")
+    if state.get("base"):
+        module.base_digest = _digest(_frozen(module))
+        if module.base_digest != state["base"]:
+            raise UserError(
+                f"ckpt_path: the checkpoint holds only what was trained, and the weights beside it in "
+                f"{module.hparams.model_name_or_path} are not those of the run; give the model that it started from"
+            )
+
+
+def _frozen(module: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in module.parameters() if not parameter.requires_grad]
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """Of their bytes, one tensor after the other. Sharded ones are gathered: every rank calls this."""
+    found = xxhash.xxh3_128()
+    for tensor in tensors:
+        found.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """What the configuration says of the computation, without names of folders and versions."""
+    config = pretrained_model_of(model).config.to_dict()
+    left_out = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+    return {name: _json(value) for name, value in config.items() if name not in left_out and not name.startswith("_")}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(each) for each in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Keys that only one of them has may come with another version of transformers."""
+    for name in saved:
+        if name in here and plain(saved[name]) != plain(here[name]):
+            return f"{name} was {saved[name]} and is {here[name]}"
+    return ""
+
+
+def generator_states() -> dict[str, Any]:
+    """Of Python's, NumPy's and torch's random generators, those of all CUDA devices included.
+
+    A process that has not used CUDA has drawn nothing there, and asking would start it, which a forked one cannot.
+    """
+    version, numbers, gauss = random.getstate()
+    name, keys, place, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002
+    return {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {"name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": [place, has_gauss, cached]},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """What `generator_states` gave. With another number of CUDA devices theirs are left alone; a warning says so."""
+    python, numpy = states["python"], states["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    was, here = len(states["cuda"]), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    if was == here:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    else:
+        logger.warning("the run was on %d CUDA devices and is on %d: dropout will draw other numbers there", was, here)
+
+
+def set_states_of_ranks(states: list[Mapping[str, Any]] | Mapping[str, Any]) -> None:
+    """Set the random generators of this rank.
+
+    states: of all ranks, by rank; of one process in a checkpoint of an earlier version. If there is another number of
+        ranks now, dropout draws other numbers than the run would have drawn, and the log says so.
+    """
+    by_rank = states if isinstance(states, list) else [states]
+    here = ranks()
+    if len(by_rank) != here.size:
+        logger.info("the run was on %d ranks and is on %d: dropout will draw other numbers", len(by_rank), here.size)
+    if here.rank < len(by_rank):
+        set_generator_states(by_rank[here.rank])
+    else:
+        seed_per_rank()
+
+
+def seed_per_rank() -> None:
+    """Seed this rank for dropout masks of its own; rank 0 goes on as one process would.
+
+    Called once all that must be equal on the ranks, such as a new adapter, has been drawn from the seed of the run.
+    """
+    if not ranks().is_first:
+        torch.manual_seed(torch.initial_seed() + ranks().rank)
+
+
+def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
+    """A checkpoint that `fit` wrote, without the optimizer: `hyper_parameters`, `state_dict` and others, on the CPU.
+
+    ckpt_path: see `resolve`; the output_dir of a run stands for its newest checkpoint.
+
+    Raises UserError if there is none, if it is damaged, or if it is no checkpoint of radixtrain. No code in it is run.
+    """
+    checkpoint = folder.read_checkpoint(resolve(ckpt_path, Path()), leave_out=["optimizer_states"])
+    if not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
+        raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
+    return checkpoint
+
+
+def load_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Load the weights of a checkpoint into a module, which has those of the base model if it holds only adapters.
+
+    The module may be sharded: then every rank calls this, and takes its parts.
+
+    Raises UserError, and changes nothing, unless they are the weights of this module, or exactly its trained ones.
+    """
+    check_weights(module, checkpoint)
+    state = parts_like(checkpoint["state_dict"], module.state_dict())
+    module.load_state_dict(state, strict=not is_partial(checkpoint))
+
+
+def is_partial(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether it holds only what is trained, such as adapters, and a digest of the other weights."""
+    return bool((checkpoint.get("radixtrain") or {}).get("partial"))
+
+
+def trained_names(module: nn.Module) -> set[str]:
+    """The names in a module's `state_dict` of what training changes: all that a partial checkpoint holds."""
+    return {name for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+def check_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them."""
+    state: Mapping[str, Tensor] = module.state_dict()
+    names = trained_names(module) if is_partial(checkpoint) else state.keys()
+    here = {name: tuple(tensor.shape) for name, tensor in state.items() if name in names}
+    there = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
+    for name in (*here, *there):
+        if here.get(name) != there.get(name):
+            raise UserError(
+                f"ckpt_path: the checkpoint is of another model than the configuration's: {name} is "
+                f"{there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} here; give the --model "
+                f"keys of the run that wrote it"
+            )

@@ -1,0 +1,245 @@
+"""When a run writes a checkpoint: on a schedule, at the end of every epoch, when it is asked to, and when it ends.
+
+Checkpoints are written between optimizer steps, after the validation of the step if there is one. What asks a run to
+save or to stop, a signal or a file, is looked at there too, and after every batch of a validation.
+
+With several ranks, all write the same checkpoint at the same step: each calls what is here in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins import CheckpointIO
+
+from radixtrain.checkpoints.atomic import remove
+from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
+from radixtrain.checkpoints.resolve import point, prune
+from radixtrain.distributed import ranks
+from radixtrain.errors import EndedElsewhere, Stopped, UserError
+from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, check_weights_finite
+from radixtrain.training.fault_tolerance.position import Position, run_pending_validation
+from radixtrain.training.fault_tolerance.signals import Requests
+
+__all__ = ["FolderCheckpointIO", "SaveCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+
+class SaveCheckpoints(L.Callback):
+    """Writes `step=N/` folders and the link `last`, and ends the run when `requests` asks for it.
+
+    folder: of the checkpoints.
+    requests: what signals and files ask for.
+    every_steps: optimizer steps between two checkpoints; None for no such schedule.
+    every_minutes: minutes between two checkpoints, the same.
+    total_limit: checkpoints that are kept; those in `keep` do not count.
+    is_scheduled: False where the user's own callback writes the checkpoints: then only a request to save or to stop,
+        and an error, write one.
+    is_enabled: False writes none at all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        requests: Requests,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        total_limit: int = 2,
+        is_scheduled: bool = True,
+        is_enabled: bool = True,
+    ):
+        self.folder, self.requests = folder, requests
+        self.every_steps, self.total_limit = every_steps, total_limit
+        self.every_seconds = None if every_minutes is None else 60 * every_minutes
+        self.is_scheduled, self.is_enabled = is_scheduled, is_enabled
+        self.last: Path | None = None
+        """The newest one that this run has written, or from which it went on if that is in the same folder."""
+        self.keep: set[Path] = set()
+        """Never removed."""
+        self.on_saved: list[Callable[[Path], None]] = []
+        """Called on every rank, with the path of a checkpoint that is whole."""
+        self._goes_on_from: Path | None = None
+        self._saved_at: Position | None = None
+        self._saved_when = time.monotonic()
+        self._asked = self._is_writing = self._has_started = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether checkpoints are written on a schedule."""
+        return self.is_scheduled and self.is_enabled
+
+    @property
+    def most_at_once(self) -> int:
+        """Checkpoints that are there while one is written, without those in `keep`."""
+        return self.total_limit + 1 if self.writes else 0
+
+    def ask(self) -> None:
+        """Have a checkpoint written before the next step, or at the end of the run."""
+        self._asked = True
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Called even if nothing is left to train."""
+        if not trainer.ckpt_path:
+            return
+        self._goes_on_from = Path(trainer.ckpt_path)
+        resumed = self._goes_on_from.resolve()
+        if resumed.parent == self.folder.resolve():
+            self.last = self.folder / resumed.name
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """What the run went on from need not be written again. Lightning has put its own signal handlers in by now."""
+        self.requests.install()
+        self._has_started, self._saved_when = True, time.monotonic()
+        self._saved_at = module.position if module.position.num_batches else None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self._look(trainer, module)
+        if self._asked or (self.is_scheduled and self._is_due(module.position)):
+            self._save(trainer, module)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._look(trainer, module, validation_pending=True)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._asked |= self.is_scheduled
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if self.is_scheduled or self._asked:
+            self._save(trainer, module)
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        """A run that was stopped in its last validation has nothing to train when it goes on, but that to do."""
+        if module.position.validation_pending:
+            run_pending_validation(module)
+            self.on_train_end(trainer, module)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        """The last good step is saved, unless the error came from saving or in the middle of an optimizer step.
+
+        A signal while answers are generated comes this way, too. Several ranks save only after an error that all of
+        them have found: after any other one, some may be waiting for a rank that has ended.
+        """
+        if self._is_writing or module.is_stepping or not self._has_started:
+            return
+        if ranks().size > 1 and not isinstance(exception, NonFinite):
+            return
+        try:
+            self._save(trainer, module, validation_pending=bool(trainer.validating))
+            if isinstance(exception, NonFinite) and self.last:
+                logger.warning("the last good step is saved; go on from it with --ckpt_path %s", self.last)
+        except Exception as error:  # the one that ends the run is the one to tell
+            logger.warning("the last good step could not be saved: %s", error)
+
+    def _look(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
+        """Do what signals and files ask for. Raises Stopped."""
+        stop, save = self.requests.poll()
+        if stop is not None:
+            self._save(trainer, module, validation_pending)
+            raise Stopped(self._farewell(stop.name, module.position), stop.code)
+        if save and not validation_pending:
+            self.requests.save = False
+            self._save(trainer, module)
+
+    def _farewell(self, name: str, position: Position) -> str:
+        done = f"stopped by {name} after step {position.num_steps}"
+        if not position.num_batches:
+            return f"stopped by {name} before the first step: nothing to save"
+        if self._saved_at is None or self._saved_at.num_batches != position.num_batches:
+            return f"{done}: nothing was saved, since trainer.enable_checkpointing is false"
+        return f"{done}, which is saved; go on with --ckpt_path {self.last or self._goes_on_from}"
+
+    def _is_due(self, position: Position) -> bool:
+        since = position.num_batches - (self._saved_at.num_batches if self._saved_at else 0)
+        if since <= 0:
+            return False
+        return (self.every_steps is not None and since >= self.every_steps) or self._is_due_by_time()
+
+    def _is_due_by_time(self) -> bool:
+        """By the clock of rank 0."""
+        if self.every_seconds is None:
+            return False
+        here = ranks()
+        return here.any(here.is_first and time.monotonic() - self._saved_when >= self.every_seconds)
+
+    def _save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
+        """Unless this position is saved already."""
+        position = module.position.validated(not validation_pending)
+        self._asked = False
+        if not self.is_enabled or not position.num_batches or position == self._saved_at:
+            return
+        check_weights_finite(module, f"the checkpoint of step {position.num_steps} was not written")
+        path = self.folder / f"step={position.num_steps}"
+        before, module.position = module.position, position
+        self._is_writing = True  # still after an error, which ends the run: `on_exception` does not write once more
+        try:
+            _write(trainer, path)
+        finally:
+            module.position = before
+        self._is_writing = False
+        self.last, self._saved_at, self._saved_when = path, position, time.monotonic()
+        ranks().broadcast_from_rank0(lambda: point(self.folder, "last", path))
+        for told in self.on_saved:
+            told(path)
+        ranks().broadcast_from_rank0(lambda: prune(self.folder, self.total_limit, self.keep))
+
+
+def _write(trainer: Any, path: Path) -> None:
+    """Save on all ranks. An error of one ends the others with EndedElsewhere, which leaves it to that one to tell."""
+    failed: Exception | None = None
+    try:
+        trainer.save_checkpoint(path)
+    except Exception as error:
+        failed = error
+        if not ranks().is_first:
+            raise  # the others notice: it is rank 0 that writes
+        if ranks().size > 1:
+            _meet(trainer, error)
+    if ranks().any(failed is not None):
+        raise failed or EndedElsewhere
+
+
+def _meet(trainer: Any, error: Exception) -> None:
+    """Wait where the others wait after they have saved. Raises the error if they wait elsewhere, and do not come."""
+    try:
+        trainer.strategy.barrier()
+    except Exception:
+        raise error from None
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Writes a folder whatever its name is, such as `x.ckpt`; reads one, or a `.ckpt` file of an earlier version."""
+
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """UserError if it cannot be written; the one that was there is whole then."""
+        if storage_options is not None:
+            raise UserError("storage_options: a checkpoint is written to a local disk")
+        write_checkpoint(_local(path), checkpoint)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The state, on the CPU. No code in it is run, whatever `weights_only` says.
+
+        Raises UserError if there is none, DamagedCheckpoint if it is not whole.
+        """
+        return read_checkpoint(_local(path))
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Delete it so that no part of it is ever found under its name."""
+        remove(_local(path))
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    if "://" in str(path):
+        raise UserError(f"{path}: checkpoints are written to a local disk; name a folder")
+    return Path(path)

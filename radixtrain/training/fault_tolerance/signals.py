@@ -1,0 +1,218 @@
+"""What asks a run to save or to stop while it trains: signals, and files named `save` and `stop` in its folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from radixtrain.distributed import ranks
+from radixtrain.errors import Stopped
+from radixtrain.training.fault_tolerance import slurm
+
+__all__ = ["Requests", "Stop"]
+
+logger = logging.getLogger(__name__)
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+HANDLED = (*ENDING, signal.SIGUSR1)
+# `timeout`, shells and launchers send a signal to the process and to its group, so that it comes twice.
+SAME_SIGNAL_SECONDS = 1.0
+POLL_SECONDS = 1.0
+FILES = ("save", "stop")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run ends. name: for messages. code: the exit code. requeue: whether SLURM shall run the job again."""
+
+    name: str
+    code: int
+    requeue: bool = False
+
+
+STOPS = (
+    None,
+    *(Stop(number.name, 128 + number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)),
+    Stop(signal.SIGUSR1.name, 128 + signal.SIGUSR1, requeue=True),
+    Stop("the file stop", 128 + signal.SIGINT),
+)
+"""Ranks tell one another a stop by its place here."""
+
+
+class Requests:
+    """A context around a run, in which signals become requests that the run looks at between its steps.
+
+    SIGTERM, SIGHUP and Ctrl-C ask to stop: exit codes 143, 129 and 130. A second one, at least a second later, leaves
+    at once with its own code. SIGUSR1 asks to save; in a SLURM job it asks to stop and to be requeued (138). A signal
+    that was ignored before, as SIGHUP under `nohup`, stays ignored. Outside the main thread there are only the files.
+    What one rank is asked, all do at the same step.
+
+    output_dir: a new file `save` or `stop` there (`touch`) asks the same, and is removed; `stop` ends with the exit
+        code of Ctrl-C. A file of that name that was there before the run is left alone.
+    stop: set by the first request to stop that has come to this rank. What all ranks do is what `poll` returns.
+    save: set by a request to save; the saver resets it.
+    """
+
+    def __init__(self, output_dir: Path):
+        self.output_dir = output_dir
+        self.stop: Stop | None = None
+        self.save = False
+        self._signalled_at: float | None = None
+        self._polled_at = -POLL_SECONDS
+        self._is_deferred = self._is_answering = False
+        self._has_trained = False
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        self._known: dict[str, tuple[int, int] | None] = {}
+
+    def __enter__(self) -> Requests:
+        self._known = {name: _identity(self.output_dir / name) for name in FILES}
+        for path in (self.output_dir / name for name in FILES if self._known[name]):
+            logger.warning("%s: there before the run, and left alone; touch it to ask", path)
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.getsignal(number) for number in HANDLED}
+            self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+            self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Signals do again what they did before. A job that stops for SIGUSR1 is requeued, by rank 0."""
+        try:
+            if isinstance(error, Stopped) and self.stop is not None and self.stop.requeue and ranks().is_first:
+                slurm.requeue()
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def install(self) -> None:
+        """Handle the signals again, if Lightning has put handlers of its own in front."""
+        for number in self._before:
+            signal.signal(number, self._on_signal)
+
+    def poll(self) -> tuple[Stop | None, bool]:
+        """Why the ranks stop here, and whether they save; the same on all of them.
+
+        Looks for the files, at most once a second. Sets `save` and `stop`.
+        """
+        if ranks().is_first:
+            self._look_for_files()
+        return self._agreed()
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, a signal only sets `stop`, for the run to stop between two steps. Outside it raises Stopped at once.
+
+        Raises Stopped on the way out, on all ranks, if a signal has come that nobody has looked at.
+        """
+        self._is_deferred = True
+        try:
+            yield
+            self._has_trained = True
+        finally:
+            self._is_deferred = False
+        stop, _ = self._agreed()
+        if stop is not None:
+            raise self._stopped(stop)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside `deferred()`, for what takes long and changes nothing: a signal raises Stopped there too.
+
+        With several ranks it waits for the end: the others would wait for the answers of one that has left.
+        """
+        if ranks().size > 1:
+            yield
+            return
+        was_deferred, self._is_deferred, self._is_answering = self._is_deferred, False, True
+        try:
+            if self.stop is not None:
+                raise self._stopped(self.stop)
+            yield
+        finally:
+            self._is_deferred, self._is_answering = was_deferred, False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a process that the run has forked: the signal ends it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif number in ENDING and self._signalled_at is not None:
+            self._leave_at_once(number)
+        elif number == signal.SIGUSR1 and not slurm.is_batch_job():
+            self.save = True
+        else:
+            self._request_stop(number)
+
+    def _request_stop(self, number: int) -> None:
+        """Set `stop`; raise unless that is deferred. What SLURM sends after its SIGUSR1 changes nothing."""
+        if number in ENDING:
+            self._signalled_at = time.monotonic()
+        if self.stop is not None:
+            return
+        self.stop = next(stop for stop in STOPS if stop and stop.name == signal.Signals(number).name)
+        if not self._is_deferred:
+            raise self._stopped(self.stop)
+
+    def _leave_at_once(self, number: int) -> None:
+        assert self._signalled_at is not None
+        if time.monotonic() - self._signalled_at >= SAME_SIGNAL_SECONDS:
+            if ranks().is_first:
+                os.write(2, f"error: a second {signal.Signals(number).name}: left at once\n".encode())
+            os._exit(128 + number)
+
+    def _stopped(self, stop: Stop) -> Stopped:
+        if self._is_answering:
+            text = "while answers were generated; what was trained is saved, and --ckpt_path last goes on"
+            return Stopped(f"stopped by {stop.name} {text}", stop.code)
+        if self._has_trained:
+            return Stopped(f"stopped by {stop.name} after the last step; --ckpt_path last writes the model", stop.code)
+        return Stopped(f"stopped by {stop.name}; nothing was saved", stop.code)
+
+    def _agreed(self) -> tuple[Stop | None, bool]:
+        """What any rank was asked before this call. A signal that comes during it is left for the next one."""
+        place, save = ranks().largest(STOPS.index(self.stop), int(self.save))
+        self.stop, self.save = STOPS[place] or self.stop, bool(save) or self.save
+        return STOPS[place], bool(save)
+
+    def _look_for_files(self) -> None:
+        now = time.monotonic()
+        if now - self._polled_at < POLL_SECONDS:
+            return
+        self._polled_at = now
+        if self._take("save"):
+            self.save = True
+        if self._take("stop") and self.stop is None:
+            self.stop = STOPS[-1]
+
+    def _take(self, name: str) -> bool:
+        """Whether there is a new file of this name; removes it."""
+        path = self.output_dir / name
+        found = _identity(path)
+        if found is None or found == self._known[name]:
+            return False
+        self._known[name] = found
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be removed (%s); touch it to ask again", path, error.strerror)
+        return True
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Changes when the file is made anew or touched. None if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_ino, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None

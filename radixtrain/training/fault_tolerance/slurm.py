@@ -1,0 +1,90 @@
+"""SLURM: SIGUSR1 before the time limit saves and requeues the job, and the requeued job goes on from there.
+
+With `#SBATCH --signal=SIGUSR1@90` a job gets the signal 90 seconds before its limit, if it was started by `srun`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from radixtrain.checkpoints.atomic import writing_file
+
+__all__ = ["hidden", "is_batch_job", "is_restarted", "job_id", "remember_job", "requeue"]
+
+logger = logging.getLogger(__name__)
+
+INTERACTIVE = ("bash", "interactive")  # names of jobs that `srun --pty` and `salloc` make
+RECORD = ".slurm_job"  # in the output folder: which job wrote it
+SECONDS = 60  # for `scontrol` to answer
+SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # by this variable Lightning knows that it runs under SLURM
+
+
+def job_id() -> str | None:
+    """`123`, or `120_4` for a task of an array; None outside SLURM."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    found = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
+    return found if re.fullmatch(r"\d+(_\d+)?", found) else None
+
+
+def is_batch_job() -> bool:
+    """Whether SLURM runs this process as a job that can be requeued, and not in a terminal."""
+    return job_id() is not None and os.environ.get("SLURM_JOB_NAME") not in INTERACTIVE
+
+
+def requeue() -> None:
+    """Ask SLURM to run this job again. If it refuses, a warning says why and how to go on."""
+    job = job_id()
+    assert job is not None
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=SECONDS)
+        reason = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+    except FileNotFoundError:
+        reason = "no scontrol in PATH"
+    except subprocess.TimeoutExpired:
+        reason = f"no answer in {SECONDS} s"
+    if reason:
+        logger.warning("SLURM job %s was not requeued (%s); submit it again with --ckpt_path last", job, reason)
+    else:
+        logger.info("SLURM job %s requeued", job)
+
+
+def remember_job(output_dir: Path) -> None:
+    """Write down which job runs in this folder, for `is_restarted`. Nothing outside SLURM."""
+    job = job_id()
+    if job is None:
+        return
+    with writing_file(output_dir / RECORD) as partial:
+        partial.write_text(f"{job}\n", encoding="utf-8")
+
+
+def is_restarted(output_dir: Path) -> bool:
+    """Whether SLURM has started this job again, and the run in the folder is its own.
+
+    Then `fit` goes on from the newest valid checkpoint there, whatever `ckpt_path` says, and starts anew if there is
+    none yet. A folder that another job has written is not taken over.
+    """
+    count = os.environ.get("SLURM_RESTART_COUNT", "0")
+    record = output_dir / RECORD
+    if not (count.isdigit() and int(count)) or not record.is_file():
+        return False
+    return record.read_text(encoding="utf-8").strip() == job_id()
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Inside, Lightning does not know of SLURM.
+
+    It would save inside a step on SIGUSR1, and start any fresh run from an `hpc_ckpt_N.ckpt` in its output folder.
+    """
+    before = os.environ.pop(SEEN_BY_LIGHTNING, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[SEEN_BY_LIGHTNING] = before

@@ -1,0 +1,216 @@
+"""The newest whole checkpoint, and everything that `--ckpt_path` may name."""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
+from radixtrain.checkpoints.manifest import MANIFEST, SKELETON
+from radixtrain.checkpoints.packing import MODEL
+from radixtrain.checkpoints.resolve import NewestValid, newest_valid, point, prune, resolve, tidy
+from radixtrain.errors import UserError
+
+
+def damage(path):
+    with (path / MODEL).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xaa")
+
+
+class TestNewest:
+    def test_is_the_last_one_written_whatever_its_name(self, folder, make_state):
+        assert newest_valid(folder) == NewestValid(folder / "step=5", [])
+        write_checkpoint(folder / "step=4", make_state(4))  # as after going back to an earlier step
+        os.utime(folder / "step=4", (0, 0))
+        assert newest_valid(folder).path == folder / "step=4"
+        write_checkpoint(folder / "my best.ckpt", make_state(4))
+        assert newest_valid(folder).path == folder / "my best.ckpt"
+
+    def test_damaged_ones_are_named(self, folder, make_state):
+        write_checkpoint(folder / "step=7", make_state(7))
+        damage(folder / "step=7")
+        (folder / "step=5" / MANIFEST).unlink()
+        newest = newest_valid(folder)
+        assert newest.path == folder / "step=3"
+        assert sorted(line.removeprefix(f"{folder}/") for line in newest.passed_over) == [
+            "step=5: manifest.json is missing: it was not written to its end",
+            "step=7: model.safetensors is damaged: its checksum is not the one in the manifest",
+        ]
+        damage(folder / "step=3")
+        newest = newest_valid(folder)
+        assert newest.path is None and len(newest.passed_over) == 3
+
+    def test_none_is_there(self, tmp_path):
+        (tmp_path / "folder" / "logs").mkdir(parents=True)
+        assert newest_valid(tmp_path / "folder") == newest_valid(tmp_path / "none") == NewestValid(None, [])
+
+    def test_what_is_being_written_is_none_and_links_are_none(self, folder, make_state):
+        write_checkpoint(folder / ".step=9.partial", make_state(9))
+        point(folder, "last", folder / "step=3")
+        (folder / "nowhere").symlink_to("nothing")
+        assert newest_valid(folder) == NewestValid(folder / "step=5", [])
+
+    def test_one_that_was_being_replaced_counts(self, folder):
+        (folder / "step=5").rename(folder / ".step=5.replaced")
+        assert newest_valid(folder) == NewestValid(folder / ".step=5.replaced", [])
+        assert resolve(str(folder / "step=5"), folder) == folder / ".step=5.replaced"
+
+
+class TestResolve:
+    @pytest.fixture(autouse=True)
+    def links(self, folder):
+        point(folder, "last", folder / "step=5")
+        point(folder, "best", folder / "step=3")
+
+    @pytest.mark.parametrize("is_relative", [True, False])
+    def test_names(self, folder, is_relative, monkeypatch):
+        monkeypatch.chdir(folder.parent)
+        there = Path("checkpoints") if is_relative else folder
+        for text, name in (
+            *(("last", "step=5"), ("best", "step=3"), ("{}/last", "step=5"), ("{}/best", "step=3"), ("{}", "step=5")),
+            *(("{}/step=3", "step=3"), ("{}/step=3/", "step=3"), ("{}/..", "step=5")),
+        ):
+            assert resolve(text.format(there), there).resolve() == folder / name, text
+
+    def test_last_is_the_newest_whatever_the_link_says(self, folder, make_state):
+        write_checkpoint(folder / "step=9", make_state(9))
+        assert resolve("last", folder) == resolve(str(folder / "last"), Path()) == folder / "step=9"
+        (folder / "last").unlink()
+        assert resolve("last", folder) == resolve(str(folder / "last"), Path()) == folder / "step=9"
+
+    @pytest.mark.parametrize("text", ["last", "{}/last", "{}", "{}/.."])
+    def test_a_newer_one_that_is_damaged_is_passed_over_and_named(self, folder, text, caplog):
+        damage(folder / "step=5")
+        with caplog.at_level(logging.WARNING, "radixtrain"):
+            assert resolve(text.format(folder), folder).resolve() == folder / "step=3"
+        (record,) = caplog.records
+        assert "step=5: model.safetensors is damaged" in record.getMessage() and "step=3" in record.getMessage()
+
+    @pytest.mark.parametrize("text", ["{}/step=5", "best"])
+    def test_a_named_one_is_not_passed_over(self, folder, text):
+        point(folder, "best", folder / "step=5")
+        damage(folder / "step=5")
+        with pytest.raises(UserError, match=r"step=5: model\.safetensors is damaged.*; .*step=3 is whole"):
+            resolve(text.format(folder), folder)
+
+    def test_a_link_as_a_file(self, folder):
+        for name in ("best", "last"):
+            (folder / name).unlink()
+            (folder / name).write_text("step=3\n")
+        assert resolve("best", folder) == folder / "step=3"
+        assert resolve(str(folder / "last"), folder) == folder / "step=5"
+
+    def test_none_is_there(self, folder):
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        (folder / "model" / MODEL).write_text("x")
+        (folder / "empty").mkdir()
+        (folder / "text").write_text("hello")
+        for text, reason in (
+            ("{}/step=4", "no such checkpoint: .*step=4; .*step=5 is whole"),
+            ("nope.ckpt", "no such checkpoint: nope.ckpt$"),
+            ("{}/step=5/model.safetensors", "a file; a checkpoint of radixtrain is a folder"),
+            ("{}/model", "a model and no checkpoint; give it as model.model_name_or_path"),
+            ("{}/empty", "no whole checkpoint in .*empty$"),
+            ("{}/empty/last", "no whole checkpoint in .*empty$"),
+            ("{}/none/last", "no whole checkpoint in .*none$"),
+            ("{}/empty/best", "no such checkpoint"),
+            ("{}/text", "a file; a checkpoint of radixtrain is a folder"),
+            ("\0", "no such checkpoint"),
+        ):
+            with pytest.raises(UserError, match=f"^ckpt_path.*{reason}") as caught:
+                resolve(text.format(folder), folder)
+            assert "\n" not in str(caught.value)
+        shutil.rmtree(folder / "step=3")  # where the link `best` leads
+        with pytest.raises(UserError, match=r"ckpt_path best: none in .*save_best.*; .*step=5 is whole"):
+            resolve("best", folder)
+        with pytest.raises(UserError, match="no such checkpoint"):
+            read_checkpoint(folder / "step=4")
+
+    def test_all_are_damaged(self, folder):
+        damage(folder / "step=5")
+        (folder / "step=3" / SKELETON).unlink()
+        with pytest.raises(
+            UserError, match=r"no whole checkpoint in .*step=5: model.*; .*step=3: state\.json is missing"
+        ):
+            resolve("last", folder)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestPrune:
+    @pytest.fixture
+    def many(self, tmp_path, make_state):
+        """Written in this order: a run went back to step 2."""
+        for name in ("step=1", "step=4", "step=3", "step=2"):
+            write_checkpoint(tmp_path / name, make_state())
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("limit", "keep", "left"),
+        [
+            (1, [], ["step=2"]),
+            (2, [], ["step=2", "step=3"]),
+            (1, ["step=1"], ["step=1", "step=2"]),
+            (2, ["step=2"], ["step=2", "step=3", "step=4"]),
+            (9, [], ["step=1", "step=2", "step=3", "step=4"]),
+        ],
+    )
+    def test_the_oldest_go(self, many, limit, keep, left):
+        prune(many, limit, [many / name for name in keep])
+        assert names(many) == left
+
+    def test_what_is_kept_may_be_named_by_a_link(self, many):
+        point(many, "best", many / "step=1")
+        prune(many, 1, [many / "best"])
+        assert names(many) == ["best", "step=1", "step=2"]
+
+    def test_only_ours_go(self, many, make_state):
+        write_checkpoint(many / "epoch=0-step=4.ckpt", make_state())
+        (many / "step=9").mkdir()
+        (many / "step=8.ckpt").write_text("of an earlier version")
+        (many / "step=4" / MANIFEST).write_text("damaged")
+        prune(many, 1)
+        assert names(many) == ["epoch=0-step=4.ckpt", "step=2", "step=4", "step=8.ckpt", "step=9"]
+
+
+class TestPoint:
+    def test_a_relative_link(self, folder, monkeypatch):
+        monkeypatch.chdir(folder.parent)
+        for there in (Path("checkpoints"), folder):
+            for name in ("step=3", "step=5"):
+                point(there, "last", there / name)
+                assert os.readlink(folder / "last") == name
+        assert names(folder) == ["last", "step=3", "step=5"]
+        folder.rename(folder.parent / "moved")
+        assert (folder.parent / "moved" / "last" / MANIFEST).is_file()
+
+    def test_a_file_where_there_are_no_links(self, folder, monkeypatch):
+        def refuse(*_):
+            raise PermissionError
+
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+        point(folder, "last", folder / "step=5")
+        assert (folder / "last").read_text() == "step=5\n"
+
+    def test_a_folder_of_that_name_is_not_lost(self, folder):
+        (folder / "last").mkdir()
+        with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
+            point(folder, "last", folder / "step=5")
+
+
+def test_tidy(folder, make_state):
+    write_checkpoint(folder / ".step=9.partial", make_state(9))
+    write_checkpoint(folder / ".step=5.replaced", make_state(9))
+    (folder / "step=3").rename(folder / ".step=3.replaced")
+    (folder / ".last.partial").symlink_to("step=5")
+    (folder / ".hidden").write_text("of the user")
+    (folder / "x.partial").write_text("of the user")
+    tidy(folder)
+    tidy(folder / "none")
+    assert names(folder) == [".hidden", "step=3", "step=5", "x.partial"]

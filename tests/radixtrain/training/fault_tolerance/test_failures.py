@@ -1,0 +1,199 @@
+"""Errors of the machine in the types and texts of the libraries that raise them, and what a user reads."""
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from radixtrain.errors import UserError
+from radixtrain.training.fault_tolerance.failures import explain, lost_rank
+
+
+def of_worker(text: str) -> str:
+    return f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{text}"
+
+
+ON_CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4294967296 bytes. Error code 12 (Cannot allocate memory)"
+)
+BUS_ERROR = (
+    "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible that dataloader's workers are out of "
+    "shared memory. Please try to raise your shared memory limit."
+)
+NO_MEMORY = [
+    (MemoryError(), "the machine ran out of memory: set data.max_tokens"),
+    (
+        RuntimeError(ON_CPU),
+        "the machine ran out of memory when 4 GiB more were asked for: set data.max_tokens to a smaller number",
+    ),
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of 79 GiB"),
+        "the device ran out of memory when 3.50 GiB more were asked for: set data.max_tokens to a smaller number",
+    ),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "the device ran out of memory: set"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "the device ran out of memory: set"),
+    (RuntimeError("std::bad_alloc"), "the machine ran out of memory"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "the machine ran out of memory"),
+    (MemoryError(of_worker("MemoryError")), "a DataLoader worker ran out of memory"),
+]
+WORKERS = [
+    (
+        RuntimeError("DataLoader worker (pid 812) is killed by signal: Killed. "),
+        "a DataLoader worker (process 812) was killed by signal Killed, which is what a machine does that runs out of "
+        "memory: set data.dataloader_num_workers: 0",
+    ),
+    (
+        RuntimeError("DataLoader worker (pid(s) 812, 813) exited unexpectedly"),
+        "a DataLoader worker (process 812, 813) was killed, which",
+    ),
+    (
+        RuntimeError(BUS_ERROR),
+        "DataLoader workers ran out of shared memory (",
+    ),
+    (
+        RuntimeError(of_worker("unable to write to file </torch_81_2_0>: No space left on device (28)")),
+        "DataLoader workers ran out of shared memory (",
+    ),
+    (
+        RuntimeError("Too many open files. Communication with the workers is no longer possible"),
+        "too many open files: ",
+    ),
+    (RuntimeError("received 0 items of ancdata"), "too many open files: raise the limit (`ulimit -n 65536`), or set"),
+]
+NOT_VALIDATED = [
+    (
+        RuntimeError("Early stopping conditioned on metric `eval_loss` which is not available. Pass in or modify"),
+        "trainer.callbacks: EarlyStopping watches eval_loss, and the run ended before its first validation: set",
+    )
+]
+
+
+@pytest.mark.parametrize(("error", "text"), [*NO_MEMORY, *WORKERS, *NOT_VALIDATED])
+def test_in_words(error: Exception, text: str) -> None:
+    explained = explain(error, None)
+    assert explained is not None and explained.startswith(text)
+    assert "\n" not in explained and "--ckpt_path" not in explained
+
+
+def test_numpy() -> None:
+    with pytest.raises(MemoryError) as error:
+        np.empty(2**46)
+    assert "when 512. TiB" in (explain(error.value, None) or "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),  # of a hub, say
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "train.jsonl"),
+        UserError("the disk is full: No space left on device [Errno 28]"),
+    ],
+)
+def test_other_errors_stay(error: Exception) -> None:
+    assert explain(error, None) is None
+
+
+class TestDisk:
+    def test_the_one_of_the_file(self, tmp_path: Path) -> None:
+        error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "logs" / "metrics.csv"))
+        mount = next(str(each) for each in (tmp_path, *tmp_path.parents) if os.path.ismount(each))
+        text = explain(error, tmp_path) or ""
+        assert text.startswith(f"the disk {mount} is full, where {tmp_path / 'logs' / 'metrics.csv'} is (")
+        assert "output_dir; a smaller save_total_limit needs less" in text
+
+    def test_the_fullest_if_no_file_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache = tmp_path / "cache"
+        monkeypatch.setenv("RADIXTRAIN_CACHE", str(cache))
+        free = {str(tmp_path / "run"): 9, str(cache): 3, tempfile.gettempdir(): 5}
+        monkeypatch.setattr(
+            "radixtrain.training.fault_tolerance.failures.shutil.disk_usage",
+            lambda path: usage(free.get(str(path), 2**30)),
+        )
+        for folder in (tmp_path / "run", cache):
+            folder.mkdir()
+        text = explain(OSError(errno.ENOSPC, "No space left on device"), tmp_path / "run") or ""
+        assert f"where {cache} is (" in text and "(data.cache_dir or the variable RADIXTRAIN_CACHE)" in text
+
+    @pytest.mark.parametrize(
+        ("number", "words"),
+        [(errno.EDQUOT, "quota"), (errno.EFBIG, "`ulimit -f`"), (errno.EROFS, "read-only")],
+    )
+    def test_other_reasons(self, number: int, words: str, tmp_path: Path) -> None:
+        assert words in (explain(OSError(number, os.strerror(number), str(tmp_path / "x")), tmp_path) or "")
+
+    def test_libraries_that_keep_only_the_words(self, tmp_path: Path) -> None:
+        for text in ("I/O error: No space left on device (os error 28)", "[Errno 28] Error writing"):
+            assert "is full, where " in (explain(Exception(text), tmp_path) or "")
+
+
+class TestCheckpoint:
+    def test_none(self, tmp_path: Path) -> None:
+        assert (explain(MemoryError(), tmp_path) or "").endswith(". No checkpoint was written yet")
+
+    @pytest.mark.parametrize("as_link", [True, False])
+    def test_the_last(self, as_link: bool, tmp_path: Path) -> None:
+        folder = tmp_path / "checkpoints"
+        (folder / "step=7").mkdir(parents=True)
+        if as_link:
+            (folder / "last").symlink_to("step=7")
+        else:
+            (folder / "last").write_text("step=7\n")
+        said = f". The last checkpoint is {folder / 'step=7'}; go on with --ckpt_path last"
+        assert (explain(MemoryError(), tmp_path) or "").endswith(said)
+
+
+def usage(free: int) -> Any:
+    return type("Usage", (), {"free": free})()
+
+
+PAIR = "[/x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:408: Connection reset by peer. This is typically"
+BUFFER = "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(PAIR),
+        RuntimeError("[/x/gloo/transport/tcp/pair.cc:552] Connection closed by peer [127.0.0.1]:2"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shut"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error, NCCL version 2.27"),
+        dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    ],
+)
+def test_a_rank_is_gone(error):
+    assert lost_rank(error, lambda: "rank 1 was killed by SIGKILL") == "rank 1 was killed by SIGKILL"
+    assert "another rank is gone" in lost_rank(error, str)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(BUFFER),
+        RuntimeError("Application timeout caused pair closure"),
+        dist.DistStoreError("Timed out after 5 seconds waiting for clients. 1/2 clients joined."),
+    ],
+)
+def test_a_rank_does_not_answer(error):
+    assert "within ddp_timeout" in lost_rank(error, lambda: "rank 1 is gone")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        ConnectionResetError(104, "Connection reset by peer"),  # of a hub, or of a logger
+        TimeoutError("timed out"),
+        dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected"),
+    ],
+)
+def test_others_are_left_alone(error):
+    assert lost_rank(error, lambda: "rank 1 is gone") is None

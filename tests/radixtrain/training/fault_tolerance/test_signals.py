@@ -1,0 +1,190 @@
+"""Signals that this process sends to itself, and files in a folder. What a run does then: `test_stops.py`."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from radixtrain.errors import Stopped
+from radixtrain.training.fault_tolerance import signals as module
+from radixtrain.training.fault_tolerance import slurm
+from radixtrain.training.fault_tolerance.signals import HANDLED, Requests, Stop
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Not in a SLURM job; signals as they were afterwards."""
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds; tests add to the only entry."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_outside_it_raises_at_once_what_no_library_swallows(tmp_path: Path) -> None:
+    with pytest.raises(Stopped, match="stopped by SIGTERM; nothing was saved") as stopped, Requests(tmp_path):
+        try:
+            send(signal.SIGTERM)
+        except Exception:
+            pytest.fail("an Exception")
+    assert stopped.value.code == 143
+
+
+def test_after_training_the_message_says_how_to_get_the_model(tmp_path: Path) -> None:
+    message = "after the last step; --ckpt_path last writes the model"
+    with pytest.raises(Stopped, match=message), Requests(tmp_path) as requests:
+        with requests.deferred():
+            pass
+        send(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_while_answers_are_generated_it_raises_at_once(tmp_path: Path, is_early: bool) -> None:
+    """Also if it came just before."""
+    said = "stopped by SIGTERM while answers were generated; what was trained is saved"
+    with pytest.raises(Stopped, match=said), Requests(tmp_path) as requests, requests.deferred():
+        if is_early:
+            send(signal.SIGTERM)
+        with requests.at_once():
+            send(signal.SIGTERM)
+            pytest.fail("it went on")
+
+
+def test_an_error_inside_is_the_one_that_passes(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Requests(tmp_path) as requests, requests.deferred():
+        send(signal.SIGTERM)
+        raise ZeroDivisionError
+
+
+def test_the_same_signal_comes_twice_and_a_second_one_leaves(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(module.os, "_exit", left.append)
+    with pytest.raises(Stopped), Requests(tmp_path) as requests, requests.deferred():
+        send(signal.SIGTERM)
+        clock[0] += 0.9
+        send(signal.SIGTERM)
+        assert not left
+        clock[0] += 0.2
+        send(signal.SIGINT)
+        assert left == [130]
+    assert capfd.readouterr().err == "error: a second SIGINT: left at once\n"
+
+
+class TestSlurm:
+    @pytest.fixture(autouse=True)
+    def job(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        asked: list[str] = []
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setattr(slurm, "requeue", lambda: asked.append("requeue"))
+        return asked
+
+    @pytest.mark.parametrize(
+        ("number", "error", "asked"),
+        [
+            (signal.SIGUSR1, Stopped("saved", 138), ["requeue"]),  # what the saver raises
+            (signal.SIGUSR1, OSError("no room"), []),
+            (signal.SIGTERM, Stopped("saved", 143), []),
+        ],
+    )
+    def test_only_usr1_that_is_saved_requeues(
+        self, tmp_path: Path, job: list[str], number: int, error: BaseException, asked: list[str]
+    ) -> None:
+        with pytest.raises(type(error)), Requests(tmp_path) as requests, requests.deferred():
+            send(number)
+            assert requests.stop is not None and not requests.save
+            raise error
+        assert job == asked
+
+    def test_sigterm_at_the_time_limit_does_not_end_the_save(
+        self, tmp_path: Path, job: list[str], clock: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module.os, "_exit", lambda code: pytest.fail("left"))
+        with pytest.raises(Stopped), Requests(tmp_path) as requests, requests.deferred():
+            send(signal.SIGUSR1)
+            clock[0] += 60
+            send(signal.SIGTERM)
+            assert requests.stop == Stop("SIGUSR1", 138, requeue=True)
+        assert job == ["requeue"]
+
+
+def test_handlers_are_restored_and_ignored_signals_stay_ignored(tmp_path: Path) -> None:
+    """While a library puts its own in between."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = [signal.getsignal(number) for number in HANDLED]
+    with Requests(tmp_path) as requests:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        requests.install()
+        send(signal.SIGHUP)
+        send(signal.SIGUSR1)
+        assert requests.stop is None and requests.save
+    assert [signal.getsignal(number) for number in HANDLED] == before
+
+
+def test_another_thread_has_only_the_files(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in HANDLED]
+    found: list[bool] = []
+
+    def run() -> None:
+        with Requests(tmp_path) as requests:
+            (tmp_path / "save").touch()
+            requests.poll()
+            found.append(requests.save and [signal.getsignal(number) for number in HANDLED] == before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+class TestFiles:
+    def test_those_that_were_there_before_stay(
+        self, tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "stop").write_text("data of mine")
+        (tmp_path / "save").mkdir()
+        with caplog.at_level(logging.WARNING), Requests(tmp_path) as requests:
+            requests.poll()
+            assert not requests.save and requests.stop is None
+            os.utime(tmp_path / "stop", (1, 1))  # touched
+            clock[0] += 1
+            requests.poll()
+            assert requests.stop
+        assert [record.message for record in caplog.records] == [
+            f"{tmp_path / 'stop'}: there before the run, and left alone; touch it to ask"
+        ]
+        assert [path.name for path in tmp_path.iterdir()] == ["save"]
+
+    def test_one_that_cannot_be_removed_asks_once(
+        self, tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(path: Path, missing_ok: bool = False) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(Path, "unlink", refuse)
+        with Requests(tmp_path) as requests:
+            (tmp_path / "save").touch()
+            requests.poll()
+            assert requests.save
+            requests.save = False
+            clock[0] += 1
+            requests.poll()
+            assert not requests.save
