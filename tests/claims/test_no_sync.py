@@ -277,7 +277,7 @@ MAY_READ = {
     ("radixtrain/loss.py", "_deal_on_host"): "`_chunks_of` chooses it only for tensors on the host",
     ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "allows"): "only of a step that is not finite",
     ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "accepts"): "only of a step that is not finite",
-    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "_nonfinite_here"): "before a run, and of a step that is not finite",
+    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "_nonfinite_here"): "before a run, and of such a step",
     ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
     ("radixtrain/hf/padded/rows.py", "*"): "`share_prefixes` plans on the host: one copy of the ids for each call",
     ("radixtrain/hf/padded/calls.py", "why_rows_are_not_shared"): "NumPy arrays of `PaddedRows`",
