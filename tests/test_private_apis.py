@@ -86,7 +86,6 @@ TABLE = (
     Private(
         "transformers.PretrainedConfig._attn_implementation",
         (
-            "radixtrain/bench/baseline.py",
             "radixtrain/hf/cached_pass.py",
             "radixtrain/hf/hooks.py",
             "radixtrain/hf/padded/calls.py",

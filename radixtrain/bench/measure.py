@@ -98,7 +98,7 @@ class Measured:
 
     @property
     def speedups(self) -> list[float]:
-        """Ordinary seconds over radix seconds, of each turn."""
+        """Ordinary seconds over radix seconds, of each turn. If they differ much, the machine was busy otherwise."""
         pairs = zip(self.ordinary_turns, self.radix_turns, strict=True) if self.ordinary_turns else ()
         return [ordinary / radix for ordinary, radix in pairs]
 
@@ -109,7 +109,6 @@ class Measured:
 
     @property
     def lowest_speedup(self) -> float | None:
-        """If it is far from the highest, the machine was busy with something else."""
         return min(self.speedups, default=None)
 
     @property
@@ -118,25 +117,16 @@ class Measured:
 
     @property
     def efficiency(self) -> float | None:
+        """The share of the ideal that was measured."""
         return None if self.measured_speedup is None else self.measured_speedup / self.ideal_speedup
 
     @property
     def ordinary_seconds(self) -> float | None:
-        """Median."""
         return statistics.median(self.ordinary_turns) if self.ordinary_turns else None
 
     @property
     def radix_seconds(self) -> float:
-        """Median."""
         return statistics.median(self.radix_turns)
-
-    @property
-    def lowest_radix_seconds(self) -> float:
-        return min(self.radix_turns)
-
-    @property
-    def highest_radix_seconds(self) -> float:
-        return max(self.radix_turns)
 
     @property
     def ordinary_tokens_per_second(self) -> float | None:

@@ -22,7 +22,7 @@ CELL_FIELDS = ("sequences", "prompt_length", "suffix_length", "num_sequences", "
 RESULT_FIELDS = (
     *("attention", "num_tokens", "num_unique_tokens", "r", "best_r"),
     *("ideal_speedup", "measured_speedup", "lowest_speedup", "highest_speedup", "efficiency"),
-    *("ordinary_seconds", "radix_seconds", "lowest_radix_seconds", "highest_radix_seconds"),
+    *("ordinary_seconds", "radix_seconds"),
     *("microseconds_per_unique_token", "ordinary_tokens_per_second", "radix_tokens_per_second"),
     *("ordinary_peak_bytes", "radix_peak_bytes", "memory_ratio", "error"),
 )

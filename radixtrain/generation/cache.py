@@ -35,21 +35,7 @@ FREE, RESERVED, CACHED = 0, 1, 2  # what this cache uses a slot for
 
 
 class CacheFull(UserError):
-    """Locked and reserved tokens leave too little room in the budget.
-
-    needed: slots that were asked for.
-    available: slots that there would be if all that is not locked were evicted.
-    """
-
-    def __init__(self, needed: int, available: int, max_tokens: int):
-        super().__init__(
-            f"a cache of max_tokens={max_tokens} has room for {available} more tokens while the others are in use, and "
-            f"{needed} are needed: raise max_tokens"
-        )
-        self.needed, self.available, self.max_tokens = needed, available, max_tokens
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.needed, self.available, self.max_tokens)
+    """Locked and reserved tokens leave too little room in the budget."""
 
 
 @dataclass(eq=False, slots=True)
@@ -107,9 +93,6 @@ class LeafQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Node]] = []
         self._serial = counted_up()  # nodes themselves have no order
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     def add(self, node: Node) -> None:
         """Adds a node if it is evictable and not here yet."""
@@ -220,7 +203,7 @@ class RadixCache:
         A node in which the prefix ends is split there, so that `Match.node` ends where the prefix does. The slots hold
         these rows until the node is evicted: `lock` it before the next call that may evict.
         """
-        ids = _integers("token_ids", token_ids)
+        ids = np.asarray(token_ids, dtype=np.int64)
         with self._rlock:
             match = self._walk(ids)
             if count:
@@ -240,7 +223,10 @@ class RadixCache:
             if self.max_tokens is not None:
                 available = self.max_tokens - self._num_reserved - self._num_locked
                 if count > available:
-                    raise CacheFull(count, available, self.max_tokens)
+                    raise CacheFull(
+                        f"a cache of max_tokens={self.max_tokens} has room for {available} more tokens while the "
+                        f"others are in use, and {count} are needed: raise max_tokens"
+                    )
                 self.evict(self.num_tokens + count - self.max_tokens)
             slots = self.pool.allocate(count, contiguous)
             if len(self._use) < self.pool.capacity:
@@ -249,11 +235,10 @@ class RadixCache:
             self._num_reserved += count
             return slots
 
-    def cancel(self, slots: Any) -> None:
-        """Gives reserved slots back. ValueError, and none is given back, if one of them is not reserved."""
-        slots = _integers("slots", slots)
+    def cancel(self, slots: IntArray) -> None:
+        """Gives reserved slots back."""
         with self._rlock:
-            self._check_reserved(slots)
+            assert self._are_reserved(slots)
             self._num_reserved -= len(slots)
             self._release(slots)
 
@@ -262,48 +247,40 @@ class RadixCache:
 
         token_ids, slots: (n,), integers. Where the row of each token is.
 
-        What the tree has already keeps the slots that the tree has. Given ones that differ are released if they are
-        reserved still: another sequence with the same rows may have been inserted just before. For what is new all must
-        be reserved. Raises ValueError, and inserts nothing, if one of them is not.
+        What the tree has already keeps the slots that the tree has. Slots that differ from these are released if they
+        are reserved still: another sequence with the same rows may have been inserted just before. For what is new all
+        must be reserved.
         """
-        ids, given = _integers("token_ids", token_ids), _integers("slots", slots)
-        if len(ids) != len(given):
-            raise ValueError(f"slots must have one entry per token, {len(ids)}, got {len(given)}")
+        ids, slots = np.asarray(token_ids, dtype=np.int64), np.asarray(slots, dtype=np.int64)
         with self._rlock:
             node, held = self._walk(ids)
             depth = len(held)
-            self._check_range(given)
-            new, unused = given[depth:], given[:depth][given[:depth] != held]
+            new, unused = slots[depth:], slots[:depth][slots[:depth] != held]
             unused = unused[self._use[unused] == RESERVED]
-            self._check_reserved(np.append(unused, new))
+            assert len(ids) == len(slots) and self._are_reserved(np.append(unused, new))
             self._num_reserved -= len(unused) + len(new)
             self._release(unused)
             return self._add_leaf(node, ids[depth:].copy(), new.copy()) if len(new) else node
 
     def lock(self, node: Node) -> None:
-        """Keeps a node and the path to it from being evicted, until as many calls of `unlock`.
-
-        Raises RuntimeError for a node that was evicted before.
-        """
+        """Keeps a node and the path to it from being evicted, until as many calls of `unlock`."""
         with self._rlock:
-            if node.parent is None and node is not self.root:
-                raise RuntimeError(f"{node} is not in the cache: it was evicted or cleared before it was locked")
+            assert node.parent is not None or node is self.root, f"{node} was evicted before it was locked"
             node.own_locks += 1
-            for each in path_to_root(node):
-                each.locks += 1
-                if each.locks == 1:
-                    self._num_locked += len(each.tokens)
+            for above in path_to_root(node):
+                above.locks += 1
+                if above.locks == 1:
+                    self._num_locked += len(above.tokens)
 
     def unlock(self, node: Node) -> None:
-        """Takes one lock of `node` away. RuntimeError if it has none of its own."""
+        """Takes one lock of `node` away."""
         with self._rlock:
-            if not node.own_locks:
-                raise RuntimeError(f"{node} was unlocked more often than it was locked")
+            assert node.own_locks, f"{node} was unlocked more often than it was locked"
             node.own_locks -= 1
-            for each in path_to_root(node):
-                each.locks -= 1
-                if not each.locks:
-                    self._num_locked -= len(each.tokens)
+            for above in path_to_root(node):
+                above.locks -= 1
+                if not above.locks:
+                    self._num_locked -= len(above.tokens)
             self._leaves.add(node)
 
     def evict(self, count: int) -> int:
@@ -393,31 +370,13 @@ class RadixCache:
         self._num_nodes -= 1
         self._leaves.add(parent)
 
-    def _check_reserved(self, slots: IntArray) -> None:
-        """ValueError unless all of them are reserved, and none is there twice."""
-        self._check_range(slots)
-        ordered = np.sort(slots)
-        wrong = ordered[self._use[ordered] != RESERVED]
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(wrong) or len(twice):
-            what = f"slot {wrong[0]} is not reserved" if len(wrong) else f"slot {twice[0]} is there twice"
-            raise ValueError(f"{what}: slots come from `reserve`, each for one row")
-
-    def _check_range(self, slots: IntArray) -> None:
-        least, most = slots.min(initial=0), slots.max(initial=0)
-        if len(slots) and (least < 0 or most >= len(self._use)):
-            raise ValueError(f"slot {least if least < 0 else most} is none of this cache, which has {len(self._use)}")
+    def _are_reserved(self, slots: IntArray) -> bool:
+        """Whether all of them are, and none is there twice."""
+        return bool((self._use[slots] == RESERVED).all()) and len(np.unique(slots)) == len(slots)
 
     def _release(self, slots: IntArray) -> None:
         self.pool.release(slots)
         self._use[slots] = FREE
-
-
-def _integers(name: str, values: Any) -> IntArray:
-    array = np.asarray(values)
-    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise ValueError(f"{name} must be integers in one dimension, got {array.dtype} of shape {array.shape}")
-    return array.astype(np.int64, copy=False)
 
 
 def path_to_root(node: Node | None) -> Iterator[Node]:

@@ -69,11 +69,9 @@ def _digests(tensors: list[Tensor]) -> tuple[int, ...]:
 
 
 def word_factors(device: torch.device) -> Tensor:
-    """(WORDS,), int64. An odd pseudo-random factor for each place (splitmix64), the same in every call."""
-    factors = torch.arange(1, WORDS + 1, device=device) * _signed(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        factors = (factors ^ _shifted(factors, shift)) * _signed(factor)
-    return factors ^ _shifted(factors, 31) | 1
+    """(WORDS,), int64. An odd random factor for each place, the same in every call."""
+    factors = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=torch.Generator().manual_seed(0)) | 1
+    return factors.to(device, non_blocking=True)
 
 
 def word_sums(tensor: Tensor, factors: Tensor) -> Iterator[Tensor]:
@@ -91,16 +89,6 @@ def _words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     flat = tensor.detach().reshape(-1).contiguous()
     fits = flat.nbytes % dtype.itemsize == 0 and flat.storage_offset() * flat.itemsize % dtype.itemsize == 0
     return flat.view(dtype if fits else torch.uint8)
-
-
-def _signed(word: int) -> int:
-    """An unsigned 64-bit number above 2^63 as the signed one of the same bits."""
-    return word - (1 << 64)
-
-
-def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Shifted to the right with zeros; `>>` repeats the sign."""
-    return (words >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _settings(module: nn.Module) -> Iterator[Hashable]:

@@ -53,13 +53,13 @@ def token_ids_of(
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         return token_ids_of(*_encoded(prompts, attention_mask))
     if isinstance(prompts, Tensor | np.ndarray):
-        found = _rows_of(_array(prompts), None if attention_mask is None else _array(attention_mask))
+        rows = _rows_of(_array(prompts), None if attention_mask is None else _array(attention_mask))
     else:
-        found = _each(_listed(prompts, attention_mask), tokenizer, chat_template_kwargs)
-    for place, ids in enumerate(found):
+        rows = _each(_listed(prompts, attention_mask), tokenizer, chat_template_kwargs)
+    for place, ids in enumerate(rows):
         if not len(ids):
             raise UserError(f"prompt {place} is empty; a prompt needs at least one token")
-    return found
+    return rows
 
 
 def check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
@@ -116,7 +116,7 @@ def _each(
     prompts: list[Any], tokenizer: PreTrainedTokenizerBase | None, template_kwargs: dict[str, Any]
 ) -> list[np.ndarray]:
     """Texts and conversations are tokenised in one call each, because prompts share most of their pieces."""
-    found: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(prompts)
+    ids: dict[int, np.ndarray] = {}
     texts: dict[int, str] = {}
     conversations: dict[int, list[Any]] = {}
     for place, prompt in enumerate(prompts):
@@ -128,25 +128,20 @@ def _each(
                 raise UserError(f'prompt {place} is made of rows, not of messages: give row["messages"] of each')
             conversations[place] = prompt
         else:
-            found[place] = _ids(prompt, place)
+            ids[place] = _ids(prompt, place)
     if not texts and not conversations:
-        return found
+        return list(ids.values())
     if tokenizer is None:
         place = min([*texts, *conversations])
         kind = "a text" if place in texts else "a conversation"
         raise UserError(f"prompt {place} is {kind}, which needs a tokenizer: pass tokenizer=, or give token ids")
     if texts:
         encoded = tokenizer(list(texts.values()))["input_ids"]
-        found = _placed(found, texts, [np.array(ids, dtype=np.int64) for ids in encoded])
+        ids |= {place: np.array(row, dtype=np.int64) for place, row in zip(texts, encoded, strict=True)}
     if conversations:
         rendered = _rendered(conversations, tokenizer, template_kwargs)
-        found = _placed(found, conversations, PieceTokenizer(tokenizer)(rendered))
-    return found
-
-
-def _placed(found: list[np.ndarray], places: Mapping[int, Any], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    by_place = dict(zip(places, arrays, strict=True))
-    return [by_place.get(place, ids) for place, ids in enumerate(found)]
+        ids |= zip(conversations, PieceTokenizer(tokenizer)(rendered), strict=True)
+    return [ids[place] for place in range(len(prompts))]
 
 
 def _rendered(

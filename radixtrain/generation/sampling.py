@@ -147,8 +147,8 @@ class TokenChooser:
                     scores = part(token_ids[:, :length], scores)
                 else:
                     rows_on_device = torch.from_numpy(rows).to(scores.device, non_blocking=True)
-                    found = part(token_ids[rows_on_device, :length], scores[rows_on_device])
-                    scores.index_copy_(0, rows_on_device, found.to(scores.dtype))
+                    changed = part(token_ids[rows_on_device, :length], scores[rows_on_device])
+                    scores.index_copy_(0, rows_on_device, changed.to(scores.dtype))
         return scores
 
     def _part(self, device: torch.device, prompt_length: int, begin: int, end: int) -> Any:

@@ -4,8 +4,6 @@ Random operations against an oracle: `tests/claims/generation/test_cache_oracle.
 """
 
 import itertools
-import pickle
-import re
 import sys
 from threading import Event, Thread
 from typing import Any
@@ -103,57 +101,15 @@ def test_str_is_the_tree() -> None:
     assert repr(node) == "Node([0, 1, 2, 3, 4, 5, ..., 8, 9], 10 tokens, 2 locks)"
 
 
-@pytest.mark.parametrize(
-    ("ids", "slots", "what"),
-    [
-        ([1, 9], [0], "slots must have one entry per token, 2, got 1"),
-        ([1, 9], [0, 1], "slot 1 is not reserved"),
-        ([9], [5], "slot 5 is not reserved"),
-        ([9, 9], [3, 3], "slot 3 is there twice"),
-        ([9], [-1], "slot -1 is none of this cache, which has 6"),
-        ([9], [6], "slot 6 is none of this cache, which has 6"),
-        ([9], [0.5], "slots must be integers in one dimension, got float64 of shape"),
-        ([[9]], [3], "token_ids must be integers in one dimension, got int64 of shape"),
-    ],
-)
-def test_insert_refuses_wrong_slots_and_changes_nothing(ids: Any, slots: Any, what: str) -> None:
-    cache = put(RadixCache(), [1, 2, 3])
-    cache.reserve(2)
-    cache.pool.allocate(1)
-    with pytest.raises(ValueError, match=re.escape(what)):
-        cache.insert(ids, slots)
-    assert cache.match_prefix([1, 2, 3]).slots.tolist() == [0, 1, 2]
-    assert (cache.num_tokens, cache.num_reserved) == (5, 2)
-
-
-def test_locks_that_are_refused() -> None:
-    cache = put(RadixCache(), [1, 2], [1, 3])
-    upper, leaf = (cache.match_prefix(ids).node for ids in ([1], [1, 2]))
-    cache.lock(leaf)
-    with pytest.raises(RuntimeError, match="unlocked more often"):
-        cache.unlock(upper)  # locked only by what is below
-    cache.unlock(leaf)
-    with pytest.raises(RuntimeError, match="unlocked more often"):
-        cache.unlock(leaf)
-    for leave in (lambda: cache.evict(9), cache.clear):
-        node = put(cache, [1, 2]).match_prefix([1, 2]).node
-        leave()
-        with pytest.raises(RuntimeError, match="not in the cache"):
-            cache.lock(node)
-
-
 def test_a_full_cache_evicts_nothing() -> None:
     cache = put(RadixCache(max_tokens=6), [1, 2, 3], [4, 5])
     cache.lock(cache.match_prefix([1]).node)
     cache.reserve(1)
-    with pytest.raises(
-        CacheFull, match=r"max_tokens=6 has room for 4 more tokens while .* and 5 are needed"
-    ) as refusal:
+    message = r"max_tokens=6 has room for 4 more tokens while .* and 5 are needed"
+    with pytest.raises(CacheFull, match=message) as refusal:
         cache.reserve(5)
-    assert (refusal.value.needed, refusal.value.available) == (5, 4)
     assert cache.counters.num_evictions == 0 and cache.num_tokens == 6
-    again = pickle.loads(pickle.dumps(refusal.value))
-    assert str(again) == str(refusal.value) and isinstance(again, UserError)
+    assert isinstance(refusal.value, UserError)
 
 
 def test_the_pool_takes_the_shortest_run_that_is_long_enough_and_grows_to_twice_its_size() -> None:
@@ -164,8 +120,6 @@ def test_the_pool_takes_the_shortest_run_that_is_long_enough_and_grows_to_twice_
     assert cache.reserve(3).tolist() == [8, 9, 10] and cache.reserve(3).tolist() == [13, 14, 15]
     assert cache.reserve(7).tolist() == [0, 1, 2, 3, 4, 5, 16] and cache.pool.capacity == 20
     assert cache.reserve(1).tolist() == [20] and cache.pool.capacity == 40
-    with pytest.raises(ValueError, match="slot 16 is there twice"):
-        cache.cancel([16, 16])
 
 
 def test_other_weights_empty_the_cache() -> None:
