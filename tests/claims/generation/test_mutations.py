@@ -5,7 +5,7 @@ that splits nodes of the first, a third that continues answers, and free slots p
 mistake every logit is within 1e-12 of an ordinary forward pass over the finished text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from answers import answered, texts_of, with_pieces_of, worst_errors
 from families import CORE
-from tiers import FULL, cases
+from tiers import cases
 from torch import Tensor
 
 import radixtrain.generation.passes
@@ -82,39 +82,6 @@ def is_faithful(name: str) -> bool:
 @pytest.mark.parametrize("name", cases(["Mistral", "Qwen3", "gpt-oss"], ["Mistral"]))
 def test_without_a_mutation(name: str) -> None:
     assert worst(name) <= BAR
-
-
-@FULL
-def test_the_scenario_has_all_that_can_go_wrong(monkeypatch: Patch) -> None:
-    """Lanes move, several at once, kept rows have several readers, nodes split, and sequences leave before others."""
-    seen: dict[str, int] = {"moved": 0, "moved at once": 0, "runs": 0, "splits": 0, "left": 0}
-    move, split, leave = RunningBatch._move, Node.split, RunningBatch._leave
-
-    def count_moves(self: RunningBatch, movers: Any, *rest: Any) -> None:
-        seen["moved"] += len(movers)
-        seen["moved at once"] += len(movers) > 1
-        move(self, movers, *rest)
-
-    def count_runs(nodes: Sequence[Node]) -> Any:
-        runs = shared_runs(nodes)
-        seen["runs"] += sum(len(places) > 1 for places, _ in runs)
-        return runs
-
-    def count_splits(self: Node, length: int) -> Node:
-        seen["splits"] += 1
-        return split(self, length)
-
-    def count_leaving(self: RunningBatch, first: int) -> None:
-        before = len(self)
-        leave(self, first)
-        seen["left"] += 0 < len(self) < before
-
-    monkeypatch.setattr(RunningBatch, "_move", count_moves)
-    monkeypatch.setattr(RunningBatch, "_leave", count_leaving)
-    monkeypatch.setattr(Node, "split", count_splits)
-    monkeypatch.setattr(radixtrain.generation.passes, "shared_runs", count_runs)
-    assert is_faithful("Qwen3")
-    assert all(seen.values()), seen
 
 
 def change_runs(patch: Patch, owner: Any, name: str, change: Callable[[Runs], Runs]) -> None:

@@ -59,7 +59,7 @@ def another_adapter(model: Any) -> None:
     model.double().set_adapter("other")
 
 
-# Every other one: tests/radixtrain/generation/test_weights.py
+# Every other one: tests/radixtrain/generation/test_fingerprint.py
 CHANGES = [train_a_step, swap_rows]
 CHANGES_OF_ADAPTERS = [train_a_step, disable_adapters, another_adapter]
 

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tiers import cases
@@ -29,15 +30,11 @@ def k_proj(model: Any) -> nn.Linear:
     return linear
 
 
-def step(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Change:
-    """One step of an optimizer on the token embeddings only."""
-
-    def change(model: Any) -> None:
-        weight = model.model.embed_tokens.weight
-        weight.grad = torch.full_like(weight, 1e-3)
-        make([weight], lr=1e-6, **options).step()
-
-    return change
+def optimizer_step(model: Any) -> None:
+    """On the token embeddings only."""
+    weight = model.model.embed_tokens.weight
+    weight.grad = torch.full_like(weight, 1e-3)
+    torch.optim.AdamW([weight], lr=1e-6, fused=True).step()
 
 
 def load(model: Any) -> None:
@@ -62,29 +59,14 @@ def one_bit(model: Any) -> None:
     k_proj(model).weight.data.view(torch.int32)[3, 5] ^= 1
 
 
-def swapped_values(model: Any) -> None:
-    flat = k_proj(model).weight.data.view(-1)
-    flat[[0, 1]] = flat[[1, 0]]
-
-
 CHANGES: dict[str, Change] = {
     "a hook": lambda model: k_proj(model).register_forward_hook(lambda *_: None),
     "a hook before": lambda model: k_proj(model).register_forward_pre_hook(lambda *_: None),
     "one bit of one weight": one_bit,
     "p.data.add_": lambda model: k_proj(model).weight.data.add_(1e-7),
-    "p.data.neg_": lambda model: k_proj(model).weight.data.neg_(),
     "two rows swapped": lambda model: swap_rows(k_proj(model).weight, 0, 3),
-    "two columns swapped": lambda model: swap_rows(k_proj(model).weight, (slice(None), 0), (slice(None), 3)),
-    "two values swapped": swapped_values,
-    "two layers swapped": lambda model: swap_rows(k_proj(model).weight, slice(0, 8), slice(8, 16)),
-    "turned round": lambda model: setattr(k_proj(model).weight, "data", torch.rot90(k_proj(model).weight.data, 2)),
-    "new data": lambda model: setattr(k_proj(model).weight, "data", k_proj(model).weight.data + 1e-3),
     "minus zero": lambda model: model.model.norm.weight.data.neg_(),
-    "through NumPy": lambda model: k_proj(model).weight.detach().numpy().__setitem__((0, 0), 9.0),
-    "SGD": step(torch.optim.SGD),
-    "AdamW, one loop": step(torch.optim.AdamW, foreach=False),
-    "AdamW, foreach": step(torch.optim.AdamW, foreach=True),
-    "AdamW, fused": step(torch.optim.AdamW, fused=True),
+    "AdamW": optimizer_step,
     "load_state_dict": load,
     "tied weights, by the other name": lambda model: model.lm_head.weight.data.mul_(1.001),
     "untied": untie,
@@ -93,14 +75,13 @@ CHANGES: dict[str, Change] = {
     "a setting of the configuration": lambda model: setattr(model.config, "sliding_window", 4),
     "a module replaced by its copy": replace("model.layers.0.mlp", copy.deepcopy),
     "a module left out": replace("model.layers.1.mlp", lambda _: nn.Identity()),
-    "two layers in the other order": lambda model: setattr(model.model, "layers", model.model.layers[::-1]),
     "one layer fewer": lambda model: setattr(model.model, "layers", model.model.layers[:1]),
     "bfloat16": lambda model: model.to(torch.bfloat16),
     "one tensor in float64": lambda model: k_proj(model).double(),
 }
 
 
-QUICK = ["a hook", "one bit of one weight", "minus zero", "two rows swapped", "AdamW, fused", "load_state_dict"]
+QUICK = ["a hook", "one bit of one weight", "minus zero", "two rows swapped", "AdamW", "load_state_dict"]
 
 
 @pytest.mark.parametrize("change", cases(CHANGES, QUICK))
@@ -171,7 +152,6 @@ def test_another_model_with_the_same_weights_in_the_same_place(tiny_qwen3: Calla
 @pytest.fixture
 def adapted(tiny_qwen3: Callable[..., Any]) -> Any:
     """A model with two LoRA adapters, the first of them active."""
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
     config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(tiny_qwen3(), config)
     model.add_adapter("second", config)
@@ -250,15 +230,8 @@ def test_tensors_of_every_kind() -> None:
 # What a device without NumPy does, on the CPU.
 
 
-def sums(tensor: torch.Tensor, factors: torch.Tensor | None = None) -> list[int]:
-    return [int(each) for each in word_sums(tensor, word_factors(CPU) if factors is None else factors)]
-
-
-def test_word_sums_by_hand() -> None:
-    factors = torch.tensor([3, 5, 7])
-    assert sums(torch.tensor([1, 2, 3, 4], dtype=torch.int32), factors) == [3 + 10 + 21, 12]
-    assert sums(torch.tensor([1, 2], dtype=torch.uint8), factors) == [13]
-    assert sums(torch.zeros(0), factors) == [0]
+def sums(tensor: torch.Tensor, factors: torch.Tensor) -> list[int]:
+    return [int(each) for each in word_sums(tensor, factors)]
 
 
 def test_every_single_word_and_every_swap_is_seen_by_word_sums() -> None:

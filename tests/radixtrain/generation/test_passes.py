@@ -1,9 +1,8 @@
-"""What a pass of generation computes and stores: literal plans.
+"""What of a prompt the cache keeps: literal plans.
 
 That every row sees its path once, whatever the cache holds, shows in the logits: `tests/claims/generation`.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from radixtrain.generation import passes
 from radixtrain.generation.cache import Match, RadixCache
-from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, Request, SharedRows, decoding_pass, worth_keeping
+from radixtrain.generation.passes import LaneRange, PromptPlan, Request, worth_keeping
 
 CPU = torch.device("cpu")
 LANES = LaneRange(first=1000, step=20, number=16)
@@ -50,18 +49,6 @@ def planned(
     kept = worth_keeping(np.array([0, *shared])).tolist()
     requests = [Request(n, n, np.array(ids), 4, kept=kept[n]) for n, ids in enumerate(prompts)]
     return PromptPlan.of(requests, [locked(cache, ids[:-1]) for ids in prompts], longest_tail)
-
-
-def pass_of(plan: PromptPlan, first_lane: int = 0) -> Pass:
-    """The kept rows get the slots from 500 on."""
-    return plan.pass_of(500 + np.arange(len(plan.kept_rows)), LANES, first_lane, None, CPU)
-
-
-def stored(each: Pass) -> Counter[tuple[int, int]]:
-    """Counts (row, slot)."""
-    rows = each.layout.written_rows
-    assert rows is not None
-    return Counter(zip(rows.tolist(), each.layout.slots.tolist(), strict=True))
 
 
 class TestWhatIsKept:
@@ -103,44 +90,3 @@ class TestWhatIsKept:
         plan = planned(cache=put(RadixCache(), [1, 2, 3, 6, 7]))
         assert plan.cached.tolist() == [3, 3, 0] == plan.kept.tolist(), "the last token of a prompt is computed"
         assert plan.plan.num_rows == 4 and plan.kept_rows.tolist() == []
-
-
-class TestPassOfPrompts:
-    def test_literally(self) -> None:
-        each = pass_of(planned(), first_lane=2)
-        assert each.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 9]
-        assert each.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 0]
-        assert each.predictor_indices is not None and each.predictor_indices.tolist() == [4, 5, 6]
-        assert stored(each) == Counter([(0, 500), (1, 501), (2, 502), (3, 1040), (4, 1041), (5, 1060), (6, 1080)])
-        assert (each.layout.num_rows, each.layout.max_seqlen, each.layout.shared) == (7, 5, ())
-        assert each.layout.lanes is None and each.layout.prompts is not None
-
-    def test_shared_rows_that_are_not_kept_go_to_every_lane(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.undo()
-        first = [(row, 1000 + row) for row in range(5)]
-        second = [(0, 1020), (1, 1021), (2, 1022), (5, 1023)]
-        assert stored(pass_of(planned())) == Counter([*first, *second, (6, 1040)])
-
-    def test_continued(self) -> None:
-        """Positions count from the beginning of the prompt, and lanes from the first token that is not kept."""
-        each = pass_of(planned(cache=put(RadixCache(), [1, 2, 3, 6, 7])))
-        assert (each.input_ids.tolist(), each.position_ids.tolist()) == ([4, 5, 6, 9], [3, 4, 3, 0])
-        assert stored(each) == Counter([(0, 1000), (1, 1001), (2, 1020), (3, 1040)])
-        assert each.layout.max_seqlen == 5
-
-
-def test_decoding_literally() -> None:
-    cache = put(RadixCache(), [1, 2, 3])
-    active = [Request(n, n, np.array(ids), 4) for n, ids in enumerate([[1, 2, 3, 4], [9]])]
-    active[0].hold(cache, cache.match_prefix([1, 2, 3]).node)
-    tokens, mask = torch.tensor([5, 6]), torch.zeros(2, 3)
-    each = decoding_pass(active, tokens, np.array([6, 3]), np.array([3, 3]), LANES, mask, SharedRows((), None, None))
-    assert each.input_ids is tokens
-    assert (each.position_ids.tolist(), each.predictor_indices) == ([5, 2], None)
-    layout = each.layout
-    assert layout.written_rows is None and layout.slots.tolist() == [1002, 1022]
-    assert (layout.num_rows, layout.max_seqlen, layout.prompts) == (2, 6, None)
-    assert layout.lanes is not None and (layout.lanes.first, layout.lanes.step) == (1000, 20)
-    assert layout.paths.slots_of(0).tolist() == [*active[0].path.tolist(), 1000, 1001, 1002]
-    assert layout.paths.slots_of(1).tolist() == [1020, 1021, 1022]
-    assert layout.paths.within(2)[0].tolist() == [1001, 1002, 1021, 1022]

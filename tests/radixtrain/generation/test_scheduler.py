@@ -5,6 +5,7 @@ prompt, so a longer prompt has a shorter answer. That answers do not depend on a
 `tests/claims/generation`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +106,42 @@ def test_a_row_without_any_probability(model: Any, max_new_tokens: int) -> None:
     with pytest.raises(ValueError, match=r"no token can be drawn, .* check logits_processor, bad_words_ids"):
         generate(model, APART, cache=cache, logits_processor=[nothing], **sampled)
     assert is_idle(cache)
+
+
+LONG = [[7, 8, 9, 10, last] for last in range(1, 6)] + [[3], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+class TestLongAnswers:
+    """Longer than the lanes were made for."""
+
+    @pytest.fixture(autouse=True)
+    def short_lanes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys.modules["radixtrain.generation.generate"], "FIRST_ANSWER", 2)
+
+    @pytest.mark.parametrize(("batch_size", "cached"), [(None, False), (3, True)])
+    def test_lanes_grow(self, model: Any, batch_size: int | None, cached: bool) -> None:
+        cache = RadixCache() if cached else None
+        options = {"do_sample": False, "eos_token_id": None, "batch_size": batch_size}
+        answers = generate(model, LONG, max_new_tokens=40, cache=cache, **options)
+        assert answers.token_ids == greedy_by_the_model(model, LONG, 40)
+        assert cache is None or is_idle(cache)
+
+    def test_nothing_is_lost_if_there_is_no_memory(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache = RadixCache()
+        generate(model, LONG, max_new_tokens=2, do_sample=False, cache=cache)
+
+        def full(*_: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(cache.store), "copy", full)
+            with pytest.raises(MemoryError):
+                generate(model, LONG, max_new_tokens=20, do_sample=False, eos_token_id=None, cache=cache)
+        assert is_idle(cache)
+
+    def test_a_generous_limit_costs_nothing_beforehand(self, model: Any) -> None:
+        cache = RadixCache()
+        options = {"do_sample": True, "seed": 1, "eos_token_id": list(range(1, 50, 2)), "cache": cache}
+        answers = generate(model, [[3, 5]] * 64, max_new_tokens=10**8, **options)
+        assert set(answers.finish_reasons) == {"stop"}
+        assert cache.pool.capacity < 65_536
