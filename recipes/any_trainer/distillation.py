@@ -28,8 +28,9 @@ chats = load_dataset("json", data_files=options.train_file, split="train").shuff
 for step, some in zip(range(options.max_steps), chats.iter(batch_size=8), strict=False):
     batch = tokenizer.apply_chat_template(some["messages"], padding=True, return_dict=True, return_tensors="pt")
     kept = batch["attention_mask"].bool()  # every token of every row, without padding
-    outputs = (model(**batch, use_cache=False).logits for model in (teacher, student))
-    wanted, found = (logits[kept].log_softmax(-1) for logits in outputs)
+    with torch.no_grad():
+        wanted = teacher(**batch, use_cache=False).logits[kept].log_softmax(-1)
+    found = student(**batch, use_cache=False).logits[kept].log_softmax(-1)
     loss = torch.nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
     loss.backward()
     optimizer.step()

@@ -67,7 +67,7 @@ def mean_over(values_BL: Tensor, mask_BL: Tensor) -> Tensor:
 def test_distillation(tiny_qwen3, table, loss, side):
     def build(share: Callable[[Any], Any]) -> Loop:
         student, teacher = share(tiny_qwen3()), share(tiny_qwen3(seed=1)).eval().requires_grad_(False)
-        return Loop(student, padded_batches(side), loss(teacher))
+        return Loop(student, padded_batches(side), loss(torch.no_grad()(teacher)))
 
     found = compare(build)
     assert found.r > 2
