@@ -15,7 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.report.best import best_setting, command_to_paste, hints
 from radixtrain.report.cases import cases_of
 from radixtrain.report.contents import DataReport, Setting
-from radixtrain.report.divergence.find import find_breaks
+from radixtrain.report.divergence import find_breaks
 from radixtrain.report.prediction import Prediction, calibrated, free_bytes, predict_seconds
 from radixtrain.report.profiling import Rehearsal
 from radixtrain.report.sharing import (

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiers import FULL, cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import FULL, cases, tries
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.data.sample import Sample
 from radixtrain.report.contents import Break
-from radixtrain.report.divergence.find import find_breaks
+from radixtrain.report.divergence import find_breaks
 from radixtrain.tree.plan import build_prefix_plan
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 import tiny  # noqa: E402
 
@@ -226,14 +228,48 @@ def test_two_causes_side_by_side_name_each_other(
         assert "By itself this saves" in found[each].advice and f"a fix of {other} too" in found[each].advice
 
 
-def test_two_causes_in_different_rows(chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase) -> None:
-    def make(rng: random.Random, row: int) -> tuple[str, str]:
-        if row % 3 == 0:
-            return POLICY.replace("\n", "\r\n"), POLICY
-        return (f"Session {uuids(rng)}\n{POLICY}", POLICY) if row % 3 == 1 else (POLICY, POLICY)
+def uuid_or_line_ends(rng: random.Random, row: int) -> tuple[str, str]:
+    if row % 3 == 0:
+        return POLICY.replace("\n", "\r\n"), POLICY
+    return (f"Session {uuids(rng)}\n{POLICY}", POLICY) if row % 3 == 1 else (POLICY, POLICY)
 
+
+def name_in_one_branch(rng: random.Random, row: int) -> tuple[str, str]:
+    date, name = dates(rng), rng.choice(NAMES)
+    branch = f"You talk to {name} now. {paragraph(30)}" if row % 2 else f"You write letters. {paragraph(31)}"
+    return f"Today is {date}.\n{POLICY}\n{branch}", ""
+
+
+def date_and_tools(rng: random.Random, row: int) -> tuple[str, str]:
+    tools = "\n".join(shuffled(TOOLS, rng))
+    return f"Today is {dates(rng)}.\n{tools}\n{POLICY}", ""
+
+
+SEVERAL = {
+    uuid_or_line_ends: {"a UUID": 40, "white space": 40},
+    name_in_one_branch: {"a date or time": ROWS, "a name": ROWS // 2},
+    date_and_tools: {"a date or time": ROWS, "the order of the tools": ROWS},
+}
+
+
+@pytest.mark.parametrize("make", SEVERAL)
+def test_several_causes(
+    make: Callable[..., tuple[str, str]], chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
     found = find_breaks(chats(planted(make)[0]), tokenizer, BATCH_SIZE)
-    assert [(each.cause, each.num_sequences) for each in found] == [("a UUID", 40), ("white space", 40)]
+    assert {each.cause: each.num_sequences for each in found} == SEVERAL[make]
+
+
+@given(mixtures=st.lists(st.lists(st.integers(0, 3), max_size=8), min_size=2, max_size=12))
+@settings(max_examples=tries(100, 2000), deadline=None)
+def test_any_mixture_of_paragraphs_is_read_to_its_end(
+    mixtures: list[list[int]], chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    texts = [paragraph(60, 3), paragraph(61, 3), "a b", f"{sentence(random.Random(0))}\n\n"]
+    now = chats(["".join(texts[text] for text in mixture) for mixture in mixtures])
+    for found in find_breaks(now, tokenizer, 4):
+        assert 0 < found.num_sequences <= len(now)
+        assert 0 < found.tokens_saved < num_unique(now)
 
 
 def test_several_prompts_with_a_date_each(
@@ -251,20 +287,6 @@ def test_several_prompts_with_a_date_each(
     assert found.tokens_saved == pytest.approx(num_unique(now) - num_unique(fixed), rel=0.2)
 
 
-def test_a_name_in_one_branch_after_a_date(
-    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    one, other = paragraph(30), paragraph(31)
-
-    def make(rng: random.Random, row: int) -> tuple[str, str]:
-        date, name = dates(rng), rng.choice(NAMES)
-        branch = f"You talk to {name} now. {one}" if row % 2 else f"You write letters. {other}"
-        return f"Today is {date}.\n{POLICY}\n{branch}", ""
-
-    found = {each.cause: each for each in find_breaks(chats(planted(make)[0]), tokenizer, BATCH_SIZE)}
-    assert {cause: each.num_sequences for cause, each in found.items()} == {"a date or time": ROWS, "a name": ROWS // 2}
-
-
 def test_turns_of_a_conversation_count_as_samples_and_are_drawn_together(
     chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -277,12 +299,12 @@ def test_turns_of_a_conversation_count_as_samples_and_are_drawn_together(
 def test_a_drawn_part_is_scaled_to_the_epoch(
     chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    now = chats(planted(moved("Session", uuids, f"\n{POLICY}"))[0])
-    (whole,) = find_breaks(now, tokenizer, 20)
-    (drawn,) = find_breaks(now, tokenizer, 20, max_conversations=60)
-    assert drawn.num_sequences == ROWS and drawn.num_values == 60
-    assert drawn.tokens_saved == pytest.approx(whole.tokens_saved, rel=0.05)
-    assert find_breaks(now, tokenizer, 20, max_conversations=60) == (drawn,)
+    """2,000 of 2,400 conversations are drawn, twenty with each session."""
+    now, fixed = map(chats, planted(moved("Session", uuids, f"\n{POLICY}")))
+    (found,) = find_breaks(20 * now, tokenizer, BATCH_SIZE)
+    assert (found.num_sequences, found.num_values) == (20 * ROWS, ROWS)
+    assert found.tokens_saved == pytest.approx(num_unique(20 * now) - num_unique(20 * fixed), rel=0.2)
+    assert find_breaks(20 * now, tokenizer, BATCH_SIZE) == (found,)
 
 
 CLEAN: dict[str, Callable[[random.Random, int], str]] = {
@@ -314,8 +336,6 @@ def test_samples_without_a_prompt_have_none(
     assert find_breaks([], tokenizer) == ()
     assert find_breaks([[], [sample], []], tokenizer) == ()
     assert find_breaks([[Sample(sample.input_ids, sample.input_ids, "a:1")]] * 3, tokenizer) == ()
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        find_breaks([], tokenizer, 0)
 
 
 @pytest.mark.data

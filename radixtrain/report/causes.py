@@ -102,16 +102,13 @@ _ID = re.compile(r"(?=[\w-]*\d)(?=[\w-]*[a-z])[\w-]{6,}|\b[0-9a-f]{12,}\b", re.I
 _NUMBER = re.compile(r"[^\w]*\d[\d.,:/%]*[^\w]*")
 
 
-def cause_of(values: list[Value]) -> Cause | None:
-    """The cause of a difference; None if there is just one value.
-
-    values: the distinct values, none of them twice, in any order.
-    """
+def cause_of(values: list[Value]) -> Cause:
+    """The cause of a difference. values: the distinct ones, in any order."""
     ranked = sorted(values, key=lambda value: -value.num_rows)
     usual = ranked[0].num_rows * 2 >= sum(value.num_rows for value in ranked)
     others = [value for value in ranked[1 if usual else 0 :] if len(value.symbols)]
-    if len(ranked) < 2 or not others:
-        return CAUSES["another version of the template"] if len(ranked) > 1 else None
+    if not others:
+        return CAUSES["another version of the template"]
     return CAUSES[_short(others) or _order(ranked) or _wording(ranked) or _own(others)]
 
 

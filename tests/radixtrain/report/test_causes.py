@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixtrain.report.divergence.causes import CAUSES, WHITE_SPACE, Value, cause_of
+from radixtrain.report.causes import CAUSES, WHITE_SPACE, Value, cause_of
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "report.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "report.md"
 
 KNOWN: dict[str, int] = {}
 
@@ -39,12 +39,12 @@ def value(
 )
 def test_values_of_one_row_each(texts: list[str], cause: str) -> None:
     found = cause_of([value(text) for text in texts])
-    assert found is not None and found.name == cause and found.moves
+    assert found.name == cause and found.moves
 
 
 def test_a_date_is_seen_in_the_text_around_a_value() -> None:
     found = cause_of([value(day, before="Today is ", after=" March 2026.") for day in ("3", "14")])
-    assert found is not None and found.name == "a date or time"
+    assert found.name == "a date or time"
 
 
 @pytest.mark.parametrize(
@@ -57,28 +57,24 @@ def test_a_date_is_seen_in_the_text_around_a_value() -> None:
 )
 def test_the_same_words_in_another_order(texts: list[str], cause: str) -> None:
     found = cause_of([value(text) for text in texts])
-    assert found is not None and found.name == cause and not found.moves
+    assert found.name == cause and not found.moves
 
 
 def test_few_wordings_of_many_rows_are_versions_and_few_names_are_names() -> None:
     versions = cause_of([value("kind assistant", 60), value("quick agent", 40)])
     names = cause_of([value("Maria", 60, before="You talk to "), value("Ben", 40, before="You talk to ")])
-    assert versions is not None and versions.name == "another version of the template"
-    assert names is not None and names.name == "a name"
+    assert versions.name == "another version of the template"
+    assert names.name == "a name"
 
 
 def test_the_usual_value_does_not_decide() -> None:
     found = cause_of([value("soon", 90), *(value(f"2026-01-0{day}") for day in range(1, 9))])
-    assert found is not None and found.name == "a date or time"
+    assert found.name == "a date or time"
 
 
 def test_texts_that_other_rows_have_too_are_a_choice() -> None:
     found = cause_of([value(" ".join(f"w{word * row}" for word in range(20)), repeated=0.9) for row in range(1, 9)])
-    assert found is not None and found.name == "the choice of the examples"
-
-
-def test_one_value_has_no_cause() -> None:
-    assert cause_of([value("the same", 10)]) is None
+    assert found.name == "the choice of the examples"
 
 
 def test_the_page_explains_every_cause() -> None:
