@@ -1,27 +1,28 @@
 """What one GPU says about radixtrain, in one call of ten minutes: is it the same, and how fast is it, beside what else?
 
-    python recipes/benchmarks/gpu.py --csv 2026-11-23-gpu.csv    # and 2026-11-23-gpu.md, the same for people
+    python recipes/benchmarks/gpu.py --json 2026-11-23-gpu.json  # and 2026-11-23-gpu.md, the same for people
     python recipes/benchmarks/gpu.py --parts step --models Qwen3-4B --attention cascade path
     python recipes/benchmarks/gpu.py --device cpu --tiny         # the same code, in seconds
 
 Needs torch (2.10 or newer), transformers and numpy; Triton, flash-attn and flash-attn-3 are measured if they are
-installed. Nothing is downloaded: weights and tokens are random. `gpu_fit.py` is the run of `fit` on real data.
+installed. Nothing is downloaded: weights and tokens are random.
 
-Parts, most important first. A file of each says what it measures; `seconds` is what an H100 should take.
+Parts, most important first; `gpu_parts/` says what each measures. `seconds` is what an H100 should take.
 
 | part          | seconds | what                                                                                      |
 |---------------|---------|-------------------------------------------------------------------------------------------|
 | `equivalence` | 40      | gradients of every strategy and kernel in bfloat16, against float64                       |
 | `sync`        | 20      | whether a step waits for the device                                                       |
 | `step`        | 170     | steps and forward passes of Qwen3-0.6B, 4B and 8B shapes, against padded and packed rivals |
-| `rows`        | 15      | gather and segment sum beside a copy of as many bytes                                     |
+| `rates`       | 40      | whether the fixed rates choose as well as a calibration                                   |
+| `rows`        | 15      | segment sum beside a copy of as many bytes                                                |
 | `unshared`    | 30      | a step of sequences that share nothing: it should cost nothing                            |
-| `attention`   | 90      | one layer: every strategy and kernel, and FlexAttention, on three trees                   |
+| `attention`   | 50      | one layer: every strategy and kernel on three trees                                       |
 | `unequal`     | 90      | steps of sequences of unequal lengths                                                     |
 
-Where the seconds come from: docs/benchmarks.md, "On a GPU". Each part gets its share of the time that is left, looks at
-the clock, and leaves out by name what does not fit. A part that fails says so, and the others go on. If an error leaves
-the device unusable, the parts that are left run in a fresh process. Both files are whole after every result.
+Each part gets its share of the time that is left, looks at the clock, and leaves out by name what does not fit. A part
+that fails says so, and the others go on. If an error leaves the device unusable, the parts that are left run in a fresh
+process. Both files are whole after every result.
 
 The page begins with the bars of `gpu_parts/bars.py`: pass, fail or left out, beside the figure. The exit code is 1 if a
 gradient is wrong.
@@ -34,17 +35,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from gpu_parts.attention import HEADS, PLANS, TINY_HEADS, TINY_PLANS, attention
-from gpu_parts.equivalence import equivalence
-from gpu_parts.page import page
-from gpu_parts.rows import GATHERS, TINY_GATHERS, rows
-from gpu_parts.run import Run, facts, read_csv
-from gpu_parts.steps import MODELS, TINY_MODELS, steps, unequal, unshared
+from gpu_parts.kernels import (
+    HEADS,
+    PLANS,
+    SUMS,
+    TINY_HEADS,
+    TINY_PLANS,
+    TINY_SUMS,
+    attention,
+    equivalence,
+    rows,
+)
+from gpu_parts.run import Run, facts
+from gpu_parts.steps import MODELS, TINY_MODELS, rates, steps, unequal, unshared
 from gpu_parts.sync import sync
 
 from radixtrain.bench.cells import ModelShape
 
-PARTS = {"equivalence": 40, "sync": 20, "step": 170, "rows": 15, "unshared": 30, "attention": 90, "unequal": 90}
+PARTS = {
+    **{"equivalence": 40, "sync": 20, "step": 170, "rates": 40},
+    **{"rows": 15, "unshared": 30, "attention": 50, "unequal": 90},
+}
 """Seconds that each should take; the time that is left is shared in this proportion."""
 VERIFIED = ModelShape(4, 256, head_dim=64, vocab_size=512, name="small")  # wide enough for every kernel
 
@@ -57,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--models", nargs="+", choices=[str(shape) for shape in MODELS], help="of steps; default all")
     parser.add_argument("--attention", nargs="+", default=["cascade"], choices=["cascade", "path", "expand"])
-    parser.add_argument("--csv", type=Path, help="a file to write; the page has its name and ends in .md")
+    parser.add_argument("--json", type=Path, help="a file to write; the page has its name and ends in .md")
     parser.add_argument("--go_on", action="store_true", help="keep the results that the file has")
     return parser.parse_args(argv)
 
@@ -78,16 +89,16 @@ def main(argv: Sequence[str]) -> int:
                 return _in_a_fresh_process(run, left, argv)
     finally:
         run.write()
-        print(page(run.header, run.results, run.left_out))
-    return int(not all(result.measures.get("passed", True) for result in run.results))
+        print(run.page())
+    return int(not all(measures.get("passed", True) for _, _, measures in run.results))
 
 
 def _run_of(options: argparse.Namespace) -> Run:
     device = torch.device(options.device)
     header = {**facts(device), "shapes": "tiny" if options.tiny else "Qwen3", "parts": " ".join(options.parts)}
-    run = Run(device, options.seconds, header, options.csv)
-    if options.go_on and options.csv is not None and options.csv.exists():
-        run.results, run.left_out = read_csv(options.csv)
+    run = Run(device, options.seconds, header, options.json)
+    if options.go_on:
+        run.read()
     print(", ".join(f"{name} {value}" for name, value in run.header.items()), flush=True)
     return run
 
@@ -103,7 +114,8 @@ def calls(run: Run, options: argparse.Namespace) -> dict[str, Callable[[], None]
         "equivalence": lambda: equivalence(run, small, prompt),
         "sync": lambda: sync(run, small, prompt),
         "step": lambda: steps(run, models, arms, *((32, 8, 4) if tiny else (2048, 256, 32))),
-        "rows": lambda: rows(run, TINY_GATHERS if tiny else GATHERS),
+        "rates": lambda: rates(run, models[0], *((32, 8, 4) if tiny else (512, 64, 32))),
+        "rows": lambda: rows(run, TINY_SUMS if tiny else SUMS),
         "unshared": lambda: unshared(run, models[:1], arms, *((40, 4) if tiny else (2304, 8))),
         "attention": lambda: attention(run, *layer),
         "unequal": lambda: unequal(run, models[:2], arms, *((32, 64, 9) if tiny else (2048, 1024, 32))),

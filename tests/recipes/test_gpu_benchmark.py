@@ -3,7 +3,6 @@
 Times and speeds are not looked at: they say nothing here.
 """
 
-import csv
 import json
 import math
 import os
@@ -17,9 +16,8 @@ import pytest
 import torch
 from gpu_parts import arms as gpu_arms
 from gpu_parts import bars as gpu_bars
-from gpu_parts import page as gpu_page
 from gpu_parts import steps as gpu_steps
-from gpu_parts.run import Run, read_csv
+from gpu_parts.run import Run
 from tiers import FULL
 
 from radixtrain.bench.arms import OrdinaryArm, RadixArm
@@ -43,42 +41,37 @@ def run_of(seconds: float = 1000.0) -> Run:
     return Run(CPU, seconds, {"date": "today"})
 
 
-def cases(run: Run, part: str) -> dict[str, dict[str, Any]]:
-    return {case: measures for row_part, case, measures in run.results if row_part == part}
-
-
 def test_the_one_call(tmp_path: Path) -> None:
     """With only torch, transformers and what they need: every part measures, and the bars of exactness are judged."""
-    path = tmp_path / "gpu.csv"
+    path = tmp_path / "gpu.json"
     missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "plotly", "wandb")
     missing += ("flash_attn", "peft", "trl", "hypothesis", "triton")
     code = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({missing!r}))
 sys.path[0] = {str(FOLDER)!r}
-sys.argv = ["gpu.py", *{TINY_RUN!r}, "--csv", {str(path)!r}, "--attention", "cascade", "path", "--seconds", "800"]
+sys.argv = ["gpu.py", *{TINY_RUN!r}, "--json", {str(path)!r}, "--attention", "cascade", "path", "--seconds", "800"]
 runpy.run_path({str(FOLDER / "gpu.py")!r}, run_name="__main__")
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines, page = path.read_text("utf-8").splitlines(), path.with_suffix(".md").read_text("utf-8")
+    found, page = json.loads(path.read_text("utf-8")), path.with_suffix(".md").read_text("utf-8")
     assert done.stdout.endswith(f"{page}\n"), "the page is printed last"
     assert all(f"\n## {part}\n" in page for part in gpu.PARTS)
     assert "| tiny, step, cascade |" in page and "| tiny, forward, path |" in page
-    left_out = [line.removeprefix("# left out: ") for line in lines if line.startswith("# left out: ")]
-    assert not [line for line in left_out if line.split(":")[0] in gpu.PARTS or "Error" in line], "no part failed"
-    header = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
-    assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn"} <= {*header}
-    assert header["packed arm"] == "torch_varlen"
-    assert str(ROOT) not in "".join(lines) + page, "no paths of this machine"
+    failed = [line for line in found["left_out"] if line.split(":")[0] in gpu.PARTS or "Error" in line]
+    assert not failed, "no part failed"
+    assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn"} <= {*found["header"]}
+    assert found["header"]["packed arm"] == "torch_varlen"
+    assert str(ROOT) not in path.read_text("utf-8") + page, "no paths of this machine"
 
-    measured = {(part, measure) for part, _, measures in read_csv(path)[0] for measure in measures}
+    measured = {(part, measure) for part, _, measures in found["results"] for measure in measures}
     steps = ("ideal", "measured", "efficiency", "radix_peak_gigabytes", "over_padded", "over_packed")
-    expected = {("rows", "share_of_copy"), ("unshared", "slowdown"), ("sync", "finite")}
+    expected = {("rows", "share_of_copy"), ("unshared", "slowdown"), ("sync", "finite"), ("rates", "slowdown")}
     expected |= {(part, measure) for part in ("step", "unequal") for measure in steps}
     expected |= {("equivalence", measure) for measure in ("passed", "median_ratio")}
-    expected |= {("attention", measure) for measure in ("forward_milliseconds", "error_ratio", "mask_milliseconds")}
+    expected |= {("attention", measure) for measure in ("forward_milliseconds", "error_ratio")}
     assert expected <= measured
     bars = [line.split("|")[1:5] for line in page.splitlines() if line.count("|") == 6 and "**" in line]
     verdicts = {asked.strip(): verdict.strip(" *") for asked, _, _, verdict in bars}
@@ -101,11 +94,11 @@ def test_a_part_that_fails_leaves_the_others_and_a_wrong_gradient_the_exit_code(
 
     monkeypatch.setattr(gpu, "sync", broken)
     monkeypatch.setattr(gpu, "equivalence", lambda run, *_: run.found("equivalence", "cascade", passed=False))
-    file = tmp_path / "gpu.csv"
-    assert gpu.main([*TINY_RUN, "--parts", "sync", "equivalence", "rows", "--csv", str(file)]) == 1
-    results, left_out = read_csv(file)
-    assert {result.part for result in results} == {"equivalence", "rows"}
-    assert left_out[0] == "sync: RuntimeError: no kernel image is available"
+    file = tmp_path / "gpu.json"
+    assert gpu.main([*TINY_RUN, "--parts", "sync", "equivalence", "rows", "--json", str(file)]) == 1
+    found = json.loads(file.read_text("utf-8"))
+    assert {part for part, *_ in found["results"]} == {"equivalence", "rows"}
+    assert found["left_out"][0] == "sync: RuntimeError: no kernel image is available"
 
 
 def test_a_device_that_is_gone_leaves_the_others_to_a_fresh_process(
@@ -119,18 +112,18 @@ def test_a_device_that_is_gone_leaves_the_others_to_a_fresh_process(
 
     monkeypatch.setattr(gpu, "device_works", lambda device: False)
     monkeypatch.setattr(os, "execv", execv)
-    file = tmp_path / "gpu.csv"
+    file = tmp_path / "gpu.json"
     with pytest.raises(Replaced) as replaced:
-        gpu.main([*TINY_RUN, "--parts", "rows", "equivalence", "attention", "--csv", str(file), "--seconds", "3000"])
+        gpu.main([*TINY_RUN, "--parts", "rows", "equivalence", "attention", "--json", str(file), "--seconds", "3000"])
     command = replaced.value.args[0]
     options = gpu.parse(command[2:])
     assert command[1].endswith("gpu.py") and options.parts == ["rows", "attention"] and options.go_on
-    assert options.tiny and options.csv == file and 0 < options.seconds < 3000
-    found = read_csv(file)[0]  # written after every result
+    assert options.tiny and options.json == file and 0 < options.seconds < 3000
+    found = json.loads(file.read_text("utf-8"))["results"]  # written after every result
     monkeypatch.undo()
-    assert gpu.main([*TINY_RUN, "--parts", "rows", "--csv", str(file), "--go_on"]) == 0
-    results = read_csv(file)[0]
-    assert results[: len(found)] == found and {result.part for result in results} == {"equivalence", "rows"}
+    assert gpu.main([*TINY_RUN, "--parts", "rows", "--json", str(file), "--go_on"]) == 0
+    results = json.loads(file.read_text("utf-8"))["results"]
+    assert results[: len(found)] == found and {part for part, *_ in results} == {"equivalence", "rows"}
 
 
 def test_without_time_everything_is_left_out() -> None:
@@ -148,10 +141,9 @@ GOOD: list[tuple[str, str, dict[str, Any]]] = [
     *(("step", f"{name}, step, cascade", {"efficiency": 0.9}) for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B")),
     ("step", "Qwen3-0.6B, forward, cascade", {"measured": 4.0}),
     ("step", "Qwen3-8B, forward, cascade", {"measured": 4.98}),  # on the limit
-    ("rows", "gather [1, 2] x 3 float32, torch index_select", {"share_of_copy": 0.95}),
-    ("rows", "segment sum [1, 2] x 3 float32, torch index_add_", {"share_of_copy": 0.3}),
-    ("rows", "segment sum [1, 2] x 3 float32, sorted index_put_ in float32", {"share_of_copy": 0.5}),
-    ("rows", "segment sum [1, 2] x 3 float32, Triton in float32", {"share_of_copy": 0.85}),
+    ("rows", "[1, 2] of 3 float32, torch", {"share_of_copy": 0.5}),
+    ("rows", "[1, 2] of 3 float32, Triton", {"share_of_copy": 0.85}),
+    ("rates", "equal", {"slowdown": 1.0}),
     ("unshared", "Qwen3-0.6B, step, cascade", {"slowdown": 1.01}),
     ("attention", "one prompt, cascade torch", {"error_ratio": 1.1}),
 ]
@@ -162,10 +154,10 @@ def test_bars_are_judged() -> None:
     found = gpu_bars.verdicts(GOOD)
     assert {verdict.verdict for verdict in found} == {"pass"} and len(found) == 12
     nothing = gpu_bars.verdicts([])
-    assert {(verdict.verdict, verdict.found, verdict.case) for verdict in nothing} == {("left out", None, "")}
+    assert {(verdict.verdict, verdict.figure, verdict.case) for verdict in nothing} == {("left out", None, "")}
     judged = [verdict.bar.asked for verdict in gpu_bars.verdicts(GOOD, tiny=True) if verdict.verdict == "pass"]
     assert len(judged) == 4 and not any("share" in asked or "speed" in asked or "time" in asked for asked in judged)
-    page = gpu_page.page({"date": "2026-11-23", "commit": "abc"}, GOOD, ["flash_attn_3: not installed"])
+    page = gpu_bars.page({"date": "2026-11-23", "commit": "abc"}, GOOD, ["flash_attn_3: not installed"])
     row = "| Qwen3-8B: share of the ideal of a step | at least 0.85 | 0.9 | **pass** | Qwen3-8B, step, cascade |"
     assert row in page and "- flash_attn_3: not installed" in page
 
@@ -179,11 +171,11 @@ def test_bars_are_judged() -> None:
         (3, {"efficiency": 0.849}, "Qwen3-4B: share of the ideal"),
         (5, {"measured": 2.73}, "Qwen3-0.6B: speed-up of the forward pass"),
         (6, {"measured": 4.97}, "Qwen3-8B: speed-up of the forward pass"),
-        (7, {"share_of_copy": 0.79}, "gather"),
-        (10, {"share_of_copy": 0.79}, "segment sum in float32"),  # the best arm of the shape counts
-        (11, {"slowdown": 1.031}, "nothing shared"),
-        (12, {"error_ratio": 2.1}, "attention"),
-        (12, {"error_ratio": math.nan}, "attention"),
+        (8, {"share_of_copy": 0.79}, "segment sum in float32"),  # the best arm of the shape counts
+        (9, {"slowdown": 1.031}, "fixed rates"),
+        (10, {"slowdown": 1.031}, "nothing shared"),
+        (11, {"error_ratio": 2.1}, "attention"),
+        (11, {"error_ratio": math.nan}, "attention"),
     ],
 )
 def test_one_figure_below_its_bar(place: int, measures: dict[str, Any], asked: str) -> None:
@@ -214,28 +206,3 @@ def test_rivals_compute_the_same_gradient() -> None:
 
 def packed_arm() -> gpu_arms.PackedArm:
     return gpu_arms.PackedArm(plain_head=True, implementation=gpu_arms.packed_implementation(CPU))
-
-
-def test_both_runs_of_fit(tmp_path: Path) -> None:
-    """The real run, with and without deduplication: 24 rows after one system prompt, three steps."""
-    system = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 6
-    chats, folder = tmp_path / "chats.jsonl", tmp_path / "out"
-    with chats.open("w", encoding="utf-8") as file:
-        for n in range(24):
-            turns = ("system", system), ("user", f"Where is thing {n}?"), ("assistant", f"Shelf {n % 3}.")
-            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
-    flags = ["--train_file", str(chats), "--output_dir", str(folder), "--tiny", "--max_steps", "3", "--batch_size", "8"]
-    command = [sys.executable, str(FOLDER / "gpu_fit.py"), *flags, "--precision", "32-true"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    with (folder / "losses.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["dedup"], row["step"]) for row in rows] == [
-        (name, str(n)) for name in ("on", "off") for n in (1, 2, 3)
-    ]
-    on, off = ([float(row["loss"]) for row in rows if row["dedup"] == name] for name in ("on", "off"))
-    learned = on[0] - on[2]  # two runs in float32 on the same rows are far closer than a step moves the loss
-    assert learned > 0 and max(abs(a - b) for a, b in zip(on, off, strict=True)) < learned / 10
-    page = (folder / "gpu_fit.md").read_text(encoding="utf-8")
-    assert "A step with deduplication is" in page and str(tmp_path) not in page, "no paths of this machine"
-    assert not [*folder.glob("dedup-*/model"), *folder.glob("dedup-*/checkpoints")], "gigabytes are not kept"
