@@ -42,9 +42,9 @@ settings.load_profile("default" if os.environ.get("RADIXTRAIN_FUZZ") else "fixed
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Calibrations of only this run, shared by its workers and the commands that it starts."""
+    """Tokenised rows of only this run, shared by its workers and the commands that it starts."""
     if "RADIXTRAIN_CACHE" not in os.environ:
-        folder = os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-calibration-")
+        folder = os.environ["RADIXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="radixtrain-cache-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
@@ -55,7 +55,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_deterministic_is_left() -> Iterator[None]:
-    """`trainer.deterministic: true` sets it for the whole process, and calibrations are not read then."""
+    """`trainer.deterministic: true` sets it for the whole process."""
     yield
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)

@@ -26,11 +26,10 @@ from transformers import AutoModel
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.layer_kinds import ALIKE, LayerKinds, kinds_of_mixers
+from radixtrain.hf.model_dims import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.hf.recurrent.running import cache_argument
 from radixtrain.hf.recurrent.states import ForkedStates
 from radixtrain.hf.refusals import EXACT_LAYERS
-from radixtrain.hf.shape import ModelDimensions
 from radixtrain.tree.plan import PrefixPlan
 
 __all__ = ["StepFlops", "ordinary_flops", "unique_flops"]

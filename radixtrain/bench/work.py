@@ -52,7 +52,7 @@ class Work:
     least_unique_tokens: U if the step were not cut; None if it is one micro-batch.
     ordinary, radix: micro-batches that make the step together, of either arm.
     plans: of each micro-batch in `radix`.
-    auto: as `radix`, with what a calibration chose for each micro-batch; None without a calibration.
+    auto: as `radix`, with what a `StepCost` chose for each micro-batch; None without one.
     """
 
     cell: Cell | GivenBatch
@@ -71,12 +71,12 @@ class Work:
         return replace(self, ordinary=ordinary, radix=radix, auto=auto)
 
     def radix_batches(self, attention: str) -> list[MicroBatch]:
-        """For a strategy by name, or for `auto`: what the calibration chose, if there is one."""
+        """For a strategy by name, or for `auto`: what the `StepCost` chose, if there is one."""
         return self.auto if attention == "auto" and self.auto is not None else self.radix
 
     @property
     def choices(self) -> str:
-        """What the calibration chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
+        """What the `StepCost` chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
         chosen = [f"{CHOICES[batch.tensors[STRATEGY]]}/{batch.tensors[MIN_SHARED_TOKENS]}" for batch in self.auto or ()]
         return ", ".join(dict.fromkeys(chosen))
 

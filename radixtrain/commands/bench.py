@@ -20,7 +20,7 @@ from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.options import Attention, check_options, grid, strategies
 from radixtrain.bench.table import draw, print_table, write_csv
 from radixtrain.bench.work import make_work, with_choices
-from radixtrain.hf.calibration import calibrate
+from radixtrain.hf.step_cost import step_cost_of
 
 __all__ = ["bench", "run"]
 
@@ -58,8 +58,8 @@ def bench(
         tree: flat, one prompt for all; nested, three levels: half of the prompt shared by all, the other half by every
             four sequences, then the suffixes.
         mode: step, forward and backward; forward, without gradients.
-        attention: strategies on unique tokens, timed in turns with the ordinary arm and one another. auto is what the
-            calibration of this machine chooses, together with `min_shared_tokens`; the table shows the choice.
+        attention: strategies on unique tokens, timed in turns with the ordinary arm and one another. auto is what `fit`
+            would choose, together with `min_shared_tokens`; the table shows the choice.
         kernel: of the attention on unique tokens.
         attn_implementation: of the ordinary arm: Hugging Face's sdpa, flash_attention_2, eager.
         device: where it runs.
@@ -155,7 +155,7 @@ def _measure(
             try:
                 model = build_model(shape, device, dtype, attn_implementation) if model is None else model
                 if "auto" in settings.attention:
-                    work = with_choices(work, calibrate(model, kernel=settings.kernel))
+                    work = with_choices(work, step_cost_of(model))
                 yield measure(model, work, settings)
             except torch.OutOfMemoryError:
                 _say(f"{progress}: left out: the device's memory does not hold it")

@@ -149,7 +149,7 @@ def _attention() -> Iterator[Finding]:
 
 
 def _disks() -> Iterator[Finding]:
-    from radixtrain.hf.rates_file import cache_folder
+    from radixtrain.data.tokenized.cache import cache_folder
     from radixtrain.report.formatting import bytes_text
 
     for name, folder in {"working folder": Path.cwd(), "cache": cache_folder()}.items():
@@ -165,11 +165,8 @@ def _disks() -> Iterator[Finding]:
 
 def _caches() -> Iterator[Finding]:
     from radixtrain.data.tokenized.cache import TokenizingOptions, damage_in
-    from radixtrain.hf.rates_file import cache_folder
     from radixtrain.report.formatting import bytes_text
 
-    calibrations = sorted(cache_folder().glob("rates-*.json"))
-    yield from _kept("calibrations", calibrations, "", _damage_of_rates)
     folder = TokenizingOptions().folder
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     entries = [entry for entry in found if entry.is_dir() and not entry.name.startswith(".")]
@@ -178,28 +175,13 @@ def _caches() -> Iterator[Finding]:
 
 
 def _kept(name: str, paths: list[Path], about: str, damage_in: Callable[[Path], str | None]) -> Iterator[Finding]:
-    """How many, and a line for each of the first damaged ones. Those of an older version are only counted."""
-    from radixtrain.hf.rates_file import OLDER
-
-    damages = {path: damage for path in paths if (damage := damage_in(path))}
-    older = sum(damage == OLDER for damage in damages.values())
-    unread = f", {older:,} of them by an older version and not read any more" if older else ""
-    yield Finding("caches", name, f"{len(paths):,}{about}{unread}")
-    damaged = [(path, damage) for path, damage in damages.items() if damage != OLDER]
+    """How many, and a line for each of the first damaged ones."""
+    yield Finding("caches", name, f"{len(paths):,}{about}")
+    damaged = [(path, damage) for path in paths if (damage := damage_in(path))]
     for path, damage in damaged[:MOST_NAMED]:
         yield Finding("caches", "damaged", str(path), damage, "the next run that needs it makes it again")
     if len(damaged) > MOST_NAMED:
         yield Finding("caches", "damaged", f"and {len(damaged) - MOST_NAMED:,} more")
-
-
-def _damage_of_rates(path: Path) -> str | None:
-    from radixtrain.hf.rates_file import rates_in
-
-    try:
-        rates_in(path)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def _services() -> Iterator[Finding]:

@@ -28,8 +28,6 @@ TRAINER = {
 }
 # Keys of Lightning's trainer that do more or something else here. They, and those above, are explained in our words.
 CHANGED = {
-    "deterministic": "true: attention and batches are chosen by fixed numbers, not by a calibration of this machine, "
-    "so that machines with the same processor and libraries get the same bits",
     "max_time": "DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains; then it is saved",
 }
 SECTIONS = ("model", "data", "evaluate_generation")

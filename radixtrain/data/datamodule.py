@@ -74,7 +74,7 @@ class SFTData(L.LightningDataModule):
         seed: of the order of the steps and of `val_size`; on the command line it is `seed_everything`, and 42 if that
             is true or false and not a number.
         min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; auto chooses for each batch,
-            together with the attention strategy, by a calibration of this machine that is measured once.
+            together with the attention strategy, by what a layer of the model costs.
         shared_targets: what a label counts that several sequences of a step share. every counts it once for each of
             them, as an ordinary trainer does; once counts it once, with the mean of their loss weights.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
@@ -215,7 +215,7 @@ class SFTData(L.LightningDataModule):
         return len(self._sampler("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """What makes a whole optimizer step of sequences. Calls `step_cost`, which may calibrate.
+        """What makes a whole optimizer step of sequences. Calls `step_cost`.
 
         With several ranks, each calls it. In training each rank collates only its share, see `_share_collator`.
 

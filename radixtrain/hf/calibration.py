@@ -1,129 +1,143 @@
-"""`calibrate`: what the layers of a model cost on this machine, for the collator to choose by.
+"""`calibrate`: what a layer of a model costs on this machine, measured, for the collator to choose by.
 
-How much to share is measured. The rates of the machine (`radixtrain/hf/rates.py`) are measured once for a number of
-threads and a model's dimensions, and kept in a file (`radixtrain/hf/rates_file.py`).
+The fixed rates (`radixtrain/hf/step_cost.py`) choose as well on the CPUs that were tried. This is for a machine on
+which they may not, above all a GPU. A few small batches (nothing shared, one prompt, a deep tree, accidental sharing)
+are timed under every strategy, forward and backward. The rates of `radixtrain/tree/cost_model.py` are fitted to the
+times by least squares of the relative errors, none below 0.
 """
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from radixtrain.attention import choose_attention, unlogged
-from radixtrain.errors import UserError
+from radixtrain.attention import choose_attention, tree_attention, unlogged
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.fixed_rates import fixed_rates
-from radixtrain.hf.layer_kinds import LayerKinds, kinds_of_mixers
-from radixtrain.hf.rates import Layer, measured_rates
-from radixtrain.hf.rates_file import file_of, keep_rates, read_rates
-from radixtrain.hf.run_rates import measured_run_cost, mixers_key
-from radixtrain.hf.shape import ModelDimensions
-from radixtrain.tree.cost_model import CHOICES, Rates, StepCost
+from radixtrain.hf.model_dims import ModelDimensions
+from radixtrain.hf.step_cost import step_cost_of
+from radixtrain.timing import seconds_in_turns
+from radixtrain.tree.cost_model import CHOICES, Rates, StepCost, attention_work
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "non_negative_fit"]
 
-logger = logging.getLogger(__name__)
-MAX_ERROR = 0.5  # root mean square of the relative errors above which rates are not kept
-_MEASURED: dict[Path, Rates] = {}  # so that a folder that cannot be written is not measured for every loader
+REPEATS = 4  # keep the minimum: other load can only slow a run down
+ROWS = 512  # of the matrix product that is timed
 
 
 def calibrate(
-    model: nn.Module,
-    *,
-    attention: str = "auto",
-    kernel: str = "auto",
-    dtype: torch.dtype | None = None,
-    rates: Rates | None = None,
-    measure: bool = True,
+    model: nn.Module, *, attention: str = "auto", kernel: str = "auto", dtype: torch.dtype | None = None
 ) -> StepCost:
-    """The cost of a layer of this model on the device of its weights, from the file or measured and kept.
-
-    In a hybrid model it is the mean layer, with what the recurrent ones cost on a tree, measured on those of the model.
+    """The cost of a layer of this model on the device of its weights, measured now. The layers need not be alike.
 
     model: a Hugging Face decoder, or one wrapped by PEFT, on the device that trains it: a CPU or CUDA.
     attention: `auto` to choose among all strategies, or the one that will be used.
     kernel: as for `prepare_model`.
     dtype: of the computation; default: of the weights. Under autocast it is another.
-    rates: of an earlier calibration, as a checkpoint keeps them; nothing is measured then.
-    measure: False for rates that are the same on every machine, and so are the choices and the order of all sums.
 
-    For `RadixCollator(step_cost=...)`. Measuring takes seconds and waits for the device; the global random state does
+    For `RadixCollator(step_cost=...)`. Attention and matrix products are measured; recurrent layers cost what is known
+    of their kind, relative to a matrix product. It takes seconds and waits for the device; the global random state does
     not change. Raises UserError for another device, an attention without a known cost, a kernel that cannot run there,
     or a configuration that does not say its dimensions.
     """
-    if attention not in ("auto", *CHOICES):
-        raise UserError(f"attention must be auto or one of {', '.join(CHOICES)}, got {attention!r}")
-    weight = next(model.parameters())
-    if weight.device.type not in ("cpu", "cuda"):
-        raise UserError(f"a calibration needs the model on a CPU or a CUDA device, it is on {weight.device}")
-    parts = parts_of(model)
-    dimensions = ModelDimensions.of(parts.base.config)
+    cost, weight = step_cost_of(model, attention), next(model.parameters())
     dtype = dtype or weight.dtype
-    with unlogged():
-        choice = choose_attention("cascade", kernel, weight.device, dtype, dimensions.widest_head_dim)
-    layer = Layer(
-        model=dimensions,
-        device=weight.device,
-        dtype=dtype,
-        kernel=choice.kernel,
-        kinds=LayerKinds.of(parts.decoder),
-        mixers=kinds_of_mixers(parts.decoder),
-    )
-    rates = rates or (_known_rates(layer) if measure else _fixed_rates(layer))
-    return layer.cost(rates, CHOICES if attention == "auto" else (attention,))
-
-
-def _known_rates(layer: Layer) -> Rates:
-    """The rates that this process has used before, those of the file, or measured ones."""
-    path = file_of(_key(layer))
-    if path not in _MEASURED:
-        rates = _MEASURED[path] = read_rates(path) or _measured_and_kept(layer, path)
-        if rates.runs is not None and not rates.runs.can_fork:
-            logger.warning(
-                "%s cannot start from a state with a gradient, so recurrent layers compute every sequence from its "
-                "first token on; all else is shared",
-                " and ".join(sorted({type(mixer).__name__ for mixer, _ in layer.mixers})),
-            )
-    return _MEASURED[path]
-
-
-def _fixed_rates(layer: Layer) -> Rates:
-    with unlogged(), torch.inference_mode(False), torch.enable_grad():
-        return fixed_rates(layer)
-
-
-def _measured_and_kept(layer: Layer, path: Path) -> Rates:
-    began = time.perf_counter()
+    options = {"device": weight.device, "dtype": dtype}
     # Lightning validates and predicts in inference mode
     with unlogged(), torch.inference_mode(False), torch.enable_grad():
-        rates, error = _measured(layer)
-    hint = "trainer.deterministic: true chooses without it, the same on every machine"
-    logger.info("calibrated in %.1f s: %s (%s)", time.perf_counter() - began, path, hint)
-    if error > MAX_ERROR:
-        logger.warning(
-            "the calibration is %.0f %% off its own measurements, as on a busy machine; it is used for this run and "
-            "not kept",
-            100 * error,
-        )
-        return rates
-    return keep_rates(path, rates, _key(layer))
+        kernel = choose_attention("cascade", kernel, weight.device, dtype, cost.head_dim).kernel
+        flop = _seconds_per_flop(ModelDimensions.of(parts_of(model).base.config).hidden_size, options)
+        return replace(cost, rates=_rates(cost, kernel, flop, options))
 
 
-def _key(layer: Layer) -> dict[str, Any]:
-    """All that the rates depend on."""
-    return {**layer.key, **({"mixers": mixers_key(layer)} if layer.mixers else {})}
+def _rates(cost: StepCost, kernel: str, flop: float, options: dict[str, Any]) -> Rates:
+    """The measured rates. flop: seconds of a floating-point operation. options: of random tensors."""
+    counts, seconds = [], []
+    for plan in _batches():
+        steps = _attention_steps(cost, kernel, TreeLayout.from_plan(plan).to(options["device"]), options)
+        counts += [cost.counts(attention_work(plan, strategy, cost.on_host)) for strategy in CHOICES]
+        seconds += [_fastest(step, options) for step in steps]
+    call, rectangle, pair, element = non_negative_fit(np.array(counts, dtype=np.float64), np.array(seconds))
+    runs, slower = cost.rates.runs, flop / cost.rates.flop
+    if runs is not None:
+        runs = replace(runs, call=runs.call * slower, row=runs.row * slower, state=runs.state * slower)
+    return Rates(call=call, rectangle=rectangle, pair=pair, element=element, flop=flop, runs=runs)
 
 
-def _measured(layer: Layer) -> tuple[Rates, float]:
-    """Of attention, and of recurrent layers if the model has some, with the larger error of both."""
-    rates, error = measured_rates(layer)
-    if not layer.mixers:
-        return rates, error
-    runs, error_of_runs = measured_run_cost(layer)
-    return replace(rates, runs=runs), max(error, error_of_runs)
+def _batches() -> Iterator[PrefixPlan]:
+    """Nothing shared, in long and in short sequences; one prompt; a deep tree; accidental sharing."""
+    rng = np.random.default_rng(0)
+
+    def ids(length: int) -> list[int]:
+        return rng.integers(100, 10_000, length).tolist()
+
+    trunk = ids(384)
+    yield _plan([ids(256), ids(250), ids(131)])
+    yield _plan([ids(int(length)) for length in rng.integers(4, 40, 48)])
+    yield _plan([trunk + ids(int(length)) for length in rng.integers(8, 64, 24)])
+    yield _plan([trunk[: 24 * (n + 1)] + ids(12) for n in range(16)])
+    yield _plan([[int(token) for token in rng.integers(0, 4, 3)] + ids(24) for _ in range(48)])
+
+
+def _plan(sequences: list[list[int]]) -> PrefixPlan:
+    bounds = np.cumsum([0, *map(len, sequences)])
+    return build_prefix_plan(np.concatenate([np.array(ids) for ids in sequences]), bounds)
+
+
+def _attention_steps(
+    cost: StepCost, kernel: str, layout: TreeLayout, options: dict[str, Any]
+) -> Iterator[Callable[[], object]]:
+    """Attention of random rows, forward and backward, by each strategy."""
+    generator = torch.Generator(options["device"]).manual_seed(0)  # of its own: measuring does not move a run's seed
+    heads = cost.num_heads, cost.num_key_value_heads, cost.num_key_value_heads
+    shapes = [(layout.num_rows, n, cost.head_dim) for n in heads]
+    q, k, v = (torch.randn(shape, generator=generator, **options).requires_grad_() for shape in shapes)
+    dout = torch.randn(q.shape, generator=generator, **options)
+    for strategy in CHOICES:
+
+        def run(strategy: str = strategy) -> object:
+            out = tree_attention(q, k, v, layout, attention=strategy, kernel=kernel)
+            return torch.autograd.grad(out, (q, k, v), dout)
+
+        yield run
+
+
+def _seconds_per_flop(hidden_size: int, options: dict[str, Any]) -> float:
+    """Measured on a matrix as wide as an MLP, forward and backward."""
+    generator = torch.Generator(options["device"]).manual_seed(0)
+    width = 4 * hidden_size
+    x, weight, dout = (
+        torch.randn(shape, generator=generator, **options)
+        for shape in ((ROWS, hidden_size), (width, hidden_size), (ROWS, width))
+    )
+    x.requires_grad_(), weight.requires_grad_()
+    seconds = _fastest(lambda: torch.autograd.grad(nn.functional.linear(x, weight), (x, weight), dout), options)
+    return seconds / (6.0 * ROWS * hidden_size * width)
+
+
+def _fastest(run: Callable[[], object], options: dict[str, Any]) -> float:
+    """Seconds of the fastest run, after one that does not count."""
+    return min(seconds_in_turns({"": run}, options["device"], REPEATS, num_warmups=1)[""])
+
+
+def non_negative_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Rates >= 0 with the least squares of `work @ rates / seconds - 1`: the best of every set of rates above 0."""
+    relative, ones = work / seconds[:, None], np.ones(len(seconds))
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0] = 1
+    best, least = np.zeros(work.shape[1]), np.inf
+    for size in range(1, work.shape[1] + 1):
+        for chosen in map(list, combinations(range(work.shape[1]), size)):
+            rates, *_ = np.linalg.lstsq(relative[:, chosen] / scale[chosen], ones, rcond=None)
+            error = float(np.square(relative[:, chosen] / scale[chosen] @ rates - 1).sum())
+            if (rates >= 0).all() and error < least:
+                best, least = np.zeros(work.shape[1]), error
+                best[chosen] = rates / scale[chosen]
+    return [float(rate) for rate in best]

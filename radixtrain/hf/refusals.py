@@ -22,9 +22,9 @@ from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
+from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, text_layers
-from radixtrain.hf.shape import ModelDimensions
 from radixtrain.hf.sources import source_of_class
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout

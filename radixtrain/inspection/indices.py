@@ -43,7 +43,7 @@ MEANINGS = {
     "radix_max_new_tokens": "most new rows of a path",
     "radix_max_path": "longest path",
     "radix_max_position": "largest position",
-    "radix_strategy": "the attention strategy that the calibration chose",
+    "radix_strategy": "the attention strategy that costs least",
     "radix_min_shared_tokens": "the smallest branch that it chose",
     "radix_left_padded": "1 if positions count without the padding on the left",
 }

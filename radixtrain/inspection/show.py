@@ -53,7 +53,7 @@ def _micro_batch(data: SFTData, step: int, index: int, indices: bool, full: bool
     yield _title(part)
     yield numbers(part, tree)
     if data.hparams.min_shared_tokens == "auto":
-        yield Text("data.min_shared_tokens is auto: fit may leave out small branches, by its calibration", style="dim")
+        yield Text("data.min_shared_tokens is auto: fit may leave out small branches", style="dim")
     yield _legend()
     yield draw(tree, [sample.where for sample in part.samples], full)
     yield from _strays(tree)

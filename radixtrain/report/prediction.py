@@ -23,15 +23,15 @@ import numpy as np
 import torch
 
 from radixtrain.errors import UserError
-from radixtrain.hf.calibration import calibrate
-from radixtrain.hf.rates import non_negative_fit
+from radixtrain.hf.calibration import non_negative_fit
+from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.report.cases import Arm, Case
 from radixtrain.report.counts import CountedStep, Counts
 from radixtrain.report.profiling import REPEATS, Rehearsal, Timed, num_bytes, rehearse
 from radixtrain.report.sharing import SampledSteps
 from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["Prediction", "calibrated", "free_bytes", "predict_seconds"]
+__all__ = ["Prediction", "free_bytes", "predict_seconds", "with_step_cost"]
 
 MAX_SECONDS = 50.0  # of all rehearsals
 # Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
@@ -80,7 +80,7 @@ class Prediction:
         return round(self.state_bytes + max(peaks))
 
 
-def calibrated(rehearsal: Rehearsal) -> tuple[Rehearsal, StepCost | None]:
+def with_step_cost(rehearsal: Rehearsal) -> tuple[Rehearsal, StepCost | None]:
     """The rehearsal with what a layer's matrices take for a row here, and the cost that the collator chooses by.
 
     The cost is None for `attention: reference`, which nothing is known of. UserError if the device is neither a CPU nor
@@ -89,7 +89,7 @@ def calibrated(rehearsal: Rehearsal) -> tuple[Rehearsal, StepCost | None]:
     _check_memory(rehearsal, rehearsal.period)
     attention = "auto" if rehearsal.attention == "reference" else rehearsal.attention
     model = rehearsal.build(rehearsal.period, rehearsal.device)
-    cost = calibrate(model, attention=attention, kernel=rehearsal.kernel, dtype=rehearsal.dtype)
+    cost = step_cost_of(model, attention)
     found = replace(rehearsal, row_seconds=cost.row_seconds)
     return found, None if rehearsal.attention == "reference" else cost
 

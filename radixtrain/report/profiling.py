@@ -39,7 +39,7 @@ class Rehearsal:
     optimizer: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike.
     dtype: of the computation.
-    row_seconds: what the matrices of a layer take for a row, forward and backward; None before the calibration.
+    row_seconds: what the matrices of a layer take for a row, forward and backward; None before `with_step_cost`.
     """
 
     build: Callable[[int, torch.device], Any]

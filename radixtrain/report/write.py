@@ -16,7 +16,7 @@ from radixtrain.report.best import best_setting, command_to_paste, hints
 from radixtrain.report.cases import cases_of
 from radixtrain.report.contents import DataReport, Setting
 from radixtrain.report.divergence import find_breaks
-from radixtrain.report.prediction import Prediction, calibrated, free_bytes, predict_seconds
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, with_step_cost
 from radixtrain.report.profiling import Rehearsal
 from radixtrain.report.sharing import (
     Draw,
@@ -49,7 +49,7 @@ def make_report(
     max_seconds: for timing micro-batches; 0 predicts nothing.
     """
     notes: list[str] = []
-    rehearsal, step_cost = _calibrated(rehearsal, max_seconds, notes)
+    rehearsal, step_cost = _costed(rehearsal, max_seconds, notes)
     epoch = _epoch(data, step_cost)
     together = data.hparams.group_by_prefix
     own = Draw(
@@ -75,13 +75,13 @@ def make_report(
     )
 
 
-def _calibrated(rehearsal: Rehearsal, max_seconds: float, notes: list[str]) -> tuple[Rehearsal, StepCost | None]:
+def _costed(rehearsal: Rehearsal, max_seconds: float, notes: list[str]) -> tuple[Rehearsal, StepCost | None]:
     """With what a row of a layer takes here, and the costs that the collator chooses by; or a note why not."""
     if not max_seconds:
         notes.append("Speed and memory were not predicted: max_seconds is 0.")
         return rehearsal, None
     try:
-        return calibrated(rehearsal)
+        return with_step_cost(rehearsal)
     except UserError as error:
         notes.append(f"Speed and memory were not predicted: {error}.")
         return rehearsal, None

@@ -4,7 +4,7 @@
 |---|---|
 | `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes AdamW and its schedule |
 | `trainer.py` | Lightning's trainer with `verify`, `inspect` and `report` |
-| `start/` | loads the model, calibrates the machine, and refuses what cannot work |
+| `start/` | loads the model and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |
 | `fault_tolerance/` | saves a run, stops it, and goes on |

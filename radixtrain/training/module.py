@@ -17,6 +17,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import PredictingRows, predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
+from radixtrain.hf.step_cost import FIXED_RATES, step_cost_of
 from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predicted_answers import PredictedAnswers
@@ -30,7 +31,7 @@ from radixtrain.training.fault_tolerance.position import (
     run_pending_validation,
     sync_loop_counters,
 )
-from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position, restored_rates
+from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position
 from radixtrain.training.fault_tolerance.run_state import (
     add_run_state,
     check_same_model,
@@ -42,10 +43,9 @@ from radixtrain.training.fault_tolerance.run_state import (
 )
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
 from radixtrain.training.speed import Speed
-from radixtrain.training.start.calibration import calibrated
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.training.step_metrics import log_mean_loss, log_step
-from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.tree.cost_model import StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
@@ -148,7 +148,6 @@ class RadixModule(L.LightningModule):
         self.model: nn.Module | None = None
         self.plain_head: bool | None = None
         self.speed = Speed()
-        self.rates: Rates | None = None
         self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
         self.answers, self.position = PredictedAnswers(), Position(0, 0)
@@ -211,7 +210,6 @@ class RadixModule(L.LightningModule):
         check_same_model(checkpoint, self)
         check_weights(self, checkpoint)
         self.strict_loading = not is_partial(checkpoint)
-        self.rates = restored_rates(checkpoint)
         if self.trainer.state.fn == "fit":
             self.resumed = {
                 key: each for key, each in checkpoint.items() if key not in ("state_dict", "optimizer_states")
@@ -307,11 +305,14 @@ class RadixModule(L.LightningModule):
         self.speed.start()  # nor is one inside of an epoch
 
     def step_cost(self) -> StepCost | None:
-        """What `data.min_shared_tokens: auto` chooses by: calibrated once, before the first batch is collated.
+        """What `data.min_shared_tokens: auto` chooses by.
 
-        With several ranks, each calls it. None if every branch is to be taken, see `calibrated`.
+        None for `attention: reference` and on a device that is neither a CPU nor CUDA: then every branch is taken.
         """
-        return calibrated(self)
+        attention = self.hparams.attention
+        if self.model is None or attention == "reference" or self.device.type not in FIXED_RATES:
+            return None
+        return step_cost_of(self.model, attention)
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Whether an optimizer step of these sequences has the gradient that ordinary Hugging Face gives it.

@@ -289,7 +289,7 @@ MAY_READ = {
     ("radixtrain/hf/recurrent/tree_runs.py", "*"): "only a batch without `run_cost`, or a mixer that cannot fork",
     ("radixtrain/hf/scores.py", "*"): "`predict` writes its results down",
     ("radixtrain/hf/head.py", "_why_not_product"): "once for each model, before its first batch",
-    ("radixtrain/hf/rates.py", "*"): "a calibration, which times calls before the first batch",
+    ("radixtrain/hf/calibration.py", "*"): "times calls before the first batch",
 }
 READING_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "masked_select", "unique", "bincount"}
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from radixtrain.hf.rates_file import OLDER
-
 __all__ = ["ABOUT", "read_about", "write_about"]
 
 ABOUT = "about.json"
@@ -25,12 +23,11 @@ def read_about(entry: Path) -> dict[str, Any]:
     """What was written. ValueError if the file was changed since, OSError if it cannot be read."""
     try:
         about = json.loads((entry / ABOUT).read_text(encoding="utf-8"))
-        is_older = "checksum" not in about
-        is_whole = is_older or about.pop("checksum") == _checksum(about)
+        is_whole = about.pop("checksum", None) == _checksum(about)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        is_older = is_whole = False
-    if is_older or not is_whole:
-        raise ValueError(OLDER if is_older else f"{ABOUT} is not as it was written")
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{ABOUT} is not as it was written")
     return about
 
 

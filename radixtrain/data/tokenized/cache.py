@@ -28,14 +28,20 @@ from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fin
 from radixtrain.data.tokenized.progress import progress
 from radixtrain.data.tokenized.store import FILES, TokenStore, TokenWriter
 from radixtrain.errors import DataError, UserError
-from radixtrain.hf.rates_file import cache_folder
 
-__all__ = ["Tokenized", "TokenizingOptions", "damage_in", "tokenized"]
+__all__ = ["Tokenized", "TokenizingOptions", "cache_folder", "damage_in", "tokenized"]
 
 logger = logging.getLogger(__name__)
 
 DAYS_KEPT = 30
 FREE_SPACE = 256 << 20  # bytes to leave on the disk of the cache
+
+
+def cache_folder() -> Path:
+    """`$RADIXTRAIN_CACHE`, or `radixtrain` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    if os.environ.get("RADIXTRAIN_CACHE"):
+        return Path(os.environ["RADIXTRAIN_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixtrain"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from radixtrain.errors import UserError
 from radixtrain.hf.attention import RadixCall
 from radixtrain.hf.backbone import text_decoder_of, with_rows
-from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.padded.calls import arguments_of, option, why_rows_are_not_shared, why_unshared
 from radixtrain.hf.padded.head import SharedHead, keep_places
 from radixtrain.hf.padded.packing import separates_packed_sequences
@@ -22,6 +21,7 @@ from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import mixers_of, why_padding_leaks
+from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import TreeLayout
@@ -50,7 +50,7 @@ class PaddedSharing:
 
     options: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
-    step_cost: of the model; None until it is calibrated for `auto`.
+    step_cost: of the model; None until `auto` chooses by it.
     separates: whether it separates the sequences of a packed row; None until such a row comes.
     has_mixers: whether the model has recurrent layers; None until a call is shared, because the check reads sources.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
@@ -122,7 +122,7 @@ class PaddedSharing:
         return self.separates
 
     def _plan(self, decoder: Any, rows: PaddedRows) -> tuple[PrefixPlan, str | None]:
-        """The plan, and the strategy that the calibration chose for it."""
+        """The plan, and the strategy that costs least for it."""
         packed = rows.input_ids[rows.kept], rows.cu_seqlens, rows.kept_positions
 
         def plan_of(min_shared_tokens: int) -> PrefixPlan:
@@ -130,19 +130,13 @@ class PaddedSharing:
 
         if isinstance(self.options.min_shared_tokens, int):
             return plan_of(self.options.min_shared_tokens), None
-        choice, plan = self._cost(decoder).cheapest(plan_of)
+        if self.step_cost is None:
+            self.step_cost = step_cost_of(decoder, self.options.attention)
+        choice, plan = self.step_cost.cheapest(plan_of)
         return plan, choice.strategy if self.options.attention == "auto" else None
 
-    def _cost(self, decoder: Any) -> StepCost:
-        if self.step_cost is None:
-            device_type = next(decoder.parameters()).device.type
-            dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            attention, kernel = self.options.attention, self.options.kernel
-            self.step_cost = calibrate(decoder, attention=attention, kernel=kernel, dtype=dtype)
-        return self.step_cost
-
     def _run_cost(self, decoder: Any) -> RunCost | None:
-        """What recurrent layers cost, calibrated or by default, to choose the runs on the host; None without any."""
+        """What recurrent layers cost, to choose the runs on the host; None without any."""
         if self.has_mixers is None:
             self.has_mixers = bool(mixers_of(decoder))
         if not self.has_mixers:

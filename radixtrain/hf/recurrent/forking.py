@@ -10,8 +10,10 @@ show.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.recurrent.running import run_on_tree
 from radixtrain.tree.runs import RunCall, RunLayout
 
-__all__ = ["why_it_cannot_fork"]
+__all__ = ["can_fork", "why_it_cannot_fork"]
 
 ABOVE, BELOW = 12, 5  # rows before the fork and of each of two runs after it; more before it than a convolution is wide
 ALLOWED = 0.1  # relative error of a row: without a state or its gradient it is about 1, by rounding in bfloat16 0.01
@@ -48,6 +50,16 @@ def why_it_cannot_fork(module: nn.Module, forward: Callable[..., Any], given: Ma
         return None
     wrong = [name for name in on_tree if not _agree(on_tree[name], by_itself[name])]
     return f"the {wrong[0]} of rows {LOST[wrong[0]]}" if wrong else ""
+
+
+def can_fork(module: nn.Module, hidden_size: int) -> bool:
+    """Whether a mixer may start from a state, tried before a batch comes: on its input only, in its weights' dtype."""
+    forward = type(module).forward  # a prepared model has another in its place
+    weights = (x for x in module.parameters() if x.is_floating_point())  # quantized ones are whole numbers
+    like = max(weights, key=lambda x: min(x.ndim, 2))  # a matrix: vectors may be wider
+    hidden = torch.zeros(1, 1, hidden_size, device=like.device, dtype=like.dtype)
+    name = list(inspect.signature(forward).parameters)[1]
+    return not why_it_cannot_fork(module, partial(forward, module), {name: hidden})
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:

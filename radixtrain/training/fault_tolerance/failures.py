@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from radixtrain.checkpoints.space import existing, mount_point
+from radixtrain.data.tokenized.cache import cache_folder
 from radixtrain.errors import UserError
-from radixtrain.hf.rates_file import cache_folder
 from radixtrain.report.formatting import bytes_text
 
 __all__ = ["explain", "lost_rank"]

@@ -14,25 +14,17 @@ from radixtrain.errors import UserError
 from radixtrain.redaction import masked
 from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hyperparameters
-from radixtrain.tree.cost_model import Rates
 
 __all__ = [
     "apply_settings",
     "parts_of_the_model",
     "plain",
     "restore_position",
-    "restored_rates",
     "settings_of_run",
     "with_effect",
 ]
 
 logger = logging.getLogger(__name__)
-
-
-def restored_rates(checkpoint: Mapping[str, Any]) -> Rates | None:
-    """The calibration that the run chose by; None if the checkpoint has none."""
-    rates = checkpoint.get("radixtrain_rates")
-    return None if rates is None else Rates.from_dict(rates)
 
 
 def restore_position(checkpoint: dict[str, Any], module: Any) -> None:

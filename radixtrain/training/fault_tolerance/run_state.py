@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,7 +72,6 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
     for name in SETTINGS:
         if name in checkpoint:
             checkpoint[name] = masked(dict(checkpoint[name]))
-    checkpoint["radixtrain_rates"] = None if module.rates is None else asdict(module.rates)
 
 
 def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:

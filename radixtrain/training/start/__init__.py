@@ -1,2 +1,2 @@
-"""Before the first step: the model is loaded, what is known to fail fails, the machine is calibrated, and one screen
-says what will happen."""
+"""Before the first step: the model is loaded, what is known to fail fails, and one screen says what will
+happen."""

@@ -15,7 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.report import prediction as module
 from radixtrain.report.cases import Case, cases_of
 from radixtrain.report.counts import CountedStep, Counts
-from radixtrain.report.prediction import Prediction, calibrated, free_bytes, predict_seconds
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, with_step_cost
 from radixtrain.report.profiling import Rehearsal, Timed
 from radixtrain.report.sharing import Draw, SampledSteps
 
@@ -156,7 +156,7 @@ def test_real_timings(tiny_qwen3: Callable[..., Any]) -> None:
         with device:
             return tiny_qwen3(num_hidden_layers=num_layers).train() if device.type == "cpu" else linear(1, device)
 
-    rehearsal, cost = calibrated(rehearsal_of(build))
+    rehearsal, cost = with_step_cost(rehearsal_of(build))
     assert cost is not None and rehearsal.row_seconds is not None and rehearsal.row_seconds > 0
     cases = cases_of([features], StepCollator(max_tokens=4096, step_cost=cost), cost)
     found = predict_seconds(rehearsal, cases, num_workers=1, max_seconds=5)
@@ -168,7 +168,7 @@ def test_real_timings(tiny_qwen3: Callable[..., Any]) -> None:
 
 def test_reference_has_no_cost(tiny_qwen3: Callable[..., Any]) -> None:
     rehearsal = rehearsal_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=1), attention="reference")
-    assert calibrated(rehearsal)[1] is None
+    assert with_step_cost(rehearsal)[1] is None
 
 
 def test_free_bytes() -> None:

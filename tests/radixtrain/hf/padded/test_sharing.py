@@ -9,16 +9,13 @@ from torch import Tensor
 
 import radixtrain.hf.attention
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf import calibration
-from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.cost_model import CHOICES, Rates
+from radixtrain.tree.cost_model import CHOICES
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
 MASK = (IDS != 0).long()
 BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 unique
-RATES = Rates(call=1, rectangle=1, pair=1, element=1, flop=1)
 
 
 @pytest.fixture
@@ -33,16 +30,6 @@ def asked(monkeypatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
     return calls
-
-
-@pytest.fixture
-def rates(tmp_path, monkeypatch) -> list[Any]:
-    """Nothing is measured. The layers whose rates were asked for."""
-    layers: list[Any] = []
-    monkeypatch.setattr(calibration, "_MEASURED", {})
-    monkeypatch.setenv("RADIXTRAIN_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibration, "measured_rates", lambda layer: (layers.append(layer) or RATES, 0.0))
-    return layers
 
 
 class TestCounts:
@@ -79,22 +66,14 @@ class TestOptions:
         model(**BATCH)
         assert sharing_report(model).num_unique_tokens == unique
 
-    def test_min_shared_tokens_auto_measures_once(self, tiny_qwen3, rates, asked):
+    def test_min_shared_tokens_auto_chooses_strategy_and_branches(self, tiny_qwen3, asked):
         model = share_prefixes(tiny_qwen3(), min_shared_tokens="auto")
-        assert not rates, "at the first call that can be shared"
-        for _ in range(2):
-            model(**BATCH)
-        assert len(rates) == 1 and sharing_report(model).num_shared == 2
+        model(**BATCH)
+        assert sharing_report(model).num_shared == 1
         assert {each["attention"] for each in asked} <= set(CHOICES)
 
-    def test_min_shared_tokens_auto_measures_what_autocast_computes(self, tiny_qwen3, rates):
-        model = share_prefixes(tiny_qwen3(), min_shared_tokens="auto")
-        with torch.autocast("cpu", torch.bfloat16):
-            model(**BATCH)
-        assert [layer.dtype for layer in rates] == [torch.bfloat16]
-
     @pytest.mark.parametrize("attention", CHOICES)
-    def test_a_named_attention_is_kept(self, tiny_qwen3, rates, asked, attention):
+    def test_a_named_attention_is_kept(self, tiny_qwen3, asked, attention):
         for min_shared_tokens in (1, "auto"):
             share_prefixes(tiny_qwen3(), attention=attention, min_shared_tokens=min_shared_tokens)(**BATCH)
         assert {each["attention"] for each in asked} == {attention}
@@ -122,18 +101,13 @@ class TestRecurrentLayers:
         monkeypatch.setattr(TreeLayout, "from_plan", spy)
         return made
 
-    def test_without_a_calibration(self, tiny_hybrid, runs):
+    def test_by_default(self, tiny_hybrid, runs):
         model = share_prefixes(tiny_hybrid("LFM2").train())
         model(**BATCH)
         assert [len(each.calls) for each in runs] == [1], "by the default: nothing is worth a fork here"
 
-    def test_by_the_calibration(self, tiny_hybrid, runs, rates, monkeypatch):
-        monkeypatch.setattr(calibration, "measured_run_cost", lambda layer: (FREE_FORKS, 0.0))
-        share_prefixes(tiny_hybrid("LFM2").train(), min_shared_tokens="auto")(**BATCH)
-        assert len(runs) == len(rates) == 1 and runs[0].num_forks
-
     @pytest.mark.parametrize("min_shared_tokens", [1, "auto"])
-    def test_layers_that_attend_need_none(self, tiny_qwen3, runs, rates, min_shared_tokens):
+    def test_layers_that_attend_need_none(self, tiny_qwen3, runs, min_shared_tokens):
         share_prefixes(tiny_qwen3(), min_shared_tokens=min_shared_tokens)(**BATCH)
         assert runs == [None]
 

@@ -1,0 +1,120 @@
+"""What a layer costs by fixed rates, and that a model computes what its batches chose by it."""
+
+import logging
+
+import pytest
+from tiers import cases
+from tiny_models import tiny_model
+
+from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain.errors import UserError
+from radixtrain.hf.step_cost import FIXED_RATES, step_cost_of
+from radixtrain.tree.cost_model import CHOICES
+from radixtrain.tree.layout import MIN_SHARED_TOKENS
+
+FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
+FORKING = [{"input_ids": [*range(1, 40), n], "labels": [*range(1, 40), n]} for n in range(40, 46)]
+
+
+def qwen3_5():
+    """Three layers of four are recurrent."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    return tiny_model("Qwen3_5ForCausalLM", num_hidden_layers=4, layer_types=kinds)
+
+
+class TestDimensions:
+    def test_literal(self, tiny_qwen3):
+        cost = step_cost_of(tiny_qwen3())
+        assert cost.on_host and (cost.num_heads, cost.num_key_value_heads, cost.head_dim) == (4, 2, 8)
+        assert cost.row_flops == 6 * (2 * 32 * (32 + 16) + 3 * 32 * 64)
+        assert cost.rates == FIXED_RATES["cpu"] and cost.strategies == CHOICES
+
+    def test_latent_attention_counts_its_own_head_dims(self):
+        """Queries and keys are wider than values there, and tree attention runs with the wider."""
+        dims = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+        cost = step_cost_of(tiny_model("DeepseekV3ForCausalLM", **dims))
+        assert (cost.num_heads, cost.num_key_value_heads, cost.head_dim) == (4, 4, 24)
+
+    def test_a_width_that_the_configuration_does_not_say_is_four_times_the_hidden_size(self):
+        assert step_cost_of(tiny_model("BloomForCausalLM")).row_flops == 6 * (4 * 32 * 32 + 3 * 32 * 128)
+
+    def test_the_mean_layer_of_a_hybrid_model(self):
+        cost = step_cost_of(qwen3_5())
+        assert (cost.attention_share, cost.mixer_share) == (0.25, 0.75)
+        assert cost.row_flops == 6 * (0.25 * 2 * 32 * (32 + 16) + 3 * 32 * 64)
+        assert cost.run_cost.row == pytest.approx(2e-11 * 24 * 32 * 32) and cost.run_cost.can_fork
+
+    def test_that_no_layer_forks_is_said(self, caplog):
+        """The worker asks for no forks then, so no layer tries one and says why."""
+        assert not step_cost_of(tiny_model("JambaForCausalLM")).run_cost.can_fork
+        assert [record.message for record in caplog.records if record.name.startswith("radixtrain")] == [
+            "JambaMambaMixer cannot start from a state with a gradient, so recurrent layers compute every sequence "
+            "from its first token on; all else is shared"
+        ]
+
+
+class TestRefusals:
+    def test_a_model_on_another_device(self, tiny_qwen3):
+        with pytest.raises(UserError, match="known on a CPU or a CUDA device, and the model is on meta"):
+            step_cost_of(tiny_qwen3().to("meta"))
+
+    def test_an_attention_without_a_cost(self, tiny_qwen3):
+        with pytest.raises(UserError, match="attention must be auto or one of cascade, path, expand, got 'reference'"):
+            step_cost_of(tiny_qwen3(), attention="reference")
+
+
+class TestPreparedModel:
+    @pytest.mark.parametrize("strategy", cases(CHOICES, quick=CHOICES[:1]))
+    def test_it_does_what_its_batch_chose(self, tiny_qwen3, monkeypatch, caplog, strategy):
+        import radixtrain.hf.attention
+
+        asked = []
+        attend = radixtrain.hf.attention.tree_attention
+
+        def spy(*args, attention, **options):
+            asked.append(attention)
+            return attend(*args, attention=attention, **options)
+
+        monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
+        model = tiny_qwen3()
+        collator = RadixCollator(step_cost=step_cost_of(model, strategy))
+        prepare_model(model)
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
+                model(**collator(FEATURES))
+        assert set(asked) == {strategy}
+        said = [message for message in caplog.messages if "fastest" in message]
+        assert len(said) == 1
+        first = f"the fastest way is chosen for each batch: for the first one attention={strategy}, min_shared_tokens="
+        assert said[0].startswith(first)
+        asked.clear()
+        prepare_model(model, attention="path")(**collator(FEATURES))
+        assert set(asked) == {"path"}, "a strategy that was asked for by name is kept"
+
+    def test_another_choice_is_said_to_be_of_another_batch(self, tiny_qwen3, caplog):
+        model = tiny_qwen3()
+        batch = RadixCollator(step_cost=step_cost_of(model, "path"))(FEATURES)
+        prepare_model(model)
+        with caplog.at_level(logging.INFO):
+            for min_shared_tokens in (3, 5, 3):
+                model(**{**batch, MIN_SHARED_TOKENS: min_shared_tokens})
+        assert [message for message in caplog.messages if "fastest" in message] == [
+            "the fastest way is chosen for each batch: for the first one attention=path, min_shared_tokens=3",
+            "the fastest way for another batch: attention=path, min_shared_tokens=5",
+        ]
+
+    def test_a_window_that_binds_is_kept_under_any_choice(self):
+        model = tiny_model("MistralForCausalLM", sliding_window=3)
+        collator = RadixCollator(step_cost=step_cost_of(model, "cascade"))
+        report = verify_equivalence(model, FEATURES, collator=collator, precisions=["float64"])
+        assert report["float64"].worst.radix <= 1e-12, str(report)
+
+    def test_it_computes_the_runs_of_its_batch_and_says_so(self, caplog):
+        model = qwen3_5()
+        collator = RadixCollator(step_cost=step_cost_of(model))
+        assert collator(FORKING)["radix_runs_calls"] == ((1, 39, 1, ()), (6, 2, 0, ((0, 6),)))
+        with caplog.at_level(logging.INFO):
+            prepare_model(model)(**collator(FORKING))
+        assert "forks of the recurrent state: 1" in caplog.text
+        report = verify_equivalence(model, FORKING, collator=collator, precisions=["float64"])
+        assert report["float64"].worst.radix <= 1e-12, str(report)
