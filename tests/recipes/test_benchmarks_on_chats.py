@@ -4,7 +4,6 @@ import argparse
 import csv
 import importlib.util
 import json
-import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,6 @@ from tiers import FULL
 from radixtrain.collators.batching import SequenceCost
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 
 
 @pytest.fixture
@@ -80,21 +78,6 @@ class TestRealRows:
             assert real_data.main([file, *self.TINY, *rest]) == 1
             (error,) = capsys.readouterr().err.splitlines()
             assert error.startswith("error: ") and message in error
-
-    @FULL
-    @pytest.mark.data
-    @pytest.mark.parametrize(("name", "lowest_r"), [("banking77_train", 4.0), ("gsm8k_many_prompts_train", 1.1)])
-    def test_the_data_sets(self, name: str, lowest_r: float, tmp_path: Path) -> None:
-        import real_data
-
-        source = DATA / f"{name}.jsonl"
-        if not source.is_file():
-            pytest.skip(f"RADIXTRAIN_DATA names no folder with {source.name}")
-        file = tmp_path / source.name
-        with source.open(encoding="utf-8") as rows:
-            file.write_text("".join(islice(rows, 100)), encoding="utf-8")
-        assert real_data.main([str(file), *self.TINY, "--num_rows=8", f"--csv={tmp_path / 'a.csv'}"]) == 0
-        assert float(rows_of(tmp_path / "a.csv")[0]["r"]) > lowest_r
 
 
 class TestGroupByPrefix:

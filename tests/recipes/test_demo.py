@@ -62,22 +62,13 @@ class TestFolder:
         assert len(files) == sum(path.is_file() for path in again.rglob("*"))
         assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in files)
 
-    def test_model_loads_and_generates(self, folder: Path) -> None:
+    def test_model_and_lengths(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        model = AutoModelForCausalLM.from_pretrained(folder / "model")
-        config = model.config
-        assert config.model_type == "qwen3" and config.tie_word_embeddings and config.max_position_embeddings == 4096
+        config = AutoModelForCausalLM.from_pretrained(folder / "model").config
         assert config.vocab_size % 64 == 0 and len(tokenizer) <= config.vocab_size <= 2048
         assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        inputs = tokenizer("Where is my lamp?", return_tensors="pt")
-        assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1] > inputs["input_ids"].shape[1]
-
-    def test_lengths_and_generation_prompts(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         chats = read_chats(folder / "validation.jsonl")
         rows = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
         first, *_, last = sorted(rows)
@@ -87,11 +78,6 @@ class TestFolder:
             prompt = tokenizer.apply_chat_template(chat[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
             assert row[: len(prompt)] == prompt and len(row) > len(prompt)
             assert tokenizer.decode(row).endswith(f"<think>\n\n</think>\n\n{chat[2]['content']}<|im_end|>\n")
-
-
-def test_seed_decides() -> None:
-    assert demo.make_chats(60, seed=0) == demo.make_chats(60, seed=0)
-    assert demo.make_chats(60, seed=0) != demo.make_chats(60, seed=1)
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -114,23 +100,11 @@ def test_interrupted_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class TestTokenizer:
-    """That of any number of rows."""
-
-    @pytest.fixture(scope="class")
-    def tokenizer(self) -> Any:
-        return demo.train_tokenizer(["a", "b"], 300)
-
-    def test_lossless_and_knows_its_special_tokens(self, tokenizer: Any) -> None:
-        text = "Grüße, 北京! \t 3.14\n\n  <b>don't</b>"
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-        assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
-        for token in ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]:
-            assert len(tokenizer(token)["input_ids"]) == 1
-
-    def test_template_refuses_what_it_does_not_know(self, tokenizer: Any) -> None:
-        with pytest.raises(Exception, match="no role tool"):
-            tokenizer.apply_chat_template([turn("user", "u"), turn("tool", "t")], tokenize=False)
+def test_template_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(Exception, match="no role tool"):
+        demo.train_tokenizer(["a", "b"], 300).apply_chat_template(
+            [turn("user", "u"), turn("tool", "t")], tokenize=False
+        )
 
 
 def turn(role: str, content: str, **more: str) -> dict[str, str]:

@@ -51,11 +51,6 @@ def test_ideal_counts_what_each_arm_computes(model):
     assert found.speedup == found.ordinary.total / found.radix.total
 
 
-def test_end_token_stays():
-    assert arms.until_end([4, 5, 6, 5], [5]) == [4, 5]
-    assert arms.until_end([4, 5, 6], []) == [4, 5, 6]
-
-
 @FULL
 @pytest.mark.parametrize("part", ["grid", "apart"])
 def test_random_prompts(part, tmp_path, capsys):
@@ -87,10 +82,3 @@ def test_real_rows(shop, tmp_path, capsys):
 def test_real_without_a_file(capsys):
     assert benchmark.main(["real"]) == 1
     assert "--file" in capsys.readouterr().err
-
-
-@FULL
-def test_a_start_is_made_from_the_file(shop):
-    options = benchmark.parse(["real", "--model=start", f"--file={shop / 'validation.jsonl'}", "--prompts=2"])
-    model, work = benchmark.real_work(options)
-    assert len(work.prompts) == len(work.targets) == 2 and model.config.num_hidden_layers == 2

@@ -98,16 +98,6 @@ def test_adapters_in_the_recurrent_layers(folder: Path) -> None:
     assert report.passed, report
 
 
-def test_rows_with_images_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = [{"type": "image", "image": "lamp.png"}, {"type": "text", "text": "What is this?"}]
-    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A lamp."}]
-    (tmp_path / "images.jsonl").write_text(json.dumps({"messages": chat}) + "\n", encoding="utf-8")
-    assert radixtrain("fit", folder, output_dir=tmp_path / "out", data__train_file=tmp_path / "images.jsonl") == 1
-    error = capsys.readouterr().err
-    assert "images.jsonl:1: messages: turn 1 (role 'user')" in error and "images, audio and video are not" in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_runs_as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     words = ["qwen3_5.py", f"--output_dir={tmp_path / 'demo'}", "--rows=60", "--validation_rows=6", "--multimodal"]
     monkeypatch.setattr(sys, "argv", words)

@@ -157,10 +157,3 @@ class TestRefusals:
         tokenizer.chat_template = None
         with pytest.raises(UserError, match="prompt 1 is a conversation, and the tokenizer has no chat template"):
             token_ids_of([[5], CHAT], tokenizer)
-
-    def test_a_template_that_fails(self, tokenizer: Any) -> None:
-        tokenizer.chat_template = (
-            "{{ raise_exception('no system turn') if messages|length > 1 }}{{ messages[0].content }}"
-        )
-        with pytest.raises(DataError, match=r"prompt 1: the chat template failed: .*no system turn"):
-            token_ids_of([OTHER, CHAT], tokenizer)
