@@ -9,10 +9,9 @@ from typing import Any
 from radixtrain.checkpoints.resolve import newest_valid, resolve, tidy
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.run_folder import check_new_run
-from radixtrain.training.results.closing_lines import say
 from radixtrain.training.results.model_folder import check_model_folder
-from radixtrain.training.results.summary_file import weights_text
-from radixtrain.training.start.first_checks import check_room, earlier_run, num_stored_parameters
+from radixtrain.training.results.run_progress import print_line, weights_text
+from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
 
 __all__ = ["EVALUATING", "WITHOUT_WEIGHTS", "check_weights_and_room", "checkpoint_of_fit", "checkpoint_to_evaluate"]
 
@@ -61,7 +60,7 @@ def check_weights_and_room(
         check_model_folder(model_folder, [name])
         written = check_room(output_dir, num_parameters, model, num_checkpoints)
     if command in EVALUATING:
-        say("weights", weights_text(name, ckpt_path))
+        print_line("weights", weights_text(name, ckpt_path))
     if notice := earlier_run(command, model_folder, name, ckpt_path):
         logger.warning("%s", notice)
     return written

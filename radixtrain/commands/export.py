@@ -15,9 +15,9 @@ from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_folder import locked_model
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.closing_lines import say
 from radixtrain.training.results.model_card import documents
 from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
+from radixtrain.training.results.run_progress import print_line
 
 __all__ = ["export", "run"]
 
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> None:
     parser = ArgumentParser(prog="radixtrain export", exit_on_error=False)
     parser.add_function_arguments(export)
     folder = export(**parser.parse_args(list(argv)[1:]).as_dict())
-    say("model", folder)
+    print_line("model", folder)
 
 
 def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:

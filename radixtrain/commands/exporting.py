@@ -1,4 +1,4 @@
-"""What `fit` leaves when its steps are done: the model as a Hugging Face folder, and the closing lines."""
+"""What `fit` leaves when its steps are done: the model as a Hugging Face folder, and the last lines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output
 
     module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer.
     """
-    summary.choose_weights(trainer, module)
+    results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
     texts = documents(
         _written_config(trainer),
-        summary.results(),
+        results,
         {"rows": str(data.reports["train"])},
         has_chat_template=tokenizer.chat_template is not None,
     )

@@ -44,7 +44,7 @@ from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_out
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.saved_config import SaveMaskedConfig, mask_what_is_logged, own_log_folders
-from radixtrain.training.start.first_screen import show_first_screen, steps_between_logs
+from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 from radixtrain.training.trainer import Trainer
 
 __all__ = ["RadixCLI", "run"]
@@ -186,7 +186,7 @@ class RadixCLI(LightningCLI):
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
             if ranks().is_first:
                 shown = self.settings.trainer, written, evaluation.line()
-                show_first_screen(trainer, self.model, self.datamodule, *shown)
+                print_overview(trainer, self.model, self.datamodule, *shown)
                 stack.enter_context(self._training())
         try:
             with errors_of_wandb():
@@ -222,7 +222,7 @@ class RadixCLI(LightningCLI):
             self.trainer.fit(model, **kwargs)
 
     def after_fit(self) -> None:
-        """The trained model as a Hugging Face folder, and the closing lines."""
+        """The trained model as a Hugging Face folder, and the last lines."""
         if not self.is_try:
             export_run(self.trainer, self.model, self.datamodule, self.callbacks.summary, self.output_dir)
 

@@ -8,13 +8,13 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from radixtrain.commands.trainer_settings import as_list
-from radixtrain.training.callbacks import PredictionWriter
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.progress_bar import progress_bar
 from radixtrain.training.results.best import Best, StopEarly
+from radixtrain.training.results.prediction_file import PredictionWriter
 from radixtrain.training.results.summary import RunSummary
-from radixtrain.training.start.first_checks import check_judges, check_monitors
+from radixtrain.training.start.preflight import check_judges, check_monitors
 
 __all__ = ["RunCallbacks"]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning as L
@@ -20,10 +23,8 @@ from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import FIXED_RATES, step_cost_of
 from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
-from radixtrain.training.answers.predicted_answers import PredictedAnswers
-from radixtrain.training.answers.predicted_scores import scored_records, scorer_of
-from radixtrain.training.callbacks import VerifyFirstBatch
-from radixtrain.training.devices.gradient_sync import backward, warm_up_buckets
+from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
+from radixtrain.training.devices.gradient_sync import backward, rebuild_ddp, warm_up_buckets
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
 from radixtrain.training.fault_tolerance.position import (
     Position,
@@ -44,13 +45,14 @@ from radixtrain.training.fault_tolerance.run_state import (
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
-from radixtrain.training.step_metrics import log_mean_loss, log_step
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["RadixModule"]
+__all__ = ["RadixModule", "VerifyFirstBatch"]
+
+logger = logging.getLogger(__name__)
 
 
 class RadixModule(L.LightningModule):
@@ -244,7 +246,7 @@ class RadixModule(L.LightningModule):
             optimizer.step()
             learning_rate = optimizer.param_groups[0]["lr"]
             scheduler.step()
-            log_step(self, step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
+            self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
         self.position = Position(self.position.num_batches + 1, self.global_step)
         self.is_stepping, self.generators_before_step = False, None
 
@@ -252,10 +254,10 @@ class RadixModule(L.LightningModule):
         leave_out_added_validation(self.trainer)
 
     def validation_step(self, step: Step, index: int) -> None:
-        log_mean_loss(self, "eval_loss", step)
+        self._log_mean_loss("eval_loss", step)
 
     def test_step(self, step: Step, index: int) -> None:
-        log_mean_loss(self, "test_loss", step)
+        self._log_mean_loss("test_loss", step)
 
     def predict_step(self, step: Step | list[Prompt], index: int) -> list[dict[str, Any]]:
         """For each sequence its file row, or None, and its scores; for each prompt its file row and the answer."""
@@ -331,6 +333,26 @@ class RadixModule(L.LightningModule):
             precision=str(self.trainer.precision),
         )
 
+    def _log_step(self, step: Step, metrics: dict[str, Any]) -> None:
+        """Log the metrics with how much the step shared and how fast it was, of all ranks."""
+        step = replace(step, num_computed_tokens=ranks().total(step.num_computed_tokens)[0])
+        metrics["tokens_per_second"], metrics["computed_tokens_per_second"] = self.speed.add(step)
+        metrics["r"] = step.num_tokens / step.num_computed_tokens
+        if step.num_unique_tokens:
+            metrics["best_r"] = step.num_tokens / step.num_unique_tokens
+        self.last_step = metrics
+        self.log_dict(metrics, prog_bar=True, batch_size=1)
+
+    def _log_mean_loss(self, name: str, step: Step) -> None:
+        """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens, alike on all ranks.
+
+        The guard raises for a loss that is not finite, or leaves the step out.
+        """
+        loss: Any = sum(self.loss_sum(batch) for batch in step.micro_batches)
+        mean = ranks().sum(loss) / step.num_labels
+        if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
+            self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
+
     def _predict(self, batch: dict[str, Any]) -> PredictingRows:
         assert self.model is not None
         return predict(self.model, batch, self._has_plain_head())
@@ -347,3 +369,39 @@ class RadixModule(L.LightningModule):
         norm = whole(nn.utils.get_total_norm([each.grad for each in reached if each.grad is not None]))
         nn.utils.clip_grads_with_norm_(reached, limit, norm)
         return norm
+
+
+class VerifyFirstBatch(L.Callback):
+    """Compares the gradient of the first optimizer step with ordinary Hugging Face's, and stops if they differ.
+
+    With several ranks the first one compares the whole step, before the others take theirs with it.
+
+    module: whose runs it compares; the trainer keeps the callback when it fits another one.
+    verify: sequences of a step and what cuts them -> the comparison, as `RadixModule.verify`.
+    """
+
+    def __init__(self, module: L.LightningModule, verify: Callable[[Features, StepCollator], EquivalenceReport]):
+        self.module = module
+        self.verify = verify
+
+    def on_train_start(self, trainer: Any, module: L.LightningModule) -> None:
+        if module is not self.module:
+            return
+        data = trainer.datamodule
+        if not isinstance(data, SFTData):
+            raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
+        collator = data.step_collator()  # of the whole step
+        reason = ranks().broadcast_from_rank0(
+            lambda: self._verified(data.features_of_step(0), collator), long_timeout=True
+        )
+        if reason:
+            raise UserError(f"model.verify_first_batch: {reason}. Nothing was trained")
+        rebuild_ddp(trainer.strategy)
+
+    def _verified(self, features: Features, collator: StepCollator) -> str:
+        """Why the whole step, on one rank, did not pass; empty if it did."""
+        report = self.verify(features, collator)
+        if not report.passed:
+            return report.reason
+        logger.info("first batch verified:\n%s", report)
+        return ""

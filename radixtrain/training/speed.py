@@ -40,6 +40,11 @@ class Speed:
         return step.num_tokens / elapsed, step.num_computed_tokens / elapsed
 
     @property
+    def rates(self) -> tuple[float, float]:
+        """Effective and computed tokens per second, of all steps."""
+        return self.num_tokens / self.seconds, self.num_computed_tokens / self.seconds
+
+    @property
     def r(self) -> float:
         """Tokens per computed token, of all steps."""
         return self.num_tokens / self.num_computed_tokens

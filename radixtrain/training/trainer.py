@@ -21,7 +21,7 @@ from radixtrain.report.write import make_report
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import adamw
-from radixtrain.training.start.skeleton import layer_period, random_trainable
+from radixtrain.training.start.loading import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
 __all__ = ["Trainer"]

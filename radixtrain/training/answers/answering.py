@@ -7,32 +7,39 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
-from radixtrain.data.prompts import Prompt
+from radixtrain.data.prompts import Prompt, end_tokens
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, first_line
 from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import Generated, generate
 from radixtrain.generation.options import resolve_config
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.cached_pass import on_stored_rows
 from radixtrain.hf.dropout import evaluating
-from radixtrain.training.answers.answer_options import AnswerOptions
-from radixtrain.training.answers.padded_answers import AnswerRow, answers_of_padded_rows
 from radixtrain.tree.arrays import cumulative
 from radixtrain.tree.sorting import sort_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Answer", "Answers", "answer_prompts", "check_answering"]
+__all__ = [
+    "Answer",
+    "AnswerOptions",
+    "AnswerRow",
+    "Answers",
+    "answer_prompts",
+    "answers_of_padded_rows",
+    "check_answering",
+]
 
 ORDINARY_BATCH = 32  # prompts at once of Hugging Face's `generate`, if `batch_size` does not say it
 
@@ -142,3 +149,140 @@ def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
 def _rows_of(found: Generated) -> list[AnswerRow]:
     columns = zip(found.token_ids, found.logprobs, found.finish_reasons, strict=True)
     return [AnswerRow(ids, sum(logprobs, 0.0), reason) for ids, logprobs, reason in columns]
+
+
+class AnswerRow(NamedTuple):
+    """token_ids: with the token that ended it. logprob: of all of them; 0 if it was not asked for."""
+
+    token_ids: list[int]
+    logprob: float
+    finish_reason: str
+
+
+def answers_of_padded_rows(
+    model: Any, prompts: Sequence[Prompt], tokenizer: Any, fields: Mapping[str, Any], batch_size: int, logprobs: bool
+) -> tuple[list[AnswerRow], int]:
+    """An answer to each prompt, and the rows that were computed for the prompts, padding among them.
+
+    model: not prepared, in evaluation mode. Draws come from torch's generator.
+    fields: of `GenerationConfig`, with `eos_token_id` as a list, or None.
+    logprobs: keeps the logits of a batch, (batch_size, max_new_tokens, vocabulary).
+
+    Prompts of similar length make a batch, so that little is padded. Raises UserError for an option that `generate`
+    refuses.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids))
+    answers: dict[int, AnswerRow] = {}
+    num_computed = 0
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        batch = _left_padded([prompts[index].token_ids for index in chosen], model.device)
+        num_computed += batch["input_ids"].numel()
+        found = _generated(model, batch, tokenizer, fields, logprobs)
+        answers.update(zip(chosen, found, strict=True))
+    return [answers[index] for index in range(len(prompts))], num_computed
+
+
+def _generated(
+    model: Any, batch: dict[str, Tensor], tokenizer: Any, fields: Mapping[str, Any], logprobs: bool
+) -> list[AnswerRow]:
+    length = batch["input_ids"].shape[1]
+    pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
+    wanted = {"return_dict_in_generate": True, "output_logits": logprobs, "pad_token_id": pad}
+    try:
+        out = model.generate(**batch, tokenizer=tokenizer, **{**fields, **wanted})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"generation options: {first_line(error)}") from error
+    answers = []
+    for row, generated in enumerate(out.sequences[:, length:].tolist()):
+        tokens, reason = _until_end(generated, fields, tokenizer)
+        logits = [step[row] for step in out.logits[: len(tokens)]] if logprobs else []
+        answers.append(AnswerRow(tokens, _logprob(logits, tokens), reason))
+    return answers
+
+
+def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    longest = max(map(len, rows))
+    padded = np.zeros((2, len(rows), longest), dtype=np.int64)
+    for place, ids in enumerate(rows):
+        padded[0, place, longest - len(ids) :] = ids
+        padded[1, place, longest - len(ids) :] = 1
+    return dict(zip(("input_ids", "attention_mask"), torch.from_numpy(padded).to(device), strict=True))
+
+
+def _until_end(tokens: list[int], fields: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], str]:
+    """An answer without the end tokens that pad it, and why it ended."""
+    length = next((place for place, token in enumerate(tokens) if token in (fields["eos_token_id"] or ())), len(tokens))
+    stop_strings = fields.get("stop_strings") or ()
+    text = tokenizer.decode(tokens[:length]) if stop_strings else ""
+    if any(each in text for each in ([stop_strings] if isinstance(stop_strings, str) else stop_strings)):
+        return tokens[:length], "stop"
+    return tokens[: length + 1], "stop" if length < len(tokens) else "length"
+
+
+def _logprob(logits: list[Tensor], tokens: list[int]) -> float:
+    """Of all tokens together. logits: (V,) for each."""
+    if not logits:
+        return 0.0
+    chosen = torch.tensor(tokens, device=logits[0].device)[:, None]
+    return float(torch.stack(logits).double().log_softmax(-1).gather(1, chosen).sum())
+
+
+OWN_KEYS = ("max_new_tokens", "do_sample", "temperature")
+KEY = "evaluate_generation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How answers are generated.
+
+    max_new_tokens: most tokens of an answer.
+    do_sample: draw tokens; otherwise the most likely one is taken, whatever the model's generation config says.
+    temperature: of the draws; None is the model's.
+    generation_kwargs: more fields of `GenerationConfig`.
+    batch_size: prompts at once; None leaves it to `radixtrain.generate`.
+    seed: of the draws.
+
+    Raises UserError that names the key.
+    """
+
+    max_new_tokens: int = 256
+    do_sample: bool = False
+    temperature: float | None = None
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise UserError(f"{KEY}.{name} must be at least 1, got {number}")
+        if self.temperature is not None and not self.do_sample:
+            raise UserError(f"{KEY}.temperature {self.temperature} is read only with {KEY}.do_sample: true")
+        if self.temperature is not None and not self.temperature > 0:
+            raise UserError(f"{KEY}.temperature must be above 0, got {self.temperature}")
+        for name in OWN_KEYS:
+            if name in self.generation_kwargs:
+                raise UserError(f"{KEY}.generation_kwargs: {name} is a key of its own, {KEY}.{name}")
+        if self.generation_kwargs.get("num_return_sequences", 1) != 1:
+            raise UserError(f"{KEY}.generation_kwargs: num_return_sequences must be 1, since a row gets one answer")
+
+    def fields(self, tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Fields of `GenerationConfig`, with the tokens that end an answer."""
+        given = {"temperature": self.temperature} if self.temperature is not None else {}
+        own = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
+        fields = {"eos_token_id": _ends(tokenizer, model, prompts), **own, **given, **self.generation_kwargs}
+        if isinstance(fields["eos_token_id"], int):
+            fields["eos_token_id"] = [fields["eos_token_id"]]
+        return fields
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> list[int]:
+    """The model's end tokens, the tokenizer's, and what ends a turn in training, which a base model's config lacks."""
+    known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    own = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id}
+    found = (own - {None}) | end_tokens(tokenizer, prompts)
+    if not found:
+        raise UserError("neither the model nor its tokenizer has an end-of-sequence token, so no answer would end")
+    return sorted(found)

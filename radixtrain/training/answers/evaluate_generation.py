@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import csv
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.training.answers.answer_options import AnswerOptions
-from radixtrain.training.answers.answer_table import Judged, log_table, write_table
-from radixtrain.training.answers.answering import answer_prompts, check_answering
+from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.metrics import Metric, load_metric
 
-__all__ = ["EvaluateGeneration"]
+__all__ = ["EvaluateGeneration", "Judged", "log_table", "write_table"]
 
 logger = logging.getLogger(__name__)
 
@@ -176,3 +177,35 @@ def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
 def _targets(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
     texts: list[str] = tokenizer.batch_decode([prompt.target_ids for prompt in prompts], skip_special_tokens=True)
     return texts
+
+
+MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
+
+
+class Judged(NamedTuple):
+    """A row of the table, and its columns.
+
+    row: file and line. prompt: all that the model read, with special tokens. answer, target: without them.
+    score: by the metric. finish_reason: `stop`, or `length` for an answer that `max_new_tokens` cut.
+    """
+
+    row: str
+    prompt: str
+    answer: str
+    target: str
+    score: float
+    finish_reason: str
+
+
+def write_table(path: Path, rows: Sequence[Judged]) -> None:
+    """Write or replace the file; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([Judged._fields, *rows])
+
+
+def log_table(loggers: Iterable[Any], name: str, rows: Sequence[Judged]) -> None:
+    """Hand the first rows to every `WandbLogger` among the loggers."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_table(name, columns=list(Judged._fields), data=[list(row) for row in rows[:MOST_ROWS_LOGGED]])

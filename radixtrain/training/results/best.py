@@ -59,14 +59,14 @@ class Best(L.Callback):
         that is not finite, or that is not there, is never the best.
     saver: is asked for a checkpoint when a validation is the best so far, and keeps that one.
 
-    found: the best validation; None before the first one. path: of its checkpoint; None until it is written.
+    validation: the best one; None before the first one. path: of its checkpoint; None until it is written.
     """
 
     configured_by = "save_best"
 
     def __init__(self, metric: str, saver: Saver):
         self.monitor, self.saver = metric, saver
-        self.found: Validation | None = None
+        self.validation: Validation | None = None
         self.path: Path | None = None
         self._kept: set[Path] = set()  # until the next best one is written
         self._loaded: dict[str, Any] = {}
@@ -75,8 +75,8 @@ class Best(L.Callback):
     @property
     def value(self) -> float:
         """Of the best validation."""
-        assert self.found is not None
-        return self.found.metrics[self.monitor]
+        assert self.validation is not None
+        return self.validation.metrics[self.monitor]
 
     def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
         """After a checkpoint was read: the best one of before counts if it is there and whole."""
@@ -90,9 +90,9 @@ class Best(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not is_validation(trainer):
             return
-        here = Validation.of(trainer)
-        if self._is_better(here):
-            self.found, self.path = here, None
+        validation = Validation.of(trainer)
+        if self._is_better(validation):
+            self.validation, self.path = validation, None
             self.saver.ask()
 
     def load_into(self, module: nn.Module) -> bool:
@@ -108,12 +108,12 @@ class Best(L.Callback):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """With path None, the best checkpoint is the one that this state is written into; a name is one beside it."""
-        found, path = self.found, self.path
-        step, metrics = (None, {}) if found is None else (found.step, found.metrics)
-        is_beside = path is not None and path.parent.absolute() == self.saver.folder.absolute()
-        place = path and (path.name if is_beside else str(path.absolute()))
-        return {"metric": self.monitor, "step": step, "metrics": metrics, "path": place}
+        """path: None if this state is written into the best checkpoint, a name if that one is in the same folder."""
+        best, path = self.validation, self.path and str(self.path.absolute())
+        if self.path and self.path.parent.absolute() == self.saver.folder.absolute():
+            path = self.path.name
+        step, metrics = (None, {}) if best is None else (best.step, best.metrics)
+        return {"metric": self.monitor, "step": step, "metrics": metrics, "path": path}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
@@ -127,19 +127,19 @@ class Best(L.Callback):
         except (UserError, OSError) as error:
             logger.warning("save_best: the best so far, %s, is lost, and starts anew: %s", said, error)
             return
-        self.found = Validation(self._loaded["step"], self._loaded["metrics"])
+        self.validation = Validation(self._loaded["step"], self._loaded["metrics"])
         self._keep(path)
 
-    def _is_better(self, here: Validation) -> bool:
-        value = here.metrics.get(self.monitor, math.nan)  # `on_nonfinite: skip` may leave all rows out
+    def _is_better(self, validation: Validation) -> bool:
+        value = validation.metrics.get(self.monitor, math.nan)  # `on_nonfinite: skip` may leave all rows out
         if not math.isfinite(value):
             return False
-        if self.found is None:
+        if self.validation is None:
             return True
         return value < self.value if is_lower_better(self.monitor) else value > self.value
 
     def _on_saved(self, path: Path) -> None:
-        if self.found is not None and self.path is None:
+        if self.validation is not None and self.path is None:
             self._keep(path)
 
     def _keep(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The callback that collects what a run reaches, and says and writes it: closing lines, `summary.json`, `loss.png`."""
+"""A callback that collects what a run reaches, and writes `summary.json`, `loss.png` and the last lines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from lightning.pytorch.loggers import CSVLogger
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
 from radixtrain.training.results.best import Best, Saver, Validation, is_validation
-from radixtrain.training.results.closing_lines import advice, best_of_callbacks, results, say_all
 from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
-from radixtrain.training.results.ending import Ending, ending_by_error, ending_of
-from radixtrain.training.results.reached import Exported, Reached
+from radixtrain.training.results.exit_status import ExitStatus, status_of_error, status_of_run
+from radixtrain.training.results.model_card import versions
+from radixtrain.training.results.run_progress import SUMMARY, Exported, RunProgress, inside, print_lines, write_json
 from radixtrain.training.results.saved_config import log_folder
-from radixtrain.training.results.summary_file import SUMMARY, write_summary
 from radixtrain.training.speed import Speed
 
 __all__ = ["RunSummary"]
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 PICTURE = "loss.png"
 DRAWING_SHARE = 0.01  # of the time of a run, that drawing at checkpoints may take
 FIRST_DRAWING = 1.0  # seconds that the first one is assumed to take; on two CPU cores it took 0.5 to 1.0
+CUT_COST = 0.2  # share of computed tokens that a cut may add before the last lines advise against it
 
 
 class RunSummary(L.Callback):
@@ -42,9 +42,9 @@ class RunSummary(L.Callback):
 
     def __init__(self, output_dir: Path, saver: Saver | None = None, best: Best | None = None):
         self.output_dir, self.saver, self.best = output_dir, saver, best
-        self.reached = Reached()
+        self.progress, self.speed = RunProgress(), Speed()
         self.exported: Exported | None = None
-        self.ending: Ending | None = None
+        self.status: ExitStatus | None = None
         self.first_step: int | None = None
         """Optimizer steps that were taken before this process; None until it trains."""
         self._module: Any = None
@@ -55,31 +55,30 @@ class RunSummary(L.Callback):
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """After a checkpoint was read, whether or not anything is left to train."""
-        self._module, self._earlier_seconds = module, self.reached.seconds
-        self._take_stock()
+        self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
         if trainer.ckpt_path:
-            self.reached.of_folder(Path(trainer.ckpt_path).resolve().parent.parent, self.output_dir)
+            self.progress.locate_logs(Path(trainer.ckpt_path).resolve().parent.parent, self.output_dir)
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.first_step, self._drawn_at = trainer.global_step, time.monotonic()
         for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
             (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         folders = [str(Path(log.log_dir).absolute()) for log in _csv_loggers(trainer)]
-        self.reached.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
+        self.progress.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        if self.reached.first_loss is None and module.last_step:
-            self.reached.first_loss = float(module.last_step["loss"])
+        if self.progress.first_loss is None and module.last_step:
+            self.progress.first_loss = float(module.last_step["loss"])
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Lightning keeps the metrics of the previous one, which this one may leave out."""
         if is_validation(trainer):
-            for name in [each for each in trainer.callback_metrics if each.startswith("eval_")]:
+            for name in [name for name in trainer.callback_metrics if name.startswith("eval_")]:
                 del trainer.callback_metrics[name]
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if is_validation(trainer):
-            self.reached.validation = Validation.of(trainer)
+            self.progress.validation = Validation.of(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         for log in _csv_loggers(trainer):
@@ -91,7 +90,7 @@ class RunSummary(L.Callback):
     def on_exception(self, trainer: Any, module: L.LightningModule, exception: BaseException) -> None:
         if self.first_step is None or trainer.fast_dev_run:
             return
-        self.ending = ending_by_error(exception)
+        self.status = status_of_error(exception)
         try:
             self._log_last_step(trainer)
         except OSError as error:  # a full disk may be what ended the run
@@ -99,95 +98,119 @@ class RunSummary(L.Callback):
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        self._take_stock()
-        return self.reached.as_dict(self.output_dir)
+        self._read_module()
+        return self.progress.as_dict(self.output_dir)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reached = Reached.of(state_dict)
+        self.progress = RunProgress.from_dict(state_dict)
 
-    def choose_weights(self, trainer: L.Trainer, module: Any) -> None:
-        """Put the weights to export into the module: the best ones with `save_best`, else it has the last ones."""
-        step, validation = trainer.global_step, self.reached.validation
-        self.exported = Exported("last", step, validation)
-        if self.best is None:
-            return
-        if self.best.found is None:
+    def choose_weights(self, trainer: L.Trainer, module: Any) -> dict[str, str]:
+        """Put the weights to export into the module: the best ones with `save_best`, else it has the last ones.
+
+        Returns what the run reached, by name. Empty if no step was taken.
+        """
+        step, best = trainer.global_step, self.best
+        self.exported = Exported("last", step, self.progress.validation)
+        if best and best.validation is None:
             logger.warning("save_best: no validation took place, so model/ will hold the last weights")
-        elif self.best.found.step == step or self.best.load_into(module):
-            self.exported = Exported("best", self.best.found.step, self.best.found)
+        elif best and best.validation and (best.validation.step == step or best.load_into(module)):
+            self.exported = Exported("best", best.validation.step, best.validation)
+        return self.progress.results(self.exported, self.speed)
 
-    def results(self) -> dict[str, str]:
-        """What the run reached, by name. Nothing if no step was taken."""
+    def close(self, trainer: Any, module: Any, model_folder: Path) -> None:
+        """Once the model is exported: `summary.json`, `loss.png`, and the last lines on the screen."""
         assert self.exported is not None, "choose_weights comes first"
-        return results(self.reached, self.exported, self._speed)
-
-    def close(self, trainer: L.Trainer, module: Any, model_folder: Path) -> None:
-        """Once the model is exported: the closing lines, `summary.json` and `loss.png`."""
-        has_checkpoint = self.saver is not None and self.saver.last is not None
-        first_step = trainer.global_step if self.first_step is None else self.first_step
-        self.ending = ending_of(trainer, module, first_step, has_checkpoint)
-        self._write()
-        if ranks().is_first:
-            say_all(self._closing_lines(trainer, module, model_folder))
-
-    def _closing_lines(self, trainer: Any, module: Any, model_folder: Path) -> dict[str, str]:
-        assert self.ending is not None
-        checkpoints, picture = self.output_dir / "checkpoints", self.output_dir / PICTURE
         last = self.saver.last if self.saver else None
-        skipped = module.guard.num_skipped
-        return {
-            "ended": self.ending.text,
-            **self.results(),
-            "skipped": f"{skipped:,} steps that were not finite" if skipped else "",
-            "advice": advice(self._speed),
-            "model": f"{model_folder} ({self.exported})",
-            "best": str(self.best.path or "") if self.best else best_of_callbacks(trainer),
-            "last": f"{last}" if last else "",
-            "checkpoints": f"{checkpoints}" if checkpoints.is_dir() and not last else "",
-            "logs": self._logs(trainer),
-            "picture": f"{picture}" if picture.exists() else "",
-        }
+        first_step = trainer.global_step if self.first_step is None else self.first_step
+        self.status = status_of_run(trainer, module, first_step, has_checkpoint=last is not None)
+        self._write()
+        checkpoints, picture, skipped = (
+            self.output_dir / "checkpoints",
+            self.output_dir / PICTURE,
+            module.guard.num_skipped,
+        )
+        if not ranks().is_first:
+            return
+        print_lines(
+            {
+                "ended": self.status.text,
+                **self.progress.results(self.exported, self.speed),
+                "skipped": f"{skipped:,} steps that were not finite" if skipped else "",
+                "advice": _advice(self.speed),
+                "model": f"{model_folder} ({self.exported})",
+                "best": str(self.best.path or "") if self.best else _best_of_callbacks(trainer),
+                "last": str(last or ""),
+                "checkpoints": str(checkpoints) if checkpoints.is_dir() and not last else "",
+                "logs": self._logs(trainer),
+                "picture": str(picture) if picture.exists() else "",
+            }
+        )
 
     def _logs(self, trainer: Any) -> str:
-        """Of this process if it has trained, else of the one before; nothing if there are none."""
+        """Of this process if it has trained, else of the previous one; nothing if there are none."""
         if self.first_step is not None:
             return str(log_folder(trainer))
-        if not self.reached.parts:
-            return ""
-        last, home = Path(self.reached.parts[-1].folder), self.output_dir.absolute()
-        return str(self.output_dir / last.relative_to(home) if last.is_relative_to(home) else last)
+        parts = self.progress.parts
+        return str(self.output_dir / inside(Path(parts[-1].folder), self.output_dir)) if parts else ""
 
     def _on_saved(self, path: Path) -> None:
         """Drawing takes at most `DRAWING_SHARE` of the time."""
         self._write(with_picture=time.monotonic() - self._drawn_at >= self._drawing_seconds / DRAWING_SHARE)
 
-    def _take_stock(self) -> None:
-        """Of the module, what a step leaves there: not after each step, since to read it waits for the device."""
-        module, reached = self._module, self.reached
-        if module is None or not module.last_step:
-            return
-        reached.step, reached.seconds = module.position.num_steps, self._earlier_seconds + module.speed.seconds
-        reached.last_step = {name: float(value) for name, value in module.last_step.items()}
+    def _read_module(self) -> None:
+        """Take over what the last step left in the module. Not after each step: reading it waits for the device."""
+        module, progress = self._module, self.progress
+        if module is not None and module.last_step:
+            progress.step, progress.seconds = module.position.num_steps, self._earlier_seconds + self.speed.seconds
+            progress.last_step = {name: float(value) for name, value in module.last_step.items()}
 
     def _write(self, with_picture: bool = True) -> None:
-        """`summary.json` and `loss.png`. That neither can be written is said, and is no reason to end a run."""
-        self._take_stock()
+        """`summary.json` and `loss.png`. One that cannot be written is a warning, and does not end a run."""
+        self._read_module()
         if not ranks().is_first:
             return
-        last = self.saver.last if self.saver else None
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            write_summary(self.output_dir, self.reached, self._speed, self.ending, self.best, last, self.exported)
+            write_json(self.output_dir / SUMMARY, self._record())
         except OSError as error:
             logger.warning("summary.json was not written: %s", error)
         if with_picture:
             self._draw()
 
+    def _record(self) -> dict[str, Any]:
+        """Paths are relative to the run's folder if they are inside; `ended` is null while the run goes on."""
+        progress, speed, status, exported, best = self.progress, self.speed, self.status, self.exported, None
+        effective, computed = speed.rates if speed.seconds else (None, None)
+        if self.best and self.best.validation and self.best.path:
+            place = {"step": self.best.validation.step, "path": inside(self.best.path, self.output_dir)}
+            best = {"metric": self.best.monitor, "value": self.best.value, **place}
+        last = self.saver.last if self.saver else None
+        if exported:
+            weights = {"path": "model", "weights": exported.kind, "step": exported.step}
+        return {
+            "ended": status and {"reason": status.reason, "text": status.text, "complete": status.is_complete},
+            "steps": progress.step,
+            "loss": {"first": progress.first_loss, "last": progress.last_step.get("loss")},
+            "validation": _as_record(progress.validation),
+            "best": best,
+            "last": last and inside(last, self.output_dir),
+            "exported": exported and {**weights, "validation": _as_record(exported.validation)},
+            "seconds": round(progress.seconds, 3),
+            "ranks": ranks().size,
+            "r": speed.r if speed.num_computed_tokens else None,
+            "tokens_per_second": effective,
+            "computed_tokens_per_second": computed,
+            "logs": [
+                {"path": inside(Path(folder), self.output_dir), "first_step": step} for folder, step in progress.parts
+            ],
+            "versions": versions(),
+        }
+
     def _draw(self) -> None:
-        started, found = time.monotonic(), self.best.found if self.best else None
-        best = BestStep(self.best.monitor, found.step) if self.best and found else None
+        started, best = time.monotonic(), self.best
+        mark = BestStep(best.monitor, best.validation.step) if best and best.validation else None
         try:
-            if not write_curves(self.reached.parts, self.output_dir / PICTURE, best) and self.ending:
+            if not write_curves(self.progress.parts, self.output_dir / PICTURE, mark) and self.status:
                 logger.info("%s is drawn from the metrics of the CSV logger, which this run has none of", PICTURE)
         except Exception as error:  # matplotlib may raise anything
             logger.warning("%s was not drawn: %s: %s", PICTURE, type(error).__name__, first_line(error))
@@ -195,20 +218,39 @@ class RunSummary(L.Callback):
         self._drawing_seconds = self._drawn_at - started
 
     def _log_last_step(self, trainer: L.Trainer) -> None:
-        """A run that ends between two steps that are logged has its last one in the metrics, too."""
-        self._take_stock()
-        assert self._module is not None
-        taken = self._module.position.num_batches
+        """Log the last step too if the run ends between two steps that are logged."""
+        self._read_module()
+        step = self._module.position.num_batches
         for log in _csv_loggers(trainer):
             log.save()
             logged = read_curves([LogPart(str(log.log_dir), 0)]).get("loss")
-            if self._module.last_step and (logged is None or taken not in logged.steps):
-                log.log_metrics(dict(self.reached.last_step), taken - 1)
+            if self._module.last_step and (logged is None or step not in logged.steps):
+                log.log_metrics(dict(self.progress.last_step), step - 1)
                 log.save()
 
-    @property
-    def _speed(self) -> Speed:
-        return Speed() if self._module is None else self._module.speed
+
+def _advice(speed: Speed) -> str:
+    """Empty, unless `data.max_tokens` cuts steps and costs more than `CUT_COST`."""
+    per_step = speed.num_micro_batches / max(1, speed.num_steps)
+    if speed.best_r is None or per_step <= 1 or speed.best_r < (1 + CUT_COST) * speed.r:
+        return ""
+    return (
+        f"data.max_tokens cuts a step into {per_step:.1f} micro-batches on average, which repeat what they share: if "
+        f"memory allows, a larger one raises r up to {speed.best_r:.2f}"
+    )
+
+
+def _best_of_callbacks(trainer: Any) -> str:
+    """The checkpoints with the best value of a metric, of callbacks of the user that watch one."""
+    return ", ".join(
+        f"{callback.best_model_path} ({callback.monitor} {callback.best_model_score:.4f})"
+        for callback in trainer.checkpoint_callbacks
+        if getattr(callback, "monitor", None) and callback.best_model_path and Path(callback.best_model_path).exists()
+    )
+
+
+def _as_record(validation: Validation | None) -> dict[str, Any] | None:
+    return None if validation is None else {"step": validation.step, **validation.metrics}
 
 
 def _csv_loggers(trainer: L.Trainer) -> list[CSVLogger]:

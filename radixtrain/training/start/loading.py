@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from transformers import (
     AutoModelForMultimodalLM,
 )
 
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import pretrained_model_of
-from radixtrain.hf.config import reason_of
+from radixtrain.hf.config import read_config, reason_of
 from radixtrain.hf.model_files import MODEL_JSON, check_json_files
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
@@ -29,7 +30,7 @@ from radixtrain.hf.refusals import check_soft_cap
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
 
-__all__ = ["auto_class", "load_model", "load_trainable", "with_training_options"]
+__all__ = ["auto_class", "layer_period", "load_model", "load_trainable", "random_trainable", "with_training_options"]
 
 logger = logging.getLogger(__name__)
 LOADERS: dict[Any, Any] = {
@@ -172,3 +173,50 @@ def _num_parameters(model: nn.Module) -> tuple[int, int]:
     parameters = list(model.parameters())
     packed = sum(layer.weight.numel() for layer in four_bit_layers(model).values())
     return packed + sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+MAX_PERIOD = 8
+
+
+def random_trainable(settings: Any, num_layers: int, device: torch.device) -> Any:
+    """The model that the settings of a `RadixModule` describe, with the first layers only and random weights.
+
+    It is in training mode, with adapters and activation checkpointing as configured, and not prepared. On the meta
+    device nothing is allocated. The global random state does not change. UserError if the model cannot be made so.
+    """
+    config = _cut(read_config(settings.model_name_or_path), num_layers)
+    dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.float32
+    options = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
+    drawn_on = [device] if device.type == "cuda" else []  # by default all GPUs of the machine, with a warning
+    try:
+        with torch.random.fork_rng(drawn_on), device:
+            model = auto_class(settings.model_name_or_path).from_config(config, trust_remote_code=False, **options)
+            return with_training_options(model, settings).train()
+    except (ValueError, ImportError, RuntimeError, IndexError, AttributeError) as error:
+        reason = f"{type(config).__name__} cannot be made with {num_layers} layers: {first_line(error)}"
+        raise UserError(f"model.model_name_or_path {settings.model_name_or_path!r}: {reason}") from error
+
+
+def layer_period(config: Any) -> int:
+    """Layers after which their kinds repeat, by the configuration's `layer_types`; 1 if it has none.
+
+    The number of layers if they repeat only after more than `MAX_PERIOD`: then no part stands for the whole.
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    periods = range(1, min(MAX_PERIOD, len(kinds)) + 1)
+    return next((n for n in periods if all(kind == kinds[i % n] for i, kind in enumerate(kinds))), len(kinds))
+
+
+def _cut(config: Any, num_layers: int) -> Any:
+    """The configuration with fewer layers; what it lists for each layer is cut too."""
+    config = deepcopy(config)
+    text = config.get_text_config()
+    whole = text.num_hidden_layers
+    if num_layers == whole:
+        return config
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == whole}
+    for name, value in lists.items():
+        setattr(text, name, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    return config

@@ -6,15 +6,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
 from radixtrain.hf.prepare import prepare_model
-from radixtrain.training.answers import predicted_answers
-from radixtrain.training.answers.answer_options import AnswerOptions
-from radixtrain.training.answers.answering import answer_prompts, check_answering
-from radixtrain.training.answers.predicted_answers import PredictedAnswers
+from radixtrain.training.answers import predictions
+from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
+from radixtrain.training.answers.predictions import PredictedAnswers
 from radixtrain.verification.oracle import float64_arithmetic
 
 QUESTIONS = [
@@ -163,7 +163,7 @@ def test_records_are_those_of_a_single_batch_and_the_shared_beginning_is_compute
 
 
 def test_prompts_that_do_not_fit_twice_leave_the_cache_alone(predicted, model, tokenizer, prompts, monkeypatch):
-    monkeypatch.setattr(predicted_answers, "MAX_TOKENS", 2 * max(len(each.token_ids) for each in prompts) - 1)
+    monkeypatch.setattr(predictions, "MAX_TOKENS", 2 * max(len(each.token_ids) for each in prompts) - 1)
     assert len(predicted.records(model, prompts, tokenizer, dedup=True)) == len(prompts)
     assert predicted.cache.num_tokens == 0
 
@@ -175,3 +175,42 @@ def test_the_closing_line(predicted, model, tokenizer, prompts):
     assert speed.num_answers == 2 * len(prompts) and speed.num_new_tokens == 4 * len(prompts)
     shape = r"\d\.\d\d tokens of prompts per computed token; [\d.,]+ answers/s, [\d,]+ new tokens/s, \d+ s"
     assert re.fullmatch(shape, str(speed)) and float(str(speed).split()[0]) > 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"temperature": 0.5}, "temperature 0.5 is read only with evaluate_generation.do_sample: true"),
+        ({"temperature": 0.0, "do_sample": True}, r"temperature must be above 0, got 0\.0"),
+        ({"generation_kwargs": {"do_sample": True}}, "do_sample is a key of its own, evaluate_generation.do_sample"),
+        ({"generation_kwargs": {"num_return_sequences": 2}}, "must be 1, since a row gets one answer"),
+    ],
+)
+def test_what_is_refused(given, message):
+    with pytest.raises(UserError, match=f"^evaluate_generation.*{message}"):
+        AnswerOptions(**given)
+
+
+def test_the_fields_of_a_generation_config(shop):
+    """An end of turn that only the chat template knows ends an answer too."""
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    turn, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    tokenizer.eos_token = "<|endoftext|>"
+    model = nn.Module()
+    model.generation_config = GenerationConfig(eos_token_id=[end, 99])
+    prompts = [Prompt(np.array([5]), np.array([6, turn]), "a:1")]
+    options = AnswerOptions(do_sample=True, temperature=0.5, generation_kwargs={"top_p": 0.9})
+    assert options.fields(tokenizer, model, prompts) == {
+        **{"max_new_tokens": 256, "do_sample": True, "temperature": 0.5, "top_p": 0.9},
+        "eos_token_id": sorted([end, turn, 99]),
+    }
+    assert options.fields(tokenizer, nn.Module(), prompts)["eos_token_id"] == sorted([end, turn])
+
+
+def test_an_answer_needs_an_end(shop):
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tokenizer.eos_token, tokenizer.chat_template = None, None
+    with pytest.raises(UserError, match="neither the model nor its tokenizer has an end-of-sequence token"):
+        AnswerOptions().fields(tokenizer, nn.Module(), [])

@@ -17,9 +17,8 @@ from radixtrain.data.prompts import Prompt
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.scores import Scorer
-from radixtrain.training.answers.answer_options import AnswerOptions
-from radixtrain.training.answers.answering import answer_prompts
-from radixtrain.training.answers.predicted_scores import scored_records
+from radixtrain.training.answers.answering import AnswerOptions, answer_prompts
+from radixtrain.training.answers.predictions import scored_records
 from radixtrain.training.speed import Speed
 from radixtrain.verification.oracle import float64_arithmetic
 

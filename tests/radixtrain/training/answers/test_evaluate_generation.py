@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from safetensors.torch import load_file
 from tiers import FULL
 
 from radixtrain.__main__ import main
-from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.answers.evaluate_generation import (
+    MOST_ROWS_LOGGED,
+    EvaluateGeneration,
+    Judged,
+    log_table,
+    write_table,
+)
 from radixtrain.verification.oracle import float64_arithmetic
 
 GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
@@ -241,3 +248,41 @@ def test_a_model_without_a_chat_template(run, shop, tmp_path, capsys):
     flags = {"data__train_file": path, "data__validation_file": path, "trainer__max_steps": 1}
     assert run(model__model_name_or_path=tmp_path / "base", **flags, **GREEDY) == 0
     assert len(table(tmp_path / "out" / "answers" / "step=1.csv")) == 4
+
+
+ROWS = [
+    Judged("a:1", 'Where\nis "it"?', "Shelf, one;\r\n", "Shelf one.", 0.5, "stop"),
+    Judged("a:2", "", "ö", "", 1, "length"),
+]
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "answers" / "step=5.csv"
+    write_table(path, [])
+    write_table(path, ROWS)
+    with path.open(encoding="utf-8", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["row", "prompt", "answer", "target", "score", "finish_reason"]
+    assert rows == [[str(value) for value in row] for row in ROWS]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_finished_is_not_replaced(tmp_path):
+    path = tmp_path / "step=5.csv"
+    write_table(path, ROWS)
+    before = path.read_bytes()
+    with pytest.raises(UnicodeEncodeError):
+        write_table(path, [Judged("a:1", "\ud800", "", "", 0, "stop")])
+    assert path.read_bytes() == before
+
+
+def test_only_wandb_receives_it(tmp_path, monkeypatch):
+    received = []
+    monkeypatch.setattr(
+        WandbLogger, "log_table", lambda self, key, columns, data: received.append((key, columns, data))
+    )
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    log_table([CSVLogger(tmp_path), logger], "answers", ROWS * MOST_ROWS_LOGGED)
+    [(key, columns, data)] = received
+    assert key == "answers" and columns == list(Judged._fields) and len(data) == MOST_ROWS_LOGGED
+    assert data[1] == list(ROWS[1])

@@ -85,7 +85,7 @@ def test_it_asks_for_the_best_so_far(tmp_path: Path, metric: str, values: list[f
     saver = Saver(tmp_path)
     best = Best(metric, saver)
     assert validated(best, saver, tmp_path, values, metric) == asked
-    assert best.found is not None and best.found.step == asked[-1]
+    assert best.validation is not None and best.validation.step == asked[-1]
     assert best.path == tmp_path / f"step={asked[-1]}" == (tmp_path / "best").resolve()
     assert saver.keep == {best.path}
 
@@ -115,7 +115,7 @@ def test_a_try_and_another_command_do_not_count(tmp_path: Path) -> None:
         best, trainer = Best("eval_loss", saver), trainer_at(1, eval_loss=1.0)
         vars(trainer).update(changes)
         best.on_validation_end(trainer, torch.nn.Module())
-        assert best.found is None and not saver.num_asked
+        assert best.validation is None and not saver.num_asked
 
 
 class TestStopEarly:

@@ -17,13 +17,10 @@ from radixtrain.checkpoints.manifest import Manifest
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.best import Validation
-from radixtrain.training.results.closing_lines import results
 from radixtrain.training.results.curves import LogPart, read_curves
-from radixtrain.training.results.reached import Exported, Reached
+from radixtrain.training.results.run_progress import Exported, RunProgress, weights_text
 from radixtrain.training.results.summary import RunSummary
-from radixtrain.training.results.summary_file import weights_text
 from radixtrain.training.speed import Speed
-from radixtrain.training.step_metrics import log_mean_loss
 
 Arguments = Callable[..., list[str]]
 
@@ -122,11 +119,13 @@ def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypa
 def test_a_validation_that_measures_nothing(arguments: Arguments, shop: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """`on_nonfinite: skip` may leave all of its rows out: then the metrics of the previous one do not stand for it."""
 
-    def log_once(module: Any, name: str, step: Any) -> None:
-        if module.global_step == 5:
-            log_mean_loss(module, name, step)
+    validate = RadixModule.validation_step
 
-    monkeypatch.setattr("radixtrain.training.module.log_mean_loss", log_once)
+    def validate_once(self: Any, step: Any, index: int) -> None:
+        if self.global_step == 5:
+            validate(self, step, index)
+
+    monkeypatch.setattr(RadixModule, "validation_step", validate_once)
     flags = {"trainer__max_epochs": 4, "save_best": "eval_loss", "early_stopping": 1}
     assert main(arguments(data__validation_file=shop / "validation.jsonl", **flags)) == 0
     found = summary(tmp_path / "out")
@@ -212,7 +211,7 @@ def test_drawing_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pyte
     assert drawn == [100, 403, 706]
 
 
-REACHED = Reached(step=30, first_loss=4.0, last_step={"loss": 1.0}, seconds=8.0)
+REACHED = RunProgress(step=30, first_loss=4.0, last_step={"loss": 1.0}, seconds=8.0)
 
 
 @pytest.mark.parametrize(
@@ -230,19 +229,19 @@ REACHED = Reached(step=30, first_loss=4.0, last_step={"loss": 1.0}, seconds=8.0)
     ],
 )
 def test_the_metrics_are_those_of_the_exported_weights(exported: Exported, text: str) -> None:
-    found = results(REACHED, exported, Speed())
+    found = REACHED.results(exported, Speed())
     assert list(found) == ["loss", "eval_loss", "eval_contains"]
     assert found["loss"] == "4.0000 -> 1.0000 in 30 steps" and found["eval_loss"].startswith(text)
-    assert results(Reached(), Exported("last", 0, None), Speed()) == {}
+    assert RunProgress().results(Exported("last", 0, None), Speed()) == {}
 
 
 def test_what_a_checkpoint_keeps(tmp_path: Path) -> None:
     parts = [LogPart(str(tmp_path / "out" / "logs" / "version_0"), 0), LogPart("/elsewhere/version_3", 7)]
-    reached = Reached(9, 4.0, {"loss": 1.0}, Validation(8, {"eval_loss": 2.0}), parts, 1.5)
+    reached = RunProgress(9, 4.0, {"loss": 1.0}, Validation(8, {"eval_loss": 2.0}), parts, 1.5)
     state = json.loads(json.dumps(reached.as_dict(tmp_path / "out")))
-    found = Reached.of(state)
+    found = RunProgress.from_dict(state)
     (tmp_path / "moved" / "logs" / "version_0").mkdir(parents=True)
-    found.of_folder(tmp_path, tmp_path / "moved")
+    found.locate_logs(tmp_path, tmp_path / "moved")
     assert found.parts == [LogPart(str(tmp_path / "moved" / "logs" / "version_0"), 0), parts[1]]
     found.parts = parts
     assert found == reached

@@ -1,67 +1,23 @@
-"""What a run does besides its steps: verify the first one, write predictions."""
+"""`predictions.jsonl`: what `predict` writes, a line for each sequence."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
 from radixtrain.checkpoints.atomic import sync_folder
-from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.data.datamodule import SFTData
+from radixtrain.collators.steps import Step
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.training.devices.gradient_sync import rebuild_ddp
-from radixtrain.training.results.closing_lines import say
+from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.speed import Speed
-from radixtrain.verification.oracle import Features
-from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["PredictionWriter", "VerifyFirstBatch"]
-
-logger = logging.getLogger(__name__)
-
-
-class VerifyFirstBatch(L.Callback):
-    """Compares the gradient of the first optimizer step with ordinary Hugging Face's, and stops if they differ.
-
-    With several ranks the first one compares the whole step, before the others take theirs with it.
-
-    module: whose runs it compares; the trainer keeps the callback when it fits another one.
-    verify: sequences of a step and what cuts them -> the comparison, as `RadixModule.verify`.
-    """
-
-    def __init__(self, module: L.LightningModule, verify: Callable[[Features, StepCollator], EquivalenceReport]):
-        self.module = module
-        self.verify = verify
-
-    def on_train_start(self, trainer: Any, module: L.LightningModule) -> None:
-        if module is not self.module:
-            return
-        data = trainer.datamodule
-        if not isinstance(data, SFTData):
-            raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
-        collator = data.step_collator()  # of the whole step
-        reason = ranks().broadcast_from_rank0(
-            lambda: self._verified(data.features_of_step(0), collator), long_timeout=True
-        )
-        if reason:
-            raise UserError(f"model.verify_first_batch: {reason}. Nothing was trained")
-        rebuild_ddp(trainer.strategy)
-
-    def _verified(self, features: Features, collator: StepCollator) -> str:
-        """Why the whole step, on one rank, did not pass; empty if it did."""
-        report = self.verify(features, collator)
-        if not report.passed:
-            return report.reason
-        logger.info("first batch verified:\n%s", report)
-        return ""
+__all__ = ["PredictionWriter"]
 
 
 class PredictionWriter(L.Callback):
@@ -109,17 +65,17 @@ class PredictionWriter(L.Callback):
             os.fsync(file.fileno())
         os.replace(self.partial, self.path)
         sync_folder(self.path.parent)
-        say("predictions", f"{self.path} ({self.num_sequences} sequences)")
+        print_line("predictions", f"{self.path} ({self.num_sequences} sequences)")
         speed = self.speed
         if module.hparams.generate:
-            say("r", str(module.answers.speed))
+            print_line("r", str(module.answers.speed))
         if speed.seconds:
             per_second = (
                 count / speed.seconds for count in (self.num_sequences, speed.num_tokens, speed.num_computed_tokens)
             )
             rates = "{:,.1f} sequences/s, {:,.0f} tokens/s effective, {:,.0f} computed".format(*per_second)
             r = f"{speed.r:.2f} tokens per computed token"
-            say("r", f"{r}; {rates}, {speed.seconds:.0f} s")
+            print_line("r", f"{r}; {rates}, {speed.seconds:.0f} s")
 
 
 def _as_json(record: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.results.best import StopEarly
-from radixtrain.training.results.ending import ending_by_error, ending_of
+from radixtrain.training.results.exit_status import status_of_error, status_of_run
 
 
 def run_at(step: int, **changes: Any) -> tuple[Any, Any]:
@@ -52,9 +52,9 @@ def of_lightning() -> EarlyStopping:
     ],
 )
 def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str) -> None:
-    ending = ending_of(*run_at(step, **changes), first_step=step - 5, has_checkpoint=True)
-    assert ending.reason == reason and ending.text.startswith(text), ending
-    assert ending.is_complete == (reason in ("max_epochs", "max_steps", "early_stopping"))
+    status = status_of_run(*run_at(step, **changes), first_step=step - 5, has_checkpoint=True)
+    assert status.reason == reason and status.text.startswith(text), status
+    assert status.is_complete == (reason in ("max_epochs", "max_steps", "early_stopping"))
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,17 @@ def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str)
     ],
 )
 def test_without_a_step(step: int, changes: dict[str, Any], text: str) -> None:
-    ending = ending_of(*run_at(step, **changes), first_step=step, has_checkpoint=True)
-    assert ending.text.startswith(text) and ending.is_complete
+    status = status_of_run(*run_at(step, **changes), first_step=step, has_checkpoint=True)
+    assert status.text.startswith(text) and status.is_complete
 
 
 def test_without_a_checkpoint_and_by_an_error() -> None:
-    ending = ending_of(*run_at(18, callbacks=[TimeIsUp("00:00:00:01")]), first_step=0, has_checkpoint=False)
-    assert ending.text.endswith("; no checkpoint was written to go on from") and not ending.is_complete
+    status = status_of_run(*run_at(18, callbacks=[TimeIsUp("00:00:00:01")]), first_step=0, has_checkpoint=False)
+    assert status.text.endswith("; no checkpoint was written to go on from") and not status.is_complete
     for error, reason, text in (
         (Stopped("stopped by SIGTERM after step 12", 143), "Stopped", "stopped by SIGTERM after step 12"),
         (UserError("one\ntwo"), "UserError", "one"),
         (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
     ):
-        ending = ending_by_error(error)
-        assert (ending.reason, ending.text, ending.is_complete) == (reason, text, False)
+        status = status_of_error(error)
+        assert (status.reason, status.text, status.is_complete) == (reason, text, False)

@@ -13,8 +13,15 @@ from radixtrain.data.report import EncodeReport
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokenized.corpus import Corpus, Part
 from radixtrain.distributed import Ranks
-from radixtrain.training.start import first_screen
-from radixtrain.training.start.first_screen import data_entries, model_entries, sharing_entries, steps_between_logs
+from radixtrain.training.module import RadixModule
+from radixtrain.training.start import run_overview
+from radixtrain.training.start.run_overview import (
+    data_entries,
+    model_entries,
+    sharing_entries,
+    steps_between_logs,
+    unused_keys,
+)
 
 
 class Rows:
@@ -92,7 +99,7 @@ class TestSharing:
         """The number of all ranks together that the collators of the run reach, and that of one process."""
         data = data_of(Rows(96, 3), batch_size=16, max_length=2048, max_tokens=2048, group_by_prefix=grouped)
         alone = dict(sharing_entries(data))
-        monkeypatch.setattr(first_screen, "ranks", lambda: Ranks(0, 4))
+        monkeypatch.setattr(run_overview, "ranks", lambda: Ranks(0, 4))
         shown, found = dict(sharing_entries(data))["r"], r_of_run(data, 4)
         assert (
             shown
@@ -104,7 +111,7 @@ class TestSharing:
         """A step of 4 conversations holds a prompt twice at best, and each rank has one of them."""
         data = data_of(Rows(400, 200), batch_size=4)
         assert "advice" in dict(sharing_entries(data))
-        monkeypatch.setattr(first_screen, "ranks", lambda: Ranks(0, 4))
+        monkeypatch.setattr(run_overview, "ranks", lambda: Ranks(0, 4))
         assert "advice" not in dict(sharing_entries(data))
 
     def test_the_order_of_the_file_and_the_ordinary_arm_get_no_advice(self):
@@ -113,7 +120,7 @@ class TestSharing:
 
     def test_many_rows_are_sampled(self, monkeypatch):
         """Each a few times, for the order of the run and for those that would share more."""
-        monkeypatch.setattr(first_screen, "MOST_CONVERSATIONS", 500)
+        monkeypatch.setattr(run_overview, "MOST_CONVERSATIONS", 500)
         rows = Rows(200_000, 20)
         entries = dict(sharing_entries(data_of(rows)))
         assert entries["prompts"].endswith("(in 500 of 200,000 conversations)")
@@ -152,3 +159,71 @@ def test_fit_prints_it_before_the_first_step(arguments, shop, tmp_path, capsys):
     marked = text[text.index("⟦") : text.index("⟧")]
     assert "Shelf" in marked and "You name the shelf" not in marked
     assert f"{tmp_path / 'rows.jsonl'}:1" in printed
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+TEXT = {"text": "a"}
+
+
+@pytest.fixture
+def unused(tmp_path):
+    def run(row=CHAT, model=None, trainer=None, **data):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        rows = SFTData(str(tmp_path / "rows.jsonl"), **data)
+        return unused_keys(RadixModule("m", **(model or {})), rows, trainer or {})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"lora_r": 8}, ["model.lora_r (only with use_peft: true)"]),
+        ({"lora_r": 8, "use_peft": True}, []),
+        ({"use_dora": True}, ["model.use_dora (only with use_peft: true)"]),
+        ({"bnb_4bit_quant_type": "fp4"}, ["model.bnb_4bit_quant_type (only with load_in_4bit: true)"]),
+        ({"bnb_4bit_quant_type": "fp4", "use_peft": True, "load_in_4bit": True}, []),
+        ({"attn_implementation": "flash_attention_2"}, ["model.attn_implementation (only with dedup: false)"]),
+        ({"attn_implementation": "eager"}, []),  # decides how soft-caps and sinks are computed
+        ({"attention": "path", "dedup": False}, ["model.attention (not with dedup: false)"]),
+        ({"next_tokens": ["yes"], "scores": "next_token_probs"}, ["model.scores (only for predict)"]),
+        ({"warmup_steps": 10, "lr_scheduler_type": "constant"}, ["model.warmup_steps (the schedule constant has"]),
+        ({"warmup_steps": 10}, []),
+    ],
+)
+def test_keys_of_the_model(unused, model, named):
+    found = unused(model=model)
+    assert len(found) >= len(named) and all(a.startswith(b) for a, b in zip(found, named, strict=False))
+    assert bool(found) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"val_size": 0.1, "validation_file": "v.jsonl"}, "data.val_size (beside validation_file)"),
+        ({"max_length": None, "excess_length_strategy": "drop"}, "data.excess_length_strategy (only with max_length)"),
+        ({"dedup": False, "pad_to_multiple_of": 8}, "data.pad_to_multiple_of (not with dedup: false)"),
+        ({"test_file": "t.jsonl"}, "data.test_file (only for test and predict)"),
+    ],
+)
+def test_keys_of_the_data(unused, data, named):
+    assert unused(**data) == [named]
+
+
+def test_the_chat_template_of_rows_that_are_no_chats(unused):
+    for row, is_chat in (
+        (CHAT, True),
+        (TEXT, False),
+        ({"prompt": "a", "completion": "b"}, False),
+        ({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}, True),
+        ({"input_ids": [1, 2]}, False),
+        ({"nothing": 1}, True),  # an error elsewhere
+    ):
+        expected = [] if is_chat else ["data.chat_template_kwargs (the rows are no chats)"]
+        assert unused(row, chat_template_kwargs={"enable_thinking": False}) == expected
+
+
+def test_validation_without_rows_and_defaults(unused):
+    trainer = {"val_check_interval": 10, "limit_val_batches": None}
+    assert unused(trainer=trainer) == ["trainer.val_check_interval (there are no rows to validate on)"]
+    assert unused(trainer=trainer, val_size=1) == unused() == unused(TEXT) == []

@@ -1,0 +1,151 @@
+"""What a run has reached so far: kept in every checkpoint, written to `summary.json`, and printed when the run ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from radixtrain.checkpoints.atomic import writing_file
+from radixtrain.checkpoints.manifest import Manifest
+from radixtrain.distributed import ranks
+from radixtrain.training.results.best import Validation
+from radixtrain.training.results.curves import LogPart
+from radixtrain.training.speed import Speed
+
+__all__ = ["SUMMARY", "Exported", "RunProgress", "inside", "print_line", "print_lines", "weights_text", "write_json"]
+
+SUMMARY = "summary.json"
+WIDTH = 12  # of the names of printed lines
+
+
+class Exported(NamedTuple):
+    """The weights in `model/`. kind: "best" or "last". step: optimizer steps that they took. validation: the last one
+    until then; None if there was none.
+    """
+
+    kind: str
+    step: int
+    validation: Validation | None
+
+    def __str__(self) -> str:
+        return f"the {self.kind} weights, of step {self.step:,}"
+
+
+@dataclass
+class RunProgress:
+    """step: optimizer steps. first_loss: of the first step; None before it. last_step: the metrics of the last one.
+    validation: the last one; None before it. parts: where the metrics are. seconds: of training, in all processes.
+    """
+
+    step: int = 0
+    first_loss: float | None = None
+    last_step: dict[str, float] = field(default_factory=dict)
+    validation: Validation | None = None
+    parts: list[LogPart] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def as_dict(self, output_dir: Path) -> dict[str, Any]:
+        """For a checkpoint. Folders inside the run's become relative, so that a run can be moved."""
+        return {
+            **asdict(self),
+            "parts": [[inside(Path(part.folder), output_dir), part.first_step] for part in self.parts],
+        }
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> RunProgress:
+        validation = state["validation"] and Validation(**state["validation"])
+        return cls(**{**state, "validation": validation, "parts": [LogPart(*part) for part in state["parts"]]})
+
+    def locate_logs(self, *homes: Path) -> None:
+        """After `from_dict`: relative folders are those of the first of these folders that has them."""
+        for index, (folder, step) in enumerate(self.parts):
+            candidates = [home.absolute() / folder for home in homes]
+            path = next((path for path in candidates if path.is_dir()), candidates[0])
+            self.parts[index] = LogPart(str(path), step)
+
+    def results(self, exported: Exported, speed: Speed) -> dict[str, str]:
+        """What the run reached, by name. Empty if no step was taken. speed: of this process."""
+        if self.first_loss is None:
+            return {}
+        entries = {
+            "loss": f"{self.first_loss:.4f} -> {self.last_step['loss']:.4f} in {self.step:,} steps",
+            **_validation_of(exported),
+        }
+        if not speed.seconds:
+            return entries
+        effective, computed = speed.rates
+        seconds = f"{speed.seconds:.0f} s of training"
+        if self.seconds > speed.seconds:
+            seconds += f" since the run went on, {self.seconds:.0f} s in all"
+        on = f" on {ranks().size} ranks" if ranks().size > 1 else ""
+        r = f"{speed.r:.2f} tokens per computed token"
+        if speed.best_r:
+            r += f", {speed.best_r:.2f} at best (each step one micro-batch)"
+        return {**entries, "r": r, "tokens/s": f"{effective:,.0f} effective, {computed:,.0f} computed{on}, {seconds}"}
+
+
+def _validation_of(exported: Exported) -> dict[str, str]:
+    """The metrics of the exported weights; if these were not validated, of the validation before, and its step."""
+    if (validation := exported.validation) is None:
+        return {}
+    at = "" if validation.step == exported.step else f" at step {validation.step:,}, the last validation"
+    if exported.kind == "best":
+        at = f" at step {validation.step:,}, whose weights are exported"
+    names = sorted(validation.metrics, key=lambda name: (name != "eval_loss", name))
+    return {name: f"{validation.metrics[name]:.4f}{at}" for name in names}
+
+
+def print_line(name: str, text: object, width: int = WIDTH) -> None:
+    """A line on stdout, from rank 0. width: of the name."""
+    if ranks().is_first:
+        Console(soft_wrap=True, highlight=False, markup=False).print(f"{name:<{width}} {text}")
+
+
+def print_lines(lines: Mapping[str, str]) -> None:
+    """Lines with their texts in one column, without those that have no text."""
+    width = max([WIDTH, *(len(name) for name, text in lines.items() if text)])
+    for name, text in lines.items():
+        if text:
+            print_line(name, text, width)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write it whole or not at all, with null for numbers that JSON cannot hold."""
+    text = json.dumps(_finite(record), indent=2, allow_nan=False)
+    with writing_file(path) as partial:
+        partial.write_text(f"{text}\n", encoding="utf-8")
+
+
+def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
+    """Which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run of ours wrote them."""
+    if ckpt_path is not None:
+        path = Path(ckpt_path)
+        return f"{path} (step {Manifest.read(path).step:,})" if path.is_dir() else str(path)
+    folder = Path(model_name_or_path)
+    try:
+        exported = json.loads((folder.parent / SUMMARY).read_text(encoding="utf-8"))["exported"]
+        if exported["path"] == folder.name:
+            return f"{model_name_or_path} (the {exported['weights']} weights of the run, of step {exported['step']:,})"
+    except (OSError, ValueError, LookupError, TypeError):
+        pass  # no summary beside the folder, or a damaged one
+    return model_name_or_path
+
+
+def inside(path: Path, folder: Path) -> str:
+    """The path, from the folder if it is inside."""
+    path, folder = path.absolute(), folder.absolute()
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
