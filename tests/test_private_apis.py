@@ -111,16 +111,6 @@ TABLE = (
         "says whether experts can run as a loop, which float64 needs",
     ),
     Private(
-        "transformers.utils.chat_template_utils._compile_jinja_template",
-        ("radixtrain/data/rendering/limited.py",),
-        "compiles chat templates, ours so that they keep an account of what they do",
-    ),
-    Private(
-        "jinja2.utils._PassArg",
-        ("radixtrain/data/rendering/limited.py",),
-        "says what a filter is given besides the value",
-    ),
-    Private(
         "transformers.GenerationConfig._get_default_generation_params",
         ("radixtrain/generation/options.py",),
         "gives the options that neither the user nor the model has set",

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from radixtrain.data.rendering.limited import limit
-from radixtrain.data.rendering.limits import TemplateLimitError
 from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FIX_MARKERS", "Conversation", "check_encodable", "text_of"]
 
+MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 million
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
 FIX_MARKERS = f"{FIX} with generation markers"
@@ -32,7 +31,7 @@ class Conversation:
     template_kwargs: variables of the template: `tools`, `documents`, `enable_thinking` and others that it reads.
 
     Every method raises DataError if the template cannot render the messages, and UserError if there is no usable
-    template, or if it does more than one rendering may cost (`radixtrain/data/rendering/limits.py`).
+    template, or if it writes more than `MAX_CHARACTERS`. Templates run in transformers' sandbox: no file, no import.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -102,17 +101,18 @@ class Conversation:
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         import jinja2
 
-        limit(self.tokenizer.chat_template)
         try:
-            return self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
-        except TemplateLimitError as error:
-            whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
-            raise UserError(f"{self.where}: {whose} {error}; {FIX} that does less, or leave this row out") from None
+            rendered = self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template is a program and may raise anything
             reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
             raise DataError(self.where, reason) from error
+        if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
+            whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
+            reason = f"{whose} makes more than {MAX_CHARACTERS:,} characters of text"
+            raise UserError(f"{self.where}: {reason}; {FIX} that does less, or leave this row out")
+        return rendered
 
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
         check_encodable(text, self.where)

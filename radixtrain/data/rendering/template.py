@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from radixtrain.data.rendering.limited import limit
 from radixtrain.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ def unread_variable(kwargs: dict[str, Any], variables: frozenset[str] | None) ->
 def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template renders a turn of the role developer. Qwen3's leaves it out."""
     messages = [{"role": "developer", "content": MARK}, {"role": "user", "content": "Hello."}]
-    limit(tokenizer.chat_template)
     try:
         return MARK in str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # a template is a program and may raise anything

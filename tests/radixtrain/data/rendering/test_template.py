@@ -7,7 +7,10 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from tiers import FULL
 
+from radixtrain.data.rendering import conversation
+from radixtrain.data.rendering.conversation import Conversation
 from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
+from radixtrain.errors import DataError, UserError
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,24 @@ def test_the_templates_of_trl_are_all_understood() -> None:
 )
 def test_renders_developer(text: str, renders: bool) -> None:
     assert renders_developer(byte_tokenizer(text)) is renders
+
+
+MESSAGES = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
+
+
+@pytest.mark.parametrize("expression", ["cycler.__init__.__globals__.os.system('touch x')", "range(10 ** 9)|list"])
+def test_a_template_renders_in_a_sandbox(expression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"a\.jsonl:7: the chat template failed: (SecurityError|OverflowError|Undef)"):
+        Conversation(byte_tokenizer("{{ " + expression + " }}"), MESSAGES, "a.jsonl:7", {}).text()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_template_that_writes_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "MAX_CHARACTERS", 1000)
+    repeated = byte_tokenizer("{% for i in range(n) %}{{ messages[0].content }}Hi.{% endfor %}")
+    assert len(Conversation(repeated, MESSAGES, "a.jsonl:7", {"n": 100}).text()) == 900
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:7: the chat template .* more than 1,000 characters.*leave this row out"
+    ):
+        Conversation(repeated, MESSAGES, "a.jsonl:7", {"n": 1000}).text()
