@@ -1,8 +1,7 @@
 """What a step would take on this machine, predicted from micro-batches that were timed on fewer layers.
 
 Two depths are timed, and every layer beyond takes as long as those between them: with 1 and 3 layers, the 28th costs
-half of the difference. A model that is small enough is timed whole. To the seconds of the timed micro-batches, for each
-arm,
+half of the difference. To the seconds of the timed micro-batches, for each arm,
 
     seconds = rows a + b + attention c + predictions d
 
@@ -16,7 +15,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,20 +25,17 @@ import torch
 from radixtrain.errors import UserError
 from radixtrain.hf.calibration import non_negative_fit
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.report.cases import Arm, Case
-from radixtrain.report.counts import CountedStep, Counts
-from radixtrain.report.profiling import REPEATS, Rehearsal, Timed, num_bytes, rehearse
-from radixtrain.report.sharing import SampledSteps
+from radixtrain.report.profiling import Arm, Case, RunSetup, Timings, time_cases
+from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["Prediction", "free_bytes", "predict_seconds", "with_step_cost"]
+__all__ = ["Prediction", "free_bytes", "predict_seconds", "step_cost_of_run"]
 
-MAX_SECONDS = 50.0  # of all rehearsals
 # Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
 DEEPER = 3  # times the layers of the shorter model
 MOMENTS = 2  # of AdamW, for each trained parameter
-SPARE = 0.5  # part of the free memory that a rehearsal may take
+SPARE = 0.5  # part of the free memory that the timed model may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +77,18 @@ class Prediction:
         return round(self.state_bytes + max(peaks))
 
 
-def with_step_cost(rehearsal: Rehearsal) -> tuple[Rehearsal, StepCost | None]:
-    """The rehearsal with what a layer's matrices take for a row here, and the cost that the collator chooses by.
+def step_cost_of_run(setup: RunSetup) -> StepCost | None:
+    """What the collator chooses by; None for `attention: reference`, which nothing is known of.
 
-    The cost is None for `attention: reference`, which nothing is known of. UserError if the device is neither a CPU nor
-    CUDA, or its free memory does not hold the cut model.
+    UserError if the device is neither a CPU nor CUDA, or its free memory does not hold the cut model.
     """
-    _check_memory(rehearsal, rehearsal.period)
-    attention = "auto" if rehearsal.attention == "reference" else rehearsal.attention
-    model = rehearsal.build(rehearsal.period, rehearsal.device)
-    cost = step_cost_of(model, attention)
-    found = replace(rehearsal, row_seconds=cost.row_seconds)
-    return found, None if rehearsal.attention == "reference" else cost
+    _free_beside(setup, setup.period)
+    if setup.attention == "reference":
+        return None
+    return step_cost_of(setup.build(setup.period, setup.device), setup.attention)
 
 
-def predict_seconds(
-    rehearsal: Rehearsal, cases: Sequence[Case], num_workers: int, max_seconds: float = MAX_SECONDS
-) -> Prediction:
+def predict_seconds(setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float) -> Prediction:
     """Time these micro-batches and fit.
 
     num_workers: processes that collate while a step runs.
@@ -104,21 +96,20 @@ def predict_seconds(
     Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. UserError if the memory
     that is free here does not hold the cut model.
     """
-    depths = _depths(rehearsal, cases, max_seconds)
-    max_bytes = _check_memory(rehearsal, depths[-1])
-    last = rehearse(rehearsal, depths[-1], cases, max_seconds * depths[-1] / sum(depths), max_bytes)
-    first = last if len(depths) == 1 else rehearse(rehearsal, depths[0], list(last.seconds))
-    seconds, peaks = (
-        {case: _whole(first, last, rehearsal.num_layers, (a[case], b[case])) for case in b}
-        for a, b in ((first.seconds, last.seconds), (first.peaks, last.peaks))
-    )
+    depths = (setup.period, DEEPER * setup.period) if DEEPER * setup.period < setup.num_layers else (setup.num_layers,)
+    max_bytes = _free_beside(setup, depths[-1])
+    last = time_cases(setup, depths[-1], cases, max_seconds * depths[-1] / sum(depths), max_bytes)
+    first = last if len(depths) == 1 else time_cases(setup, depths[0], list(last.seconds))
+    whole = partial(_whole, setup.num_layers, first, last)
+    seconds = {case: whole(first.seconds[case], last.seconds[case]) for case in last.seconds}
+    peaks = {case: whole(first.peaks[case], last.peaks[case]) for case in last.peaks}
     return Prediction(
         radix=_fitted(seconds, "radix"),
         ordinary=_fitted(seconds, "ordinary"),
         peak=_fitted(peaks, "radix", 2),
-        optimizer_seconds=_whole(first, last, rehearsal.num_layers, (first.optimizer_seconds, last.optimizer_seconds)),
-        state_bytes=_state_bytes(rehearsal, rehearsal.num_layers),
-        waits_for_collator=_shares_cores(rehearsal.device, num_workers),
+        optimizer_seconds=whole(first.optimizer_seconds, last.optimizer_seconds),
+        state_bytes=_state_bytes(setup, setup.num_layers),
+        waits_for_collator=_shares_cores(setup.device, num_workers),
         timed_layers=depths,
     )
 
@@ -146,34 +137,21 @@ def _container_bytes() -> float:
     return float(int(limit.read_text()) - int(used.read_text()))
 
 
-def _check_memory(rehearsal: Rehearsal, num_layers: int) -> float:
-    """Bytes that are left to a rehearsal beside so many layers. UserError if those layers take too many."""
-    free, needed = free_bytes(rehearsal.device), _state_bytes(rehearsal, num_layers)
+def _free_beside(setup: RunSetup, num_layers: int) -> float:
+    """Bytes that are left to micro-batches beside so many layers. UserError if those layers take too many."""
+    free, needed = free_bytes(setup.device), _state_bytes(setup, num_layers)
     if needed > SPARE * free:
         raise UserError(
-            f"{num_layers} of its {rehearsal.num_layers} layers with gradients and optimizer need "
+            f"{num_layers} of its {setup.num_layers} layers with gradients and optimizer need "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free here"
         )
     return SPARE * free - needed
 
 
-def _depths(rehearsal: Rehearsal, cases: Sequence[Case], max_seconds: float) -> tuple[int, ...]:
-    """The layers of the models that are timed: of the whole one if that takes little, else of two short ones."""
-    short = (rehearsal.period, DEEPER * rehearsal.period)
-    if short[1] >= rehearsal.num_layers:
-        return (rehearsal.num_layers,)
-    fits = _state_bytes(rehearsal, rehearsal.num_layers) <= SPARE * free_bytes(rehearsal.device)
-    largest = {case.arm: case.counts.rows for case in cases}  # cases come from the smallest to the largest
-    assert rehearsal.row_seconds is not None
-    seconds = REPEATS * rehearsal.num_layers * rehearsal.row_seconds * sum(largest.values())
-    return (rehearsal.num_layers,) if fits and seconds <= max_seconds / 4 else short
-
-
-def _state_bytes(rehearsal: Rehearsal, num_layers: int) -> int:
+def _state_bytes(setup: RunSetup, num_layers: int) -> int:
     """Weights, gradients and moments of the model with so many layers, which is not allocated."""
-    parameters = list(rehearsal.build(num_layers, torch.device("meta")).parameters())
-    weights, trained = num_bytes(parameters), num_bytes(p for p in parameters if p.requires_grad)
-    return weights + (1 + MOMENTS) * trained
+    parameters = setup.build(num_layers, torch.device("meta")).parameters()
+    return sum(p.nbytes * (2 + MOMENTS if p.requires_grad else 1) for p in parameters)
 
 
 def _shares_cores(device: torch.device, num_workers: int) -> bool:
@@ -182,9 +160,8 @@ def _shares_cores(device: torch.device, num_workers: int) -> bool:
     return num_workers == 0 or busy > (os.cpu_count() or 1)
 
 
-def _whole(first: Timed, last: Timed, num_layers: int, measured: tuple[float, float]) -> float:
-    """What the whole model takes if these were measured: every layer as much as those between the two depths."""
-    low, high = measured
+def _whole(num_layers: int, first: Timings, last: Timings, low: float, high: float) -> float:
+    """What the whole model takes if the two depths take this: every layer as much as those between them."""
     between = last.num_layers - first.num_layers
     return high if not between else low + (num_layers - first.num_layers) * max(high - low, 0) / between
 
@@ -195,11 +172,11 @@ def _fitted(measured: Mapping[Case, float], arm: Arm, num_rates: int = 4) -> np.
     num_rates: the others are 0, and with fewer cases than rates the last ones are too.
     """
     cases = [case for case in measured if case.arm == arm]
-    work, found = np.stack([_terms(case.counts) for case in cases]), np.array([measured[case] for case in cases])
+    work, values = np.stack([_terms(case.counts) for case in cases]), np.array([measured[case] for case in cases])
     used = min(num_rates, len(cases))
     rates = np.zeros(work.shape[1])
-    rates[:used] = non_negative_fit(work[:, :used], found)
-    return rates * found.sum() / (work @ rates).sum()
+    rates[:used] = non_negative_fit(work[:, :used], values)
+    return rates * values.sum() / (work @ rates).sum()
 
 
 def _terms(counts: Counts) -> np.ndarray:

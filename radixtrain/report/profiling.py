@@ -10,28 +10,33 @@ import gc
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import predict
 from radixtrain.hf.prepare import prepare_model, restore_model
-from radixtrain.report.cases import ARMS, Arm, Case, largest, smallest
-from radixtrain.timing import peak_bytes
+from radixtrain.report.sharing import Counts, Features, ordinary_counts, plans_of, radix_counts
+from radixtrain.timing import peak_bytes, seconds_in_turns, seconds_of
+from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["Rehearsal", "Timed", "num_bytes", "rehearse"]
+__all__ = ["Arm", "Case", "RunSetup", "Timings", "cases_of", "time_cases"]
 
+Arm = Literal["radix", "ordinary"]
+ARMS: tuple[Arm, ...] = ("radix", "ordinary")
+PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all
 REPEATS = 3  # the median counts, so that the first one, which is slower, does not
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
+class RunSetup:
     """How a run would train, without its weights.
 
     build: number of layers, device -> the model with random weights, in training mode and in the dtype of the run, with
@@ -39,7 +44,6 @@ class Rehearsal:
     optimizer: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike.
     dtype: of the computation.
-    row_seconds: what the matrices of a layer take for a row, forward and backward; None before `with_step_cost`.
     """
 
     build: Callable[[int, torch.device], Any]
@@ -49,18 +53,47 @@ class Rehearsal:
     dtype: torch.dtype
     num_layers: int
     period: int = 1
-    row_seconds: float | None = None
     attention: str = "auto"
     kernel: str = "auto"
     allow_dropout: tuple[str, ...] = ()
     max_grad_norm: float = 1.0
 
 
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A micro-batch of one arm, on the host."""
+
+    arm: Arm
+    counts: Counts
+    batch: dict[str, Any]
+    num_labels: int
+
+
+def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
+    """Micro-batches of both arms, of these steps and of parts of them, from the smallest to the largest.
+
+    collator: with `dedup`, as in training. Of each step, the first and the last micro-batch.
+    """
+    cases: list[Case] = []
+    for number, features in enumerate(steps):
+        for part in PARTS if number == 0 else PARTS[-1:]:
+            some = features[: max(1, round(part * len(features)))]
+            step, padded = collator(some), replace(collator, dedup=False)(some)
+            plans = plans_of(some, step)
+            for index in {0, len(plans) - 1}:
+                counts = radix_counts(step.micro_batches[index], plans[index], step_cost)
+                cases.append(Case("radix", counts, step.micro_batches[index], step.num_labels))
+            for batch in padded.micro_batches[:1] + padded.micro_batches[1:][-1:]:
+                cases.append(Case("ordinary", ordinary_counts(batch), batch, padded.num_labels))
+    different = {(case.arm, case.counts): case for case in cases}
+    return sorted(different.values(), key=lambda case: case.counts.rows)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class Timings:
     """What was measured on a model of so many layers.
 
-    seconds: of each case. peaks: bytes that a case adds to weights and gradients at most, of some cases.
+    seconds: of each case. peaks: bytes that the smallest and the largest case of each arm add to weights and gradients.
     optimizer_seconds: of clipping and the optimizer's step.
     """
 
@@ -70,45 +103,37 @@ class Timed:
     optimizer_seconds: float
 
 
-def rehearse(
-    rehearsal: Rehearsal,
+def time_cases(
+    setup: RunSetup,
     num_layers: int,
     cases: Sequence[Case],
     max_seconds: float = math.inf,
     max_bytes: float = math.inf,
-) -> Timed:
+) -> Timings:
     """Time cases on a model of so many layers, as many as time and memory allow, and the smallest ones in any case.
 
     cases: of both arms, from the smallest to the largest.
     max_seconds: for all of them. max_bytes: that a case may add to weights, gradients and optimizer.
     """
-    with _quiet():
-        return _rehearse(rehearsal, num_layers, cases, max_seconds, max_bytes)
-
-
-def _rehearse(
-    rehearsal: Rehearsal, num_layers: int, cases: Sequence[Case], max_seconds: float, max_bytes: float
-) -> Timed:
-    model = rehearsal.build(num_layers, rehearsal.device)
-    stage = _Stage(rehearsal, model)
+    model = setup.build(num_layers, setup.device)
+    runner = _Runner(setup, model)
     try:
-        began = time.perf_counter()
-        peaks = stage.warm_up(cases)
-        chosen = _affordable(stage, cases, peaks, max_seconds - (time.perf_counter() - began), max_bytes)
-        seconds = stage.times(chosen)
-        optimizer_seconds = stage.optimizer_seconds()
-        peaks |= {case: stage.peak(case) for case in largest(chosen) if case not in peaks}
-        return Timed(num_layers=num_layers, seconds=seconds, peaks=peaks, optimizer_seconds=optimizer_seconds)
+        with _without_messages():
+            chosen, peaks = runner.affordable(cases, max_seconds, max_bytes)
+            seconds = runner.seconds(chosen)
+            optimizer_seconds = runner.optimizer_seconds()
+            peaks |= {case: runner.peak(case) for case in _one_of_each_arm(reversed(chosen)) if case not in peaks}
+        return Timings(num_layers=num_layers, seconds=seconds, peaks=peaks, optimizer_seconds=optimizer_seconds)
     finally:
         restore_model(model)
-        del model, stage
+        del model, runner
         gc.collect()
-        if rehearsal.device.type == "cuda":
+        if setup.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_messages() -> Iterator[None]:
     """Inside, the log does not say what a prepared model would say of its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
@@ -119,107 +144,90 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Stage:
-    """A model on which cases run."""
+def _one_of_each_arm(cases: Iterable[Case]) -> list[Case]:
+    """The first case of each arm."""
+    firsts: dict[Arm, Case] = {}
+    for case in cases:
+        firsts.setdefault(case.arm, case)
+    return [firsts[arm] for arm in ARMS]
 
-    def __init__(self, rehearsal: Rehearsal, model: Any):
-        self.rehearsal, self.model = rehearsal, model
+
+class _Runner:
+    """Runs cases on a model."""
+
+    def __init__(self, setup: RunSetup, model: Any):
+        self.setup, self.model = setup, model
         self.plain_head = has_plain_head(model)
-        self.optimizer = rehearsal.optimizer(model)
+        self.optimizer = setup.optimizer(model)
 
     def enter(self, arm: Arm) -> None:
         """Make the model ready for the batches of an arm."""
         if arm == "ordinary":
             restore_model(self.model)
-            return
-        options = self.rehearsal
-        prepare_model(
-            self.model, attention=options.attention, kernel=options.kernel, allow_dropout=options.allow_dropout
-        )
+        else:
+            options = {name: getattr(self.setup, name) for name in ("attention", "kernel", "allow_dropout")}
+            prepare_model(self.model, **options)
 
-    def run(self, case: Case) -> float:
-        """Seconds of forward and backward. Gradients are added to those that are there."""
-        device = self.rehearsal.device
+    def run(self, case: Case) -> None:
+        """Forward and backward. Gradients are added to those that are there."""
+        device = self.setup.device
         batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.batch.items()}
-        _wait_for(device)
-        start = time.perf_counter()
-        self._step(batch, case.num_labels)
-        _wait_for(device)
-        return time.perf_counter() - start
-
-    def _step(self, batch: dict[str, Any], num_labels: int) -> None:
-        with self.rehearsal.forward():
-            loss = predict(self.model, batch, self.plain_head).loss_sum() / num_labels
+        with self.setup.forward():
+            loss = predict(self.model, batch, self.plain_head).loss_sum() / case.num_labels
         loss.backward()
-
-    def warm_up(self, cases: Sequence[Case]) -> dict[Case, int]:
-        """Run the smallest case of each arm. Returns its peak."""
-        return {case: self.peak(case) for case in smallest(cases)}
-
-    def times(self, cases: Sequence[Case]) -> dict[Case, float]:
-        """The median of some runs of each, the arms in turns."""
-        seconds: dict[Case, list[float]] = {case: [] for case in cases}
-        for _ in range(REPEATS):
-            for arm in ARMS:
-                self.enter(arm)
-                self.model.zero_grad(set_to_none=True)
-                for case in cases:
-                    if case.arm == arm:
-                        seconds[case].append(self.run(case))
-        return {case: statistics.median(each) for case, each in seconds.items()}
-
-    def optimizer_seconds(self) -> float:
-        """Of a step with the gradients that are there."""
-        trained = [p for p in self.model.parameters() if p.grad is not None]
-        limit = self.rehearsal.max_grad_norm or float("inf")
-        seconds = []
-        for _ in range(REPEATS):
-            _wait_for(self.rehearsal.device)
-            start = time.perf_counter()
-            nn.utils.clip_grad_norm_(trained, limit)
-            self.optimizer.step()
-            _wait_for(self.rehearsal.device)
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds)
 
     def peak(self, case: Case) -> int:
         """Bytes that the case adds to weights, gradients and its batch."""
         self.enter(case.arm)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        return peak_bytes(lambda: self.run(case), self.rehearsal.device)
+        return peak_bytes(lambda: self.run(case), self.setup.device)
 
+    def affordable(
+        self, cases: Sequence[Case], max_seconds: float, max_bytes: float
+    ) -> tuple[list[Case], dict[Case, int]]:
+        """The cases that time and memory allow, from the smallest to the largest; and the peaks of the smallest.
 
-def _affordable(
-    stage: _Stage, cases: Sequence[Case], peaks: dict[Case, int], max_seconds: float, max_bytes: float
-) -> list[Case]:
-    """The cases that time and memory allow, from the smallest to the largest.
+        What a case takes is judged by what the smallest takes for each row. Each may take half of the time that is
+        left, the largest first: a prediction is good near the sizes that were timed.
+        """
+        smallest = _one_of_each_arm(cases)
+        peaks = {case: self.peak(case) for case in smallest}  # warms up, too
+        seconds, row_bytes = {}, {}
+        for case in smallest:
+            self.enter(case.arm)
+            seconds[case.arm] = seconds_of(lambda case=case: self.run(case), self.setup.device) / case.counts.rows
+            row_bytes[case.arm] = peaks[case] / case.counts.rows
+        chosen = [*smallest]
+        for case in reversed(cases):
+            needed = REPEATS * seconds[case.arm] * case.counts.rows
+            fits = row_bytes[case.arm] * case.counts.rows <= max_bytes
+            if fits and needed <= max_seconds / 2 and case not in chosen:
+                chosen.append(case)
+                max_seconds -= needed
+        return [case for case in cases if case in chosen], peaks
 
-    peaks: of the smallest case of each arm. What a case takes is judged by what that one takes for each row. Each may
-    take half of the time that is left, the largest first: a prediction is good near the sizes that were timed.
-    """
-    if math.isinf(max_seconds) and math.isinf(max_bytes):
-        return list(cases)
-    seconds, row_bytes = {}, {}
-    for case, peak in peaks.items():
-        stage.enter(case.arm)
-        seconds[case.arm] = stage.run(case) / case.counts.rows
-        row_bytes[case.arm] = peak / case.counts.rows
-    chosen = [*peaks]
-    for case in reversed(cases):
-        needed = REPEATS * seconds[case.arm] * case.counts.rows
-        fits = row_bytes[case.arm] * case.counts.rows <= max_bytes
-        if fits and needed <= max_seconds / 2 and case not in chosen:
-            chosen.append(case)
-            max_seconds -= needed
-    return [case for case in cases if case in chosen]
+    def seconds(self, cases: Sequence[Case]) -> dict[Case, float]:
+        """The median of some runs of each, the arms in turns. Each turn of an arm begins without gradients."""
+        in_arms = sorted(cases, key=lambda case: ARMS.index(case.arm))
+        first = _one_of_each_arm(in_arms)
 
+        def before(case: Case) -> None:
+            if case in first:
+                self.enter(case.arm)
+                self.model.zero_grad(set_to_none=True)
 
-def num_bytes(parameters: Iterable[Tensor]) -> int:
-    """Of all of them together."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        turns = seconds_in_turns(
+            {case: partial(self.run, case) for case in in_arms}, self.setup.device, REPEATS, before=before
+        )
+        return {case: statistics.median(turns[case]) for case in cases}
 
+    def optimizer_seconds(self) -> float:
+        """Of a step with the gradients that are there."""
+        trained = [p for p in self.model.parameters() if p.grad is not None]
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        def step() -> None:
+            nn.utils.clip_grad_norm_(trained, self.setup.max_grad_norm or math.inf)
+            self.optimizer.step()
+
+        return statistics.median(seconds_of(step, self.setup.device) for _ in range(REPEATS))

@@ -1,9 +1,11 @@
-"""Everything that `radixtrain report` finds, put together: the data, what is predicted, and the best setting."""
+"""`make_report`: the data, what sharing brings by setting, the best setting, and the command to paste."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,11 @@ from radixtrain.bench.environment import environment
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError
-from radixtrain.report.best import best_setting, command_to_paste, hints
-from radixtrain.report.cases import cases_of
 from radixtrain.report.contents import DataReport, Setting
 from radixtrain.report.divergence import find_breaks
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, with_step_cost
-from radixtrain.report.profiling import Rehearsal
+from radixtrain.report.formatting import duration, ratio
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
+from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
     Draw,
     Epoch,
@@ -30,73 +31,77 @@ from radixtrain.report.tree import prefix_tree
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["make_report"]
+__all__ = ["best_setting", "command_to_paste", "hints", "make_report"]
 
 logger = logging.getLogger(__name__)
 
 OWN_SECONDS, OTHER_SECONDS = 4.0, 0.8  # to count steps of the user's own setting, and of each other one
 TREE_SAMPLES, TREE_NODES = 2000, 300
-REHEARSED_STEPS = 2
+TIMED_STEPS = 2
+USABLE = 0.9  # part of the free memory that a setting may take
+CLEARLY = 1.05  # a setting is better than the user's own if it is faster by more than the noise of timings
+WORTH_A_HINT = 1.1
+NO_GAIN = 1.05  # speed-up below which sharing does not pay
 
 
-def make_report(
-    data: SFTData, rehearsal: Rehearsal, typed: Sequence[str] = (), max_seconds: float = 45.0
-) -> DataReport:
+def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_seconds: float = 45.0) -> DataReport:
     """What an epoch of training on these data holds, shares and takes.
 
-    data: after `setup`. rehearsal: how the model would train.
+    data: after its `setup`. setup: how the model would train.
     typed: the command line after the command, for the command to paste.
     max_seconds: for timing micro-batches; 0 predicts nothing.
     """
     notes: list[str] = []
-    rehearsal, step_cost = _costed(rehearsal, max_seconds, notes)
+    hparams = data.hparams
+    step_cost, why_not = None, "max_seconds is 0"
+    if max_seconds:
+        try:
+            step_cost, why_not = step_cost_of_run(setup), ""
+        except UserError as error:
+            why_not = str(error)
     epoch = _epoch(data, step_cost)
-    together = data.hparams.group_by_prefix
-    own = Draw(
-        data.hparams.batch_size, data.hparams.max_tokens, together if together is True or together > 1 else False
-    )
-    sampled = _sampled(epoch, own, data.hparams.max_length)
+    together = hparams.group_by_prefix
+    own = Draw(hparams.batch_size, hparams.max_tokens, together if together is True or together > 1 else False)
+    sampled = _sampled(epoch, own, hparams.max_length)
     prediction = None
-    if max_seconds and rehearsal.row_seconds is not None:
-        prediction = _predicted(rehearsal, epoch, own, data, max_seconds, notes)
+    if not why_not:
+        try:
+            prediction = _predicted(setup, epoch, own, hparams.dataloader_num_workers, max_seconds)
+        except UserError as error:
+            why_not = str(error)
+    if prediction is None:
+        notes.append(f"Speed and memory were not predicted: {why_not}.")
+    else:
+        layers = " and ".join(map(str, prediction.timed_layers))
+        notes.append(
+            f"Speed and memory are predicted from micro-batches of these data on {layers} of {setup.num_layers} layers "
+            f"with random weights, timed here."
+        )
     settings = {draw: _setting(sampled[draw], prediction) for draw in sorted(sampled)}
-    best = best_setting(settings[own], settings.values(), free_bytes(rehearsal.device))
+    best = best_setting(settings[own], settings.values(), free_bytes(setup.device))
     return DataReport(
         **_about_data(data, epoch, notes),
-        title=_name_of(data.hparams.train_file),
-        model=str(data.hparams.model_name_or_path),
+        title=_name_of(hparams.train_file),
+        model=str(hparams.model_name_or_path),
         current=settings[own],
         settings=tuple(settings.values()),
         best=best,
         command=command_to_paste(typed, settings[own], best),
-        environment=_environment(rehearsal),
+        environment=_environment(setup),
         notes=tuple(notes),
         hints=tuple(hints(settings[own], list(settings.values()))),
     )
 
 
-def _costed(rehearsal: Rehearsal, max_seconds: float, notes: list[str]) -> tuple[Rehearsal, StepCost | None]:
-    """With what a row of a layer takes here, and the costs that the collator chooses by; or a note why not."""
-    if not max_seconds:
-        notes.append("Speed and memory were not predicted: max_seconds is 0.")
-        return rehearsal, None
-    try:
-        return with_step_cost(rehearsal)
-    except UserError as error:
-        notes.append(f"Speed and memory were not predicted: {error}.")
-        return rehearsal, None
-
-
 def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
     """As `fit` draws and collates it, with deduplication."""
-    hparams = data.hparams
+    hparams, corpus = data.hparams, data.conversations["train"]
     data.step_cost = None if step_cost is None else lambda: step_cost
     dedup, hparams.dedup = hparams.dedup, True
     try:
         collator = data.step_collator()
     finally:
         hparams.dedup = dedup
-    corpus = data.conversations["train"]
     return Epoch(
         conversations=corpus,
         lengths=corpus.lengths,
@@ -110,29 +115,16 @@ def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
 
 def _sampled(epoch: Epoch, own: Draw, max_length: int | None) -> dict[Draw, SampledSteps]:
     """Some steps of the user's own setting and of others."""
-    longest = max_length or int(epoch.lengths.max())
-    grid = epoch.settings_grid(own, longest)
+    grid = epoch.settings_grid(own, max_length or int(epoch.lengths.max()))
     logger.info("counting what the steps of %d settings share", len(grid))
     return {draw: epoch.sampled(draw, OWN_SECONDS if draw == own else OTHER_SECONDS) for draw in grid}
 
 
-def _predicted(
-    rehearsal: Rehearsal, epoch: Epoch, own: Draw, data: SFTData, max_seconds: float, notes: list[str]
-) -> Prediction | None:
-    steps = [epoch.features(batch) for batch in epoch.first_batches(own, REHEARSED_STEPS)]
+def _predicted(setup: RunSetup, epoch: Epoch, own: Draw, num_workers: int, max_seconds: float) -> Prediction:
+    steps = [epoch.features(batch) for batch in epoch.first_batches(own, TIMED_STEPS)]
     cases = cases_of(steps, epoch.collator, epoch.step_cost)
     logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
-    try:
-        found = predict_seconds(rehearsal, cases, data.hparams.dataloader_num_workers, max_seconds)
-    except UserError as error:
-        notes.append(f"Speed and memory were not predicted: {error}.")
-        return None
-    layers = " and ".join(map(str, found.timed_layers))
-    notes.append(
-        f"Speed and memory are predicted from micro-batches of these data on {layers} of {rehearsal.num_layers} layers "
-        f"with random weights, timed here."
-    )
-    return found
+    return predict_seconds(setup, cases, num_workers, max_seconds)
 
 
 def _setting(sampled: SampledSteps, prediction: Prediction | None) -> Setting:
@@ -190,10 +182,10 @@ def _some_sequences(epoch: Epoch) -> list[IntArray]:
 
 def _sources(corpus: Any) -> dict[str, int]:
     """Conversations of each source that is named."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for part, size in zip(corpus.parts, np.diff(corpus.bounds).tolist(), strict=True):
-        counts[part.name] = counts.get(part.name, 0) + size
-    return counts
+        counts[part.name] += size
+    return dict(counts)
 
 
 def _name_of(train_file: Any) -> str:
@@ -202,7 +194,84 @@ def _name_of(train_file: Any) -> str:
     return ", ".join(str(each["path"] if isinstance(each, dict) else each) for each in listed)
 
 
-def _environment(rehearsal: Rehearsal) -> dict[str, str]:
+def _environment(setup: RunSetup) -> dict[str, str]:
     """Machine and versions, those that are known."""
-    found = environment(rehearsal.device, str(rehearsal.dtype).removeprefix("torch."))
-    return {name: str(value) for name, value in found.items() if value}
+    known = environment(setup.device, str(setup.dtype).removeprefix("torch."))
+    return {name: str(value) for name, value in known.items() if value}
+
+
+def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -> Setting:
+    """The fastest of those that leave the optimization as it is: only `max_tokens` differs from the user's own.
+
+    free_bytes: memory that a run can have. The user's own if nothing was predicted, or none is clearly faster.
+    """
+    if own.seconds_per_epoch is None:
+        return own
+    same = (each for each in settings if _optimization(each) == _optimization(own))
+    fitting = [each for each in same if (each.memory_bytes or 0) <= USABLE * free_bytes]
+    fastest = min(fitting, key=_seconds, default=own)
+    fits = own in fitting
+    return own if fits and _seconds(own) < CLEARLY * _seconds(fastest) else fastest
+
+
+def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
+    """`python -m radixtrain fit` with what was typed, and the keys of the best setting that differ.
+
+    typed: the command line after `report`, whose own key is left out. A key that is there twice has its last value.
+    """
+    for_fit, words = [], iter(typed)
+    for word in words:
+        if word == "--max_seconds":
+            next(words, None)
+        elif not word.startswith("--max_seconds="):
+            for_fit.append(word)
+    changed = [f"--data.max_tokens={best.max_tokens}"] if best.max_tokens != own.max_tokens else []
+    return shlex.join(["python", "-m", "radixtrain", "fit", *for_fit, *changed])
+
+
+def hints(own: Setting, settings: Sequence[Setting]) -> Iterator[str]:
+    """Sentences: that nothing is gained; what a larger batch or `group_by_prefix` would bring.
+
+    Both change the steps, so neither is chosen.
+    """
+    if own.speedup is not None and own.speedup < NO_GAIN:
+        yield (
+            f"as they are, these rows gain nothing: a step takes {1 / own.speedup:.2f} of the ordinary time. "
+            f"--dedup=false is the ordinary trainer; what follows, and fewer breaks, may change that"
+        )
+    budget = [each for each in settings if each.max_tokens == own.max_tokens]
+    grouped = [each for each in budget if each.group_by_prefix and each.batch_size == own.batch_size]
+    larger = [
+        each for each in budget if each.group_by_prefix == own.group_by_prefix and each.batch_size > own.batch_size
+    ]
+    if grouped and not own.group_by_prefix and grouped[0].r >= WORTH_A_HINT * own.r:
+        yield (
+            f"--data.group_by_prefix=true: {_gain(own, grouped[0])}. Rows of one prompt then meet in a step; an epoch "
+            f"is still every row once, but steps are less mixed"
+        )
+    if larger:
+        most = max(larger, key=lambda each: each.r)
+        enough = min((each for each in larger if each.r >= 0.9 * most.r), key=lambda each: each.batch_size)
+        if enough.r >= WORTH_A_HINT * own.r:
+            yield (
+                f"--data.batch_size={enough.batch_size}: {_gain(own, enough)}. An epoch then has fewer optimizer "
+                f"steps, each over more rows, so the learning rate may need to change"
+            )
+
+
+def _gain(own: Setting, other: Setting) -> str:
+    text = f"r = {ratio(other.r)} in place of {ratio(own.r)}"
+    if own.seconds_per_epoch is None or other.seconds_per_epoch is None:
+        return text
+    return (
+        f"{text}, an epoch in about {duration(other.seconds_per_epoch)} in place of {duration(own.seconds_per_epoch)}"
+    )
+
+
+def _optimization(setting: Setting) -> tuple[int, bool]:
+    return setting.batch_size, setting.group_by_prefix
+
+
+def _seconds(setting: Setting) -> float:
+    assert setting.seconds_per_epoch is not None
+    return setting.seconds_per_epoch

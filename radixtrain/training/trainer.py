@@ -15,7 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.inspection.show import show
 from radixtrain.report.page import write_page
-from radixtrain.report.profiling import Rehearsal
+from radixtrain.report.profiling import RunSetup
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
@@ -122,14 +122,14 @@ class Trainer(L.Trainer):
             raise UserError(f"max_seconds must not be negative, got {max_seconds}")
         datamodule.setup("report")
         config = read_config(model.hparams.model_name_or_path)
-        found = make_report(datamodule, self._rehearsal(model, config), self.typed, max_seconds)
+        found = make_report(datamodule, self._run_setup(model, config), self.typed, max_seconds)
         print_report(found)
         path = Path(self.default_root_dir) / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_page(found, path)
         print(f"\n{path}")  # noqa: T201
 
-    def _rehearsal(self, model: RadixModule, config: Any) -> Rehearsal:
+    def _run_setup(self, model: RadixModule, config: Any) -> RunSetup:
         """How a run with this trainer would train the model."""
         settings = model.hparams
         is_mixed = str(self.precision) == "bf16-mixed"
@@ -137,7 +137,7 @@ class Trainer(L.Trainer):
         def build(num_layers: int, device: torch.device) -> Any:
             return self.precision_plugin.convert_module(random_trainable(settings, num_layers, device))
 
-        return Rehearsal(
+        return RunSetup(
             build=build,
             optimizer=lambda built: adamw(built, settings),
             forward=self.precision_plugin.train_step_context,

@@ -13,11 +13,9 @@ from tiers import FULL
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.report import prediction as module
-from radixtrain.report.cases import Case, cases_of
-from radixtrain.report.counts import CountedStep, Counts
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, with_step_cost
-from radixtrain.report.profiling import Rehearsal, Timed
-from radixtrain.report.sharing import Draw, SampledSteps
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
+from radixtrain.report.profiling import Case, RunSetup, Timings, cases_of
+from radixtrain.report.sharing import CountedStep, Counts, Draw, SampledSteps
 
 CPU = torch.device("cpu")
 SIZES = [Counts(100, 10, 5), Counts(200, 40, 9), Counts(400, 90, 40), Counts(800, 500, 60), Counts(900, 100, 7)]
@@ -31,8 +29,8 @@ def seconds_of(case: Case, num_layers: int) -> float:
     return float(terms @ np.array(BASE[case.arm]) + num_layers * terms @ np.array(LAYER))
 
 
-def rehearsal_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, **changes: Any) -> Rehearsal:
-    return Rehearsal(
+def setup_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, **changes: Any) -> RunSetup:
+    return RunSetup(
         build=build,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
         forward=nullcontext,
@@ -53,16 +51,16 @@ def by_law(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Timings by the law; the list receives the depths that were timed."""
     depths: list[int] = []
 
-    def rehearse(rehearsal: Rehearsal, num_layers: int, cases: Sequence[Case], *limits: float) -> Timed:
+    def time_cases(setup: RunSetup, num_layers: int, cases: Sequence[Case], *limits: float) -> Timings:
         depths.append(num_layers)
-        return Timed(
+        return Timings(
             num_layers=num_layers,
             seconds={case: seconds_of(case, num_layers) for case in cases},
             peaks={case: int(case.counts.rows) * (50 + 7 * num_layers) for case in cases},
             optimizer_seconds=0.01 + 0.002 * num_layers,
         )
 
-    monkeypatch.setattr(module, "rehearse", rehearse)
+    monkeypatch.setattr(module, "time_cases", time_cases)
     return depths
 
 
@@ -78,13 +76,13 @@ def step_of(radix: Counts, ordinary: Counts, collate_seconds: float = 0.0) -> Co
 
 class TestByLaw:
     @pytest.mark.parametrize(
-        ("num_layers", "row_seconds", "depths"), [(28, 1.0, [3, 1]), (3, 1.0, [3]), (28, 1e-9, [28]), (1, 1.0, [1])]
+        ("num_layers", "depths"), [(28, [3, 1]), (3, [3]), (1, [1])]
     )
     def test_a_law_of_this_kind_is_found(
-        self, by_law: list[int], num_layers: int, row_seconds: float, depths: list[int]
+        self, by_law: list[int], num_layers: int, depths: list[int]
     ) -> None:
-        rehearsal = rehearsal_of(linear, num_layers, row_seconds=row_seconds)
-        found = predict_seconds(rehearsal, CASES, num_workers=1)
+        setup = setup_of(linear, num_layers)
+        found = predict_seconds(setup, CASES, num_workers=1, max_seconds=50)
         assert by_law == depths and found.timed_layers == tuple(sorted(depths))
         other = Counts(3000, 700, 300)
         step = step_of(other, other)
@@ -93,11 +91,11 @@ class TestByLaw:
             assert seconds == pytest.approx(seconds_of(Case(arm, other, {}, 1), num_layers) + overhead)
 
     def test_layers_of_several_kinds_are_timed_together(self, by_law: list[int]) -> None:
-        predict_seconds(rehearsal_of(linear, 34, row_seconds=1.0, period=6), CASES, num_workers=1)
+        predict_seconds(setup_of(linear, 34, period=6), CASES, num_workers=1, max_seconds=50)
         assert by_law == [18, 6]
 
     def test_memory_is_state_and_the_largest_micro_batch(self, by_law: list[int]) -> None:
-        found = predict_seconds(rehearsal_of(linear, 28, row_seconds=1.0), CASES, num_workers=1)
+        found = predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50)
         step = replace(step_of(SIZES[0], SIZES[0]), radix=(SIZES[0], Counts(2000, 0, 0)))
         state = 28 * 100 * 4 * (1 + 1 + 2)
         sampled = SampledSteps(draw=Draw(8, 100), steps=(step,), scale=1.0)
@@ -108,11 +106,11 @@ class TestByLaw:
         with pytest.raises(
             UserError, match=r"^3 of its 28 layers with gradients and optimizer need 0\.0 GiB, and 0\.0"
         ):
-            predict_seconds(rehearsal_of(linear, 28, row_seconds=1.0), CASES, num_workers=1)
+            predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50)
 
     def test_few_cases_are_fitted_by_few_rates(self, by_law: list[int]) -> None:
         few = [CASES[0], CASES[1]]
-        found = predict_seconds(rehearsal_of(linear, 2, row_seconds=1.0), few, num_workers=1)
+        found = predict_seconds(setup_of(linear, 2), few, num_workers=1, max_seconds=50)
         assert found.radix[0] > 0 and not found.radix[1:].any()
 
 
@@ -156,10 +154,11 @@ def test_real_timings(tiny_qwen3: Callable[..., Any]) -> None:
         with device:
             return tiny_qwen3(num_hidden_layers=num_layers).train() if device.type == "cpu" else linear(1, device)
 
-    rehearsal, cost = with_step_cost(rehearsal_of(build))
-    assert cost is not None and rehearsal.row_seconds is not None and rehearsal.row_seconds > 0
+    setup = setup_of(build)
+    cost = step_cost_of_run(setup)
+    assert cost is not None
     cases = cases_of([features], StepCollator(max_tokens=4096, step_cost=cost), cost)
-    found = predict_seconds(rehearsal, cases, num_workers=1, max_seconds=5)
+    found = predict_seconds(setup, cases, num_workers=1, max_seconds=5)
     (radix,), (ordinary,) = ([case for case in cases if case.arm == arm][-1:] for arm in ("radix", "ordinary"))
     step = step_of(radix.counts, ordinary.counts)
     assert found.ordinary_seconds(step) > 0 and found.radix_seconds(step) > 0
@@ -167,8 +166,8 @@ def test_real_timings(tiny_qwen3: Callable[..., Any]) -> None:
 
 
 def test_reference_has_no_cost(tiny_qwen3: Callable[..., Any]) -> None:
-    rehearsal = rehearsal_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=1), attention="reference")
-    assert with_step_cost(rehearsal)[1] is None
+    setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=1), attention="reference")
+    assert step_cost_of_run(setup) is None
 
 
 def test_free_bytes() -> None:

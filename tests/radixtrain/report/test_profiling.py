@@ -1,4 +1,4 @@
-"""Which cases time and memory allow, and what is timed of them."""
+"""Micro-batches that are timed: of both arms, from one sequence to a whole step, as time and memory allow."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,20 +8,18 @@ import pytest
 import torch
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.report import profiling as module
-from radixtrain.report.cases import Case, cases_of
-from radixtrain.report.profiling import Rehearsal, rehearse
+from radixtrain.report.profiling import REPEATS, RunSetup, cases_of, time_cases
 
 
 @pytest.fixture
-def rehearsal(tiny_qwen3: Callable[..., Any]) -> Rehearsal:
+def setup(tiny_qwen3: Callable[..., Any]) -> RunSetup:
     models: list[Any] = []
 
     def build(num_layers: int, device: torch.device) -> Any:
         models.append(tiny_qwen3(num_hidden_layers=num_layers).train())
         return models[-1]
 
-    return Rehearsal(
+    return RunSetup(
         build=build,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
         forward=nullcontext,
@@ -31,10 +29,25 @@ def rehearsal(tiny_qwen3: Callable[..., Any]) -> Rehearsal:
     )
 
 
-class TestRehearse:
-    def test_every_case_in_both_arms(self, features: list[dict[str, Any]], rehearsal: Rehearsal) -> None:
+def test_cases_are_micro_batches_of_steps_and_of_their_parts(features: list[dict[str, Any]]) -> None:
+    cases = cases_of([features], StepCollator(max_tokens=1000), None)
+    sizes = {arm: [case.counts.rows for case in cases if case.arm == arm] for arm in ("radix", "ordinary")}
+    lengths = [len(feature["input_ids"]) for feature in features]
+    assert sizes["radix"] == [30 + sum(lengths[:n]) - 30 * n for n in (1, 2, 4, 8, 16)]
+    assert sizes["ordinary"] == [n * max(lengths[:n]) for n in (1, 2, 4, 8, 16)]
+    assert [case.counts.rows for case in cases] == sorted(case.counts.rows for case in cases)
+
+
+def test_a_small_budget_gives_the_first_and_the_last_micro_batch(features: list[dict[str, Any]]) -> None:
+    cases = cases_of([features[:8]], StepCollator(max_tokens=50), None)
+    assert max(case.counts.rows for case in cases) <= 50
+    assert {case.arm for case in cases} == {"radix", "ordinary"}
+
+
+class TestTimeCases:
+    def test_every_case_in_both_arms(self, features: list[dict[str, Any]], setup: RunSetup) -> None:
         cases = cases_of([features], StepCollator(max_tokens=1000), None)
-        timed = rehearse(rehearsal, 1, cases)
+        timed = time_cases(setup, 1, cases)
         assert list(timed.seconds) == cases and min(timed.seconds.values()) > 0
         assert timed.num_layers == 1 and timed.optimizer_seconds > 0
         smallest, largest = (
@@ -45,16 +58,16 @@ class TestRehearse:
 
     @pytest.mark.parametrize("limits", [{"max_seconds": 0.0}, {"max_bytes": 1.0}])
     def test_the_smallest_in_any_case(
-        self, features: list[dict[str, Any]], rehearsal: Rehearsal, limits: dict[str, float]
+        self, features: list[dict[str, Any]], setup: RunSetup, limits: dict[str, float]
     ) -> None:
         cases = cases_of([features], StepCollator(max_tokens=1000), None)
-        timed = rehearse(rehearsal, 1, cases, **limits)
+        timed = time_cases(setup, 1, cases, **limits)
         assert [case.counts.rows for case in timed.seconds] == [
             min(case.counts.rows for case in cases if case.arm == arm) for arm in ("radix", "ordinary")
         ]
 
     def test_the_arms_take_turns_and_each_finds_no_gradients(
-        self, features: list[dict[str, Any]], rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+        self, features: list[dict[str, Any]], setup: RunSetup, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[tuple[str, bool]] = []
         run = module._Stage.run
@@ -65,13 +78,13 @@ class TestRehearse:
 
         monkeypatch.setattr(module._Stage, "run", spy)
         (first, *_) = cases = cases_of([features[:1]], StepCollator(), None)
-        rehearse(rehearsal, 1, cases)
+        time_cases(setup, 1, cases)
         assert seen[-2 * module.REPEATS :] == [("radix", True), ("ordinary", True)] * module.REPEATS
         assert first.counts.rows == len(features[0]["input_ids"])
 
-    def test_the_model_is_restored_if_a_case_fails(self, features: list[dict[str, Any]], rehearsal: Rehearsal) -> None:
+    def test_the_model_is_restored_if_a_case_fails(self, features: list[dict[str, Any]], setup: RunSetup) -> None:
         cases = cases_of([features], StepCollator(max_tokens=1000), None)
         for case in cases:
             case.batch["input_ids"] = case.batch["input_ids"] + 10_000  # outside of the vocabulary
         with pytest.raises(IndexError):
-            rehearse(rehearsal, 1, cases)
+            time_cases(setup, 1, cases)

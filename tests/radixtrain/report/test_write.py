@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from radixtrain.report.best import best_setting, command_to_paste, hints
+from radixtrain.report.write import best_setting, command_to_paste, hints
 from radixtrain.report.contents import Setting
 
 OWN = Setting(
