@@ -268,7 +268,10 @@ class TestPanels:
         assert panels(replaced(report, mine, mine, mine)) == []
 
     def test_what_was_not_predicted_has_none(self, report: DataReport) -> None:
-        mine, other = setting_of_r(8, 64, 1.0, speedup=2.0, memory_bytes=3 * 2**30), setting_of_r(16, 64, 2.0, speedup=None)
+        mine, other = (
+            setting_of_r(8, 64, 1.0, speedup=2.0, memory_bytes=3 * 2**30),
+            setting_of_r(16, 64, 2.0, speedup=None),
+        )
         last = setting_of_r(32, 64, 3.0, speedup=5.0, memory_bytes=2**30)
         found = {panel["section"]: panel for panel in panels(replaced(report, mine, mine, other, last))}
         assert found["memory"]["y"] == "peak memory, GiB"
@@ -279,7 +282,10 @@ class TestPanels:
         ]
 
     def test_little_memory_is_in_mebibytes(self, report: DataReport) -> None:
-        mine, other = setting_of_r(8, 64, 1.0, memory_bytes=3 * 2**20), setting_of_r(16, 64, 2.0, memory_bytes=2**30 - 2**20)
+        mine, other = (
+            setting_of_r(8, 64, 1.0, memory_bytes=3 * 2**20),
+            setting_of_r(16, 64, 2.0, memory_bytes=2**30 - 2**20),
+        )
         (memory,) = [panel for panel in panels(replaced(report, mine, mine, other)) if panel["section"] == "memory"]
         assert (memory["y"], memory["unit"], memory["lines"][0]["y"]) == ("peak memory, MiB", " MiB", [3.0, 1023.0])
 

@@ -75,12 +75,8 @@ def step_of(radix: Counts, ordinary: Counts, collate_seconds: float = 0.0) -> Co
 
 
 class TestByLaw:
-    @pytest.mark.parametrize(
-        ("num_layers", "depths"), [(28, [3, 1]), (3, [3]), (1, [1])]
-    )
-    def test_a_law_of_this_kind_is_found(
-        self, by_law: list[int], num_layers: int, depths: list[int]
-    ) -> None:
+    @pytest.mark.parametrize(("num_layers", "depths"), [(28, [3, 1]), (3, [3]), (1, [1])])
+    def test_a_law_of_this_kind_is_found(self, by_law: list[int], num_layers: int, depths: list[int]) -> None:
         setup = setup_of(linear, num_layers)
         found = predict_seconds(setup, CASES, num_workers=1, max_seconds=50)
         assert by_law == depths and found.timed_layers == tuple(sorted(depths))

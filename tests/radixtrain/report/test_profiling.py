@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.report.profiling import REPEATS, RunSetup, cases_of, time_cases
+from radixtrain.report.profiling import RunSetup, cases_of, time_cases
 
 
 @pytest.fixture
@@ -66,21 +67,24 @@ class TestTimeCases:
             min(case.counts.rows for case in cases if case.arm == arm) for arm in ("radix", "ordinary")
         ]
 
-    def test_the_arms_take_turns_and_each_finds_no_gradients(
-        self, features: list[dict[str, Any]], setup: RunSetup, monkeypatch: pytest.MonkeyPatch
+    def test_the_arms_take_turns_and_each_begins_without_gradients(
+        self, features: list[dict[str, Any]], setup: RunSetup
     ) -> None:
-        seen: list[tuple[str, bool]] = []
-        run = module._Stage.run
+        models: list[Any] = []
+        seen: list[tuple[bool, bool]] = []
 
-        def spy(self: Any, case: Case) -> float:
-            seen.append((case.arm, self.model.lm_head.weight.grad is None))
-            return run(self, case)
+        def build(num_layers: int, device: torch.device) -> Any:
+            models.append(setup.build(num_layers, device))
+            return models[-1]
 
-        monkeypatch.setattr(module._Stage, "run", spy)
-        (first, *_) = cases = cases_of([features[:1]], StepCollator(), None)
-        time_cases(setup, 1, cases)
-        assert seen[-2 * module.REPEATS :] == [("radix", True), ("ordinary", True)] * module.REPEATS
-        assert first.counts.rows == len(features[0]["input_ids"])
+        def forward() -> nullcontext[None]:
+            is_prepared = models[-1].config._attn_implementation != "sdpa"
+            seen.append((is_prepared, models[-1].lm_head.weight.grad is None))
+            return nullcontext()
+
+        cases = cases_of([features[:1]], StepCollator(), None)
+        time_cases(replace(setup, build=build, forward=forward), 1, cases)
+        assert seen[-2 * REPEATS :] == [(True, True), (False, True)] * REPEATS
 
     def test_the_model_is_restored_if_a_case_fails(self, features: list[dict[str, Any]], setup: RunSetup) -> None:
         cases = cases_of([features], StepCollator(max_tokens=1000), None)

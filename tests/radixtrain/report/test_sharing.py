@@ -159,7 +159,9 @@ def two_prompts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("step_cost", [None, COST, HYBRID])
-def test_both_arms_are_counted_as_they_are_collated(two_prompts: list[dict[str, Any]], step_cost: StepCost | None) -> None:
+def test_both_arms_are_counted_as_they_are_collated(
+    two_prompts: list[dict[str, Any]], step_cost: StepCost | None
+) -> None:
     collator = replace(COLLATOR, step_cost=step_cost)
     counted = counted_step(two_prompts, collator, step_cost)
     radix, ordinary = collator(two_prompts), replace(collator, dedup=False)(two_prompts)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from radixtrain.report.write import best_setting, command_to_paste, hints
 from radixtrain.report.contents import Setting
+from radixtrain.report.write import best_setting, command_to_paste, hints
 
 OWN = Setting(
     batch_size=32,
