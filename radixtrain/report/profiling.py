@@ -181,7 +181,7 @@ class _Runner:
         self.enter(case.arm)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        return peak_bytes(lambda: self.run(case), self.setup.device)
+        return peak_bytes(partial(self.run, case), self.setup.device)
 
     def affordable(
         self, cases: Sequence[Case], max_seconds: float, max_bytes: float
@@ -196,7 +196,7 @@ class _Runner:
         seconds, row_bytes = {}, {}
         for case in smallest:
             self.enter(case.arm)
-            seconds[case.arm] = seconds_of(lambda case=case: self.run(case), self.setup.device) / case.counts.rows
+            seconds[case.arm] = seconds_of(partial(self.run, case), self.setup.device) / case.counts.rows
             row_bytes[case.arm] = peaks[case] / case.counts.rows
         chosen = [*smallest]
         for case in reversed(cases):

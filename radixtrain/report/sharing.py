@@ -59,8 +59,8 @@ class Counts(NamedTuple):
     """Of a micro-batch.
 
     rows: that every layer computes: unique tokens, or padded ones.
-    attention: what attention costs beyond rows. In a unit of its own for each arm: seconds of one layer by the
-        calibration in a radix batch, or its (query, key) pairs without one; rows x longest sequence in a padded batch.
+    attention: what attention costs beyond rows. In a unit of its own for each arm: seconds of one layer by its
+        `StepCost` in a radix batch, or its (query, key) pairs without one; rows x longest sequence in a padded batch.
     predictions: rows for which the head computes logits.
     """
 
@@ -93,7 +93,7 @@ class CountedStep:
 def counted_step(features: Features, collator: StepCollator, step_cost: StepCost | None) -> CountedStep:
     """Collate the sequences of a step as `fit` does, and count. The padded arm is counted without being collated.
 
-    collator: with `dedup`. step_cost: of one layer on this machine; None if it was not calibrated.
+    collator: with `dedup`. step_cost: of one layer on this machine; None without one.
     """
     start = time.perf_counter()
     step = collator(features)

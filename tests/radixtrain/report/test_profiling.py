@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.report.profiling import RunSetup, cases_of, time_cases
+from radixtrain.report.profiling import REPEATS, RunSetup, cases_of, time_cases
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_a_padded_batch(two_prompts: list[dict[str, Any]]) -> None:
     assert counts == (8 * 28, 8 * 28 * 28, 2 * (4 + 5 + 6 + 8))
 
 
-def test_attention_without_a_calibration_is_pairs() -> None:
+def test_attention_without_a_cost_is_pairs() -> None:
     sequences = [
         {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
         {"input_ids": [1, 2, 4, 5], "labels": [-100, 2, 4, 5]},
@@ -188,7 +188,7 @@ def test_attention_without_a_calibration_is_pairs() -> None:
 
 
 @pytest.mark.parametrize("cost", [COST, HYBRID])
-def test_attention_by_the_calibration_is_what_the_layer_costs_beyond_its_matrices(
+def test_attention_is_what_the_layer_costs_beyond_its_matrices(
     two_prompts: list[dict[str, Any]], cost: StepCost
 ) -> None:
     step = StepCollator(step_cost=cost)(two_prompts)
