@@ -1,4 +1,4 @@
-"""Lightning's trainer with `verify`, is this model's gradient the ordinary one on these data, `inspect`, `report`."""
+"""A Lightning trainer with three more entry points: `verify`, `inspect` and `report`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LoggerName = Literal["wandb", "tensorboard", "csv", "none"]
 
 
 class Trainer(L.Trainer):
-    """Lightning's trainer with more methods: `verify`, `inspect` and `report`.
+    """Adds `verify` (compare gradients with ordinary Hugging Face on these data), `inspect` and `report`.
 
     typed: the command line after the command, which `report` repeats.
     """
@@ -68,7 +68,7 @@ class Trainer(L.Trainer):
         for name, number in (("num_steps", num_steps), ("num_sequences", num_sequences)):
             if number is not None and number < 1:
                 raise UserError(f"{name} must be at least 1, got {number}")
-        self._place(model, ckpt_path)
+        self._move(model, ckpt_path)
         model.trainer = self
         datamodule.step_cost = model.step_cost
         collator = datamodule.step_collator()
@@ -122,11 +122,11 @@ class Trainer(L.Trainer):
             raise UserError(f"max_seconds must not be negative, got {max_seconds}")
         datamodule.setup("report")
         config = read_config(model.hparams.model_name_or_path)
-        found = make_report(datamodule, self._run_setup(model, config), self.typed, max_seconds)
-        print_report(found)
+        report = make_report(datamodule, self._run_setup(model, config), self.typed, max_seconds)
+        print_report(report)
         path = Path(self.default_root_dir) / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_page(found, path)
+        write_page(report, path)
         print(f"\n{path}")  # noqa: T201
 
     def _run_setup(self, model: RadixModule, config: Any) -> RunSetup:
@@ -151,7 +151,7 @@ class Trainer(L.Trainer):
             max_grad_norm=settings.max_grad_norm,
         )
 
-    def _place(self, model: RadixModule, ckpt_path: str | None) -> None:
+    def _move(self, model: RadixModule, ckpt_path: str | None) -> None:
         """Load the weights of the checkpoint; convert and move the model as a run does."""
         if ckpt_path is not None:
             load_weights(model, read_checkpoint(ckpt_path))

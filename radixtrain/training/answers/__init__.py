@@ -1,1 +1,1 @@
-"""What the model says of rows: answers, what judges them, and where they go; for `predict` also scores of the rows."""
+"""Answers that a model generates, the metrics that judge them, and the records of `predict`."""

@@ -20,7 +20,7 @@ from radixtrain.data.prompts import Prompt, end_tokens
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.generate import Generated, generate
+from radixtrain.generation.generate import generate
 from radixtrain.generation.options import resolve_config
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.cached_pass import on_stored_rows
@@ -41,7 +41,74 @@ __all__ = [
     "check_answering",
 ]
 
+KEY = "evaluate_generation"
+OWN_KEYS = ("max_new_tokens", "do_sample", "temperature")
 ORDINARY_BATCH = 32  # prompts at once of Hugging Face's `generate`, if `batch_size` does not say it
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How answers are generated.
+
+    max_new_tokens: most tokens of an answer.
+    do_sample: draw tokens; otherwise the most likely one is taken, whatever the model's generation config says.
+    temperature: of the draws; None is the model's.
+    generation_kwargs: more fields of `GenerationConfig`.
+    batch_size: prompts at once; None leaves it to `radixtrain.generate`.
+    seed: of the draws.
+
+    Raises UserError that names the key.
+    """
+
+    max_new_tokens: int = 256
+    do_sample: bool = False
+    temperature: float | None = None
+    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise UserError(f"{KEY}.{name} must be at least 1, got {number}")
+        if self.temperature is not None and not self.do_sample:
+            raise UserError(f"{KEY}.temperature {self.temperature} is read only with {KEY}.do_sample: true")
+        if self.temperature is not None and not self.temperature > 0:
+            raise UserError(f"{KEY}.temperature must be above 0, got {self.temperature}")
+        for name in OWN_KEYS:
+            if name in self.generation_kwargs:
+                raise UserError(f"{KEY}.generation_kwargs: {name} is a key of its own, {KEY}.{name}")
+        if self.generation_kwargs.get("num_return_sequences", 1) != 1:
+            raise UserError(f"{KEY}.generation_kwargs: num_return_sequences must be 1, since a row gets one answer")
+
+    def fields(self, tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Fields of `GenerationConfig`, with the tokens that end an answer."""
+        fields = {"eos_token_id": _end_tokens(tokenizer, model, prompts), "max_new_tokens": self.max_new_tokens}
+        fields |= {"do_sample": self.do_sample, "temperature": self.temperature, **self.generation_kwargs}
+        if fields["temperature"] is None:
+            del fields["temperature"]
+        if isinstance(fields["eos_token_id"], int):
+            fields["eos_token_id"] = [fields["eos_token_id"]]
+        return fields
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> list[int]:
+    """The model's end tokens, the tokenizer's, and what ends a turn in training, which a base model's config lacks."""
+    known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    own = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id}
+    ends = (own - {None}) | end_tokens(tokenizer, prompts)
+    if not ends:
+        raise UserError("neither the model nor its tokenizer has an end-of-sequence token, so no answer would end")
+    return sorted(ends)
+
+
+class AnswerRow(NamedTuple):
+    """token_ids: with the token that ended it. logprob: of all of them; 0 if it was not asked for."""
+
+    token_ids: list[int]
+    logprob: float
+    finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -114,21 +181,22 @@ def answer_prompts(
     The global random generators are not touched. Raises UserError if the model or an option is not supported.
     """
     fields = options.fields(tokenizer, model, prompts)
-    start = time.perf_counter()
-    here = ranks()
-    shares = _shares(prompts, here.size)
-    mine, seed = [prompts[place] for place in shares[here.rank]], options.seed + here.rank
+    start, rank = time.perf_counter(), ranks().rank
+    shares = _shares(prompts, ranks().size)
+    own, seed = [prompts[index] for index in shares[rank]], options.seed + rank
     with torch.no_grad(), isolate_rng(), evaluating(model):
         if dedup:
-            given: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": options.batch_size, "seed": seed}
-            given["cache"] = cache
-            found = generate(model, [prompt.token_ids.tolist() for prompt in mine], **given, **fields)
-            rows, num_computed = _rows_of(found), found.stats.num_computed_tokens
+            ids = [prompt.token_ids.tolist() for prompt in own]
+            fields.update(tokenizer=tokenizer, batch_size=options.batch_size, seed=seed, cache=cache)
+            generated = generate(model, ids, **fields)
+            columns = zip(generated.token_ids, generated.logprobs, generated.finish_reasons, strict=True)
+            rows = [AnswerRow(tokens, sum(logprobs, 0.0), reason) for tokens, logprobs, reason in columns]
+            num_computed = generated.stats.num_computed_tokens
         else:
             torch.manual_seed(seed)
             size = options.batch_size or ORDINARY_BATCH
-            rows, num_computed = answers_of_padded_rows(model, mine, tokenizer, fields, size, logprobs)
-    parts = here.gather((rows, num_computed, time.perf_counter() - start))
+            rows, num_computed = answers_of_padded_rows(model, own, tokenizer, fields, size, logprobs)
+    parts = ranks().gather((rows, num_computed, time.perf_counter() - start))
     pairs = [pair for share, part in zip(shares, parts, strict=True) for pair in zip(share, part[0], strict=True)]
     rows = [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
     texts = tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
@@ -144,19 +212,6 @@ def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
     ids = [prompt.token_ids for prompt in prompts]
     order = sort_sequences(np.concatenate(ids), cumulative(np.array([len(each) for each in ids]))).order
     return [part.tolist() for part in np.array_split(order, num_ranks)]
-
-
-def _rows_of(found: Generated) -> list[AnswerRow]:
-    columns = zip(found.token_ids, found.logprobs, found.finish_reasons, strict=True)
-    return [AnswerRow(ids, sum(logprobs, 0.0), reason) for ids, logprobs, reason in columns]
-
-
-class AnswerRow(NamedTuple):
-    """token_ids: with the token that ended it. logprob: of all of them; 0 if it was not asked for."""
-
-    token_ids: list[int]
-    logprob: float
-    finish_reason: str
 
 
 def answers_of_padded_rows(
@@ -178,8 +233,8 @@ def answers_of_padded_rows(
         chosen = order[first : first + batch_size]
         batch = _left_padded([prompts[index].token_ids for index in chosen], model.device)
         num_computed += batch["input_ids"].numel()
-        found = _generated(model, batch, tokenizer, fields, logprobs)
-        answers.update(zip(chosen, found, strict=True))
+        rows = _generated(model, batch, tokenizer, fields, logprobs)
+        answers.update(zip(chosen, rows, strict=True))
     return [answers[index] for index in range(len(prompts))], num_computed
 
 
@@ -204,15 +259,15 @@ def _generated(
 def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, Tensor]:
     longest = max(map(len, rows))
     padded = np.zeros((2, len(rows), longest), dtype=np.int64)
-    for place, ids in enumerate(rows):
-        padded[0, place, longest - len(ids) :] = ids
-        padded[1, place, longest - len(ids) :] = 1
+    for row, ids in enumerate(rows):
+        padded[0, row, longest - len(ids) :] = ids
+        padded[1, row, longest - len(ids) :] = 1
     return dict(zip(("input_ids", "attention_mask"), torch.from_numpy(padded).to(device), strict=True))
 
 
 def _until_end(tokens: list[int], fields: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], str]:
     """An answer without the end tokens that pad it, and why it ended."""
-    length = next((place for place, token in enumerate(tokens) if token in (fields["eos_token_id"] or ())), len(tokens))
+    length = next((index for index, token in enumerate(tokens) if token in (fields["eos_token_id"] or ())), len(tokens))
     stop_strings = fields.get("stop_strings") or ()
     text = tokenizer.decode(tokens[:length]) if stop_strings else ""
     if any(each in text for each in ([stop_strings] if isinstance(stop_strings, str) else stop_strings)):
@@ -226,63 +281,3 @@ def _logprob(logits: list[Tensor], tokens: list[int]) -> float:
         return 0.0
     chosen = torch.tensor(tokens, device=logits[0].device)[:, None]
     return float(torch.stack(logits).double().log_softmax(-1).gather(1, chosen).sum())
-
-
-OWN_KEYS = ("max_new_tokens", "do_sample", "temperature")
-KEY = "evaluate_generation"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """How answers are generated.
-
-    max_new_tokens: most tokens of an answer.
-    do_sample: draw tokens; otherwise the most likely one is taken, whatever the model's generation config says.
-    temperature: of the draws; None is the model's.
-    generation_kwargs: more fields of `GenerationConfig`.
-    batch_size: prompts at once; None leaves it to `radixtrain.generate`.
-    seed: of the draws.
-
-    Raises UserError that names the key.
-    """
-
-    max_new_tokens: int = 256
-    do_sample: bool = False
-    temperature: float | None = None
-    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch_size: int | None = None
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise UserError(f"{KEY}.{name} must be at least 1, got {number}")
-        if self.temperature is not None and not self.do_sample:
-            raise UserError(f"{KEY}.temperature {self.temperature} is read only with {KEY}.do_sample: true")
-        if self.temperature is not None and not self.temperature > 0:
-            raise UserError(f"{KEY}.temperature must be above 0, got {self.temperature}")
-        for name in OWN_KEYS:
-            if name in self.generation_kwargs:
-                raise UserError(f"{KEY}.generation_kwargs: {name} is a key of its own, {KEY}.{name}")
-        if self.generation_kwargs.get("num_return_sequences", 1) != 1:
-            raise UserError(f"{KEY}.generation_kwargs: num_return_sequences must be 1, since a row gets one answer")
-
-    def fields(self, tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Fields of `GenerationConfig`, with the tokens that end an answer."""
-        given = {"temperature": self.temperature} if self.temperature is not None else {}
-        own = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
-        fields = {"eos_token_id": _ends(tokenizer, model, prompts), **own, **given, **self.generation_kwargs}
-        if isinstance(fields["eos_token_id"], int):
-            fields["eos_token_id"] = [fields["eos_token_id"]]
-        return fields
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> list[int]:
-    """The model's end tokens, the tokenizer's, and what ends a turn in training, which a base model's config lacks."""
-    known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    own = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id}
-    found = (own - {None}) | end_tokens(tokenizer, prompts)
-    if not found:
-        raise UserError("neither the model nor its tokenizer has an end-of-sequence token, so no answer would end")
-    return sorted(found)

@@ -1,4 +1,4 @@
-"""What the answers of a model are worth: a number for each, by a metric of ours or a function of the user."""
+"""Per-answer metrics: built in, or a function of the user."""
 
 from __future__ import annotations
 

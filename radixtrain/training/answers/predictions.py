@@ -1,4 +1,4 @@
-"""The answers of `predict`, batch after batch of prompts: what these share stays in a cache from one to the next."""
+"""The records of `predict`: an answer to each prompt, or scores of each sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_TOKENS = 65_536  # of prompts and answers that are kept
 
 
 class PredictedAnswers:
-    """Answers prompts as often as it is asked.
+    """Answers batch after batch of prompts. A cache keeps what these share from one batch to the next.
 
     options: how; the command line sets them. speed: of all answers so far.
     """
@@ -41,9 +41,9 @@ class PredictedAnswers:
         """For each prompt its file row and its answer. Arguments, and errors, as of `answer_prompts`."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
         cache = self.cache if 2 * longest <= MAX_TOKENS else None
-        found = answer_prompts(model, prompts, tokenizer, self.options, dedup, logprobs=True, cache=cache)
-        self.speed.add(found)
-        pairs = zip(prompts, found.answers, strict=True)
+        answers = answer_prompts(model, prompts, tokenizer, self.options, dedup, logprobs=True, cache=cache)
+        self.speed.add(answers)
+        pairs = zip(prompts, answers.answers, strict=True)
         return [{"row": prompt.where, **answer.record()} for prompt, answer in pairs]
 
 
@@ -54,12 +54,12 @@ class AnswerSpeed:
         self.num_answers = self.num_new_tokens = self.num_prompt_tokens = self.num_computed_tokens = 0
         self.seconds = 0.0
 
-    def add(self, found: Answers) -> None:
-        self.num_answers += len(found.answers)
-        self.num_new_tokens += sum(len(answer.token_ids) for answer in found.answers)
-        self.num_prompt_tokens += found.num_prompt_tokens
-        self.num_computed_tokens += found.num_computed_tokens
-        self.seconds += found.seconds
+    def add(self, answers: Answers) -> None:
+        self.num_answers += len(answers.answers)
+        self.num_new_tokens += sum(len(answer.token_ids) for answer in answers.answers)
+        self.num_prompt_tokens += answers.num_prompt_tokens
+        self.num_computed_tokens += answers.num_computed_tokens
+        self.seconds += answers.seconds
 
     def __str__(self) -> str:
         r = self.num_prompt_tokens / self.num_computed_tokens
@@ -83,15 +83,15 @@ def scored_records(scorer: Scorer, model: nn.Module, step: Step, plain_head: boo
 
     Afterwards `step.num_computed_tokens` counts the rows of all ranks.
     """
-    here = ranks()
-    found = [each for part in here.gather(list(_scored(scorer, model, step, plain_head))) for each in part]
-    (step.num_computed_tokens,) = here.total(step.num_computed_tokens)
-    rows = step.where or (None,) * len(found)
-    return [{"row": rows[member], **scores} for member, scores in sorted(found, key=lambda pair: pair[0])]
+    gathered = ranks().gather(list(_scored(scorer, model, step, plain_head)))
+    (step.num_computed_tokens,) = ranks().total(step.num_computed_tokens)
+    pairs = sorted((pair for part in gathered for pair in part), key=lambda pair: pair[0])
+    rows = step.where or (None,) * len(pairs)
+    return [{"row": rows[member], **scores} for member, scores in pairs]
 
 
 def _scored(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Place and scores of each sequence of this rank. A micro-batch of weight zero is computed, and has none."""
+    """Index and scores of each sequence of this rank. A micro-batch of weight zero is computed, and has none."""
     for batch, members in zip(step.micro_batches, step.members, strict=True):
         scores = scorer(model, batch, plain_head)
         if members:

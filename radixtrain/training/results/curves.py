@@ -19,37 +19,24 @@ if TYPE_CHECKING:
 __all__ = ["BestStep", "Curve", "LogPart", "read_curves", "write_curves"]
 
 BLUE, ORANGE, GREEN, GREY = "#0b559f", "#d1590a", "#1a7f5a", "#777777"  # differ in lightness, for print without colours
-LOOK: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": GREY,
     "axes.titlelocation": "left",
     "axes.titlesize": 10.0,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.6,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
+    "legend.frameon": False,
     "lines.linewidth": 1.4,
-    "lines.solid_capstyle": "round",
-    "path.simplify": True,
 }
-SMALL = {  # metric -> title of its panel
-    "learning_rate": "learning rate",
-    "r": "r: tokens per computed token",
-    "tokens_per_second": "tokens/s",
+PANELS = {  # metric -> title of its panel, and the second metric that is drawn in it
+    "learning_rate": ("learning rate", ""),
+    "r": ("r: tokens per computed token", "best_r"),
+    "tokens_per_second": ("tokens/s", "computed_tokens_per_second"),
 }
-SECOND = {"r": "best_r", "tokens_per_second": "computed_tokens_per_second"}  # in the same panel
-NAMES = {
-    "r": "r",
-    "best_r": "at best",
-    "tokens_per_second": "effective",
-    "computed_tokens_per_second": "computed",
-}
+LABELS = {"best_r": "at best", "tokens_per_second": "effective", "computed_tokens_per_second": "computed"}
 FEW = 30  # points up to which each is marked
 SMOOTHED = 60  # points from which on a line through the noise is drawn
 WINDOW = 1 / 25  # of the points, that one point of that line averages
@@ -92,7 +79,7 @@ def write_curves(parts: Sequence[LogPart], path: Path, best: BestStep | None = N
 
 def read_curves(parts: Sequence[LogPart]) -> dict[str, Curve]:
     """The metrics of a run by name: the finite numbers of all lines that were written to their end."""
-    found: dict[str, array[float]] = {}  # step, value, step, value, ...
+    points: dict[str, array[float]] = {}  # step, value, step, value, ...
     for index, part in enumerate(parts):
         end = min((later.first_step for later in parts[index + 1 :]), default=math.inf)
         for row in _rows(Path(part.folder) / "metrics.csv"):
@@ -100,15 +87,15 @@ def read_curves(parts: Sequence[LogPart]) -> dict[str, Curve]:
             numbers = {name: _number(text) for name, text in row.items()} if step <= end else {}
             for name, value in numbers.items():
                 if math.isfinite(value):
-                    found.setdefault(name, array("d")).extend((step, value))
-    return {name: _curve(points) for name, points in found.items()}
-
-
-def _curve(points: array[float]) -> Curve:
-    """In the order of the steps; of two values of a step the later one."""
-    steps, values = np.asarray(points).reshape(-1, 2)[::-1].T
-    steps, indices = np.unique(steps, return_index=True)
-    return Curve(steps, values[indices])
+                    points.setdefault(name, array("d")).extend((step, value))
+    curves = {}
+    for name, pairs in points.items():
+        steps, values = (
+            np.asarray(pairs).reshape(-1, 2)[::-1].T
+        )  # of two values of a step, `unique` takes the later one
+        steps, indices = np.unique(steps, return_index=True)  # of two values of a step the later one
+        curves[name] = Curve(steps, values[indices])
+    return curves
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -126,123 +113,75 @@ def _number(text: Any) -> float:
 
 
 def _draw(curves: Mapping[str, Curve], resumed: Sequence[int], best: BestStep | None, title: str, path: Path) -> None:
-    """The losses in a wide panel, and a row of small ones below it. Matplotlib's settings are as before afterwards."""
+    """The losses in a wide panel, and a row of small ones below it. A dotted line is where the run was resumed.
+
+    Matplotlib's settings are as before afterwards.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    small = [*(name for name in SMALL if name in curves), *sorted(_other_metrics(curves))]
+    validated = sorted(name for name in curves if name.startswith("eval_") and name != "eval_loss")
+    small = [*(name for name in PANELS if name in curves), *validated]
     num_columns = 2 if len(small) == 4 else max(1, min(3, len(small)))
     num_rows = -(-len(small) // num_columns)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(LOOK)
+        matplotlib.rcParams.update(STYLE)
         figure = Figure(figsize=(9.6, 3.6 + 2.1 * num_rows), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(1 + num_rows, num_columns, height_ratios=[1.75, *[1.0] * num_rows])
-        losses = figure.add_subplot(grid[0, :])
-        losses.margins(x=0.01)
-        _draw_losses(losses, curves, best)
+        losses = figure.add_subplot(grid[0, :], title="loss")
+        _plot(losses, curves["loss"], BLUE, "loss")
+        if "eval_loss" in curves:
+            _plot_validations(losses, "eval_loss", curves, best)
+            losses.legend()
         for index, name in enumerate(small):
             panel = figure.add_subplot(grid[1 + index // num_columns, index % num_columns], sharex=losses)
             _draw_small(panel, name, curves, best)
         for index, panel in enumerate(figure.axes):
-            _draw_steps(panel, resumed, 10 if index == 0 else 4)
+            panel.xaxis.set_major_locator(MaxNLocator(4 if index else 10, integer=True))
+            panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             panel.set_xlabel("" if 0 < index <= len(small) - num_columns else "optimizer steps")
+            for step in resumed:
+                panel.axvline(step, color=GREY, linestyle=":", linewidth=1, zorder=0)
         figure.suptitle(title, x=0.012, horizontalalignment="left", fontsize=12, fontweight="bold")
         figure.savefig(path, format="png", dpi=150)
 
 
-def _other_metrics(curves: Mapping[str, Curve]) -> list[str]:
-    """What validations measured besides the loss."""
-    return [name for name in curves if name.startswith("eval_") and name != "eval_loss"]
-
-
-def _draw_losses(panel: Axes, curves: Mapping[str, Curve], best: BestStep | None) -> None:
-    panel.set_title("loss")
-    lines = {"loss": (curves["loss"], BLUE)}
-    _draw_noisy(panel, *lines["loss"])
-    if "eval_loss" in curves:
-        lines["eval_loss"] = (curves["eval_loss"], ORANGE)
-        _draw_validations(panel, "eval_loss", curves, best)
-    _name_lines(panel, lines, gap=0.075)
-
-
 def _draw_small(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestStep | None) -> None:
-    panel.set_title(SMALL.get(name, name))
-    if name not in SMALL:
-        _draw_validations(panel, name, curves, best)
-        lowest, highest = curves[name].values.min(), curves[name].values.max()
-        if lowest >= 0 > panel.get_ylim()[0]:  # a share of right answers is never below 0
-            top = panel.get_ylim()[1] if highest > 0 else 1.0
-            panel.set_ylim(-0.04 * top, top)
+    title, second = PANELS.get(name, (name, ""))
+    panel.set_title(title)
+    if name not in PANELS:
+        _plot_validations(panel, name, curves, best)
         return
-    _draw_noisy(panel, curves[name], BLUE)
+    _plot(panel, curves[name], BLUE, LABELS.get(name, name))
     panel.yaxis.set_major_formatter("{x:g}" if name == "learning_rate" else "{x:,g}")
-    second = SECOND.get(name, "")
-    is_pair = second in curves and not np.array_equal(curves[name].values, curves[second].values)
-    if is_pair:
-        _draw_noisy(panel, curves[second], GREEN, "--")
+    if second in curves and not np.array_equal(curves[name].values, curves[second].values):
+        _plot(panel, curves[second], GREEN, LABELS[second], "--")
+        panel.legend()
     panel.set_ylim(0, 1.04 * panel.get_ylim()[1])
-    if is_pair:
-        lines = {NAMES[name]: (curves[name], BLUE), NAMES[second]: (curves[second], GREEN)}
-        _name_lines(panel, lines, gap=0.14)
 
 
-def _draw_noisy(panel: Axes, curve: Curve, color: str, style: str = "-") -> None:
-    """Every point, and with many of them a smooth line."""
-    many = len(curve.steps) >= SMOOTHED
-    marker = "." if len(curve.steps) < FEW else ""
-    panel.plot(*curve, style, color=color, alpha=0.3 if many else 1, linewidth=0.8 if many else 1.4, marker=marker)
-    if many:
-        panel.plot(curve.steps, _smooth(curve.values), style, color=color)
+def _plot(panel: Axes, curve: Curve, color: str, label: str, style: str = "-") -> None:
+    """Every point, and with many of them a smooth line: the mean over a window, which is narrower at the ends."""
+    if len(curve.steps) < SMOOTHED:
+        panel.plot(*curve, style, color=color, label=label, marker="." if len(curve.steps) < FEW else "")
+        return
+    panel.plot(*curve, style, color=color, alpha=0.3, linewidth=0.8)
+    window = np.ones(2 * int(len(curve.values) * WINDOW / 2) + 1)
+    sums, counts = (np.convolve(values, window, "same") for values in (curve.values, np.ones_like(curve.values)))
+    panel.plot(curve.steps, sums / counts, style, color=color, label=label)
 
 
-def _draw_validations(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestStep | None) -> None:
-    """A point for each validation; the best one is full, and in the panel of its metric its value is said."""
+def _plot_validations(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestStep | None) -> None:
+    """A point for each validation; the best one is full, and the panel of its metric names its value."""
     steps, values = curves[name]
-    panel.plot(steps, values, "o-", color=ORANGE, markersize=4, markerfacecolor="white", zorder=3)
+    panel.plot(steps, values, "o-", color=ORANGE, label=name, markersize=4, markerfacecolor="white", zorder=3)
     if best is None or best.step not in steps:
         return
     value = float(values[steps == best.step][0])
     panel.plot([best.step], [value], "o", color=ORANGE, markersize=7, zorder=4)
     if name == best.metric:
         panel.set_title(f"best {name}: {value:.4g} at step {best.step:,}", loc="right", color=ORANGE)
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """The mean over a window around each point, which is narrower at the ends."""
-    half = max(1, int(len(values) * WINDOW / 2))
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    indices = np.arange(len(values))
-    first, end = np.maximum(indices - half, 0), np.minimum(indices + half + 1, len(values))
-    return (sums[end] - sums[first]) / (end - first)
-
-
-def _name_lines(panel: Axes, lines: Mapping[str, tuple[Curve, str]], gap: float) -> None:
-    """The names at the right ends of the lines, so that no legend is needed.
-
-    lines: name -> curve and colour. gap: least distance of two names, as a share of the panel's height.
-    """
-    bottom, top = panel.get_ylim()
-    panel.set_ylim(bottom, top)  # stays as it is
-    ends = {name: curve.values[-max(1, int(len(curve.values) * WINDOW)) :].mean() for name, (curve, _) in lines.items()}
-    names = sorted(ends, key=lambda each: float(ends[each]))
-    heights: list[float] = []
-    for name in names:
-        height = (ends[name] - bottom) / (top - bottom)
-        heights.append(max(height, heights[-1] + gap) if heights else height)
-    above = max(0.0, heights[-1] - 1)  # the top one stays beside the panel, not beside its title
-    for name, height in zip(names, heights, strict=True):
-        place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (5, 0), "textcoords": "offset points"}
-        panel.annotate(name, (1.0, height - above), color=lines[name][1], verticalalignment="center", **place)
-
-
-def _draw_steps(panel: Axes, resumed: Sequence[int], num_ticks: int) -> None:
-    """The axis of the steps, and a dotted line where the run went on."""
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
-    panel.xaxis.set_major_locator(MaxNLocator(num_ticks, integer=True))
-    panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    for step in resumed:
-        panel.axvline(step, color=GREY, linestyle=":", linewidth=1, zorder=0)

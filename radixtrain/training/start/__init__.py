@@ -1,2 +1,1 @@
-"""Before the first step: the model is loaded, what is known to fail fails, and one screen says what will
-happen."""
+"""Before the first step: load the model, fail early, and print an overview of the run."""

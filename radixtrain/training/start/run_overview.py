@@ -1,4 +1,4 @@
-"""What a person wants to have seen before a run takes hours: one screen, after tokenising and before the first step."""
+"""An overview of a run, printed after tokenising and before the first step: what a person wants to see before hours."""
 
 from __future__ import annotations
 
@@ -32,45 +32,45 @@ from radixtrain.training.optimizer import num_steps_of_run
 from radixtrain.tree.groups import PrefixGroups
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from radixtrain.data.datamodule import SFTData
 
-__all__ = [
-    "Entry",
-    "data_entries",
-    "model_entries",
-    "print_overview",
-    "r_of_ranks",
-    "sharing_entries",
-    "steps_between_logs",
-    "unused_keys",
-]
-
-Entry = tuple[str, str]
-"""A name and a line of text."""
+__all__ = ["data_entries", "model_entries", "print_overview", "sharing_entries", "steps_between_logs", "unused_keys"]
 
 MOST_CONVERSATIONS = 20_000
 """Prompts are looked for in so many conversations, drawn by the seed: 0.5 s, however many there are."""
 SAMPLE_CHARS = 800
 
+LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
+FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
+SCORES = ("scores", "next_tokens", "normalize_embeddings", "generate")
+SHARING = ("attention", "kernel", "allow_dropout")
+COLLATING = ("min_shared_tokens", "pad_to_multiple_of")
+CHATS = ("split_turns", "assistant_only_loss", "chat_template_path", "chat_template_kwargs")
+VALIDATING = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps")
+
+Entry = tuple[str, str]
+"""A name and a line of text."""
+
 
 def print_overview(trainer: Any, module: Any, data: SFTData, config: Any, written: int, evaluates: str = "") -> None:
-    """Print it.
+    """Print it, coloured on a terminal.
 
     module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as it was set.
     written: bytes, see `check_room`. evaluates: what is generated after each validation; empty for nothing.
     """
     corpus, report, settings = data.conversations["train"], data.reports["train"], data.hparams
-    tokenizer = load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
-    unused = unused_keys(module, data, config)
     entries = [
-        *data_entries(corpus, report, settings.max_length, unused),
+        *data_entries(corpus, report, settings.max_length, unused_keys(module, data, config)),
         *sharing_entries(data),
         *([("answers", evaluates)] if evaluates else []),
         *model_entries(module, trainer, data.steps_per_epoch, written),
     ]
-    _print(entries, _sample_text(corpus, tokenizer))
+    sample, tokenizer = corpus[0][0], load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
+    text = Text.assemble(f"{sample.where}, loss on what stands in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    lines: list[tuple[str, str | Text]] = [*entries, ("sample", text)]
+    for name, line in lines:
+        console.print(Text.assemble((f"{name:<12} ", "bold"), line))
 
 
 def steps_between_logs(trainer: Any, data: SFTData) -> int:
@@ -84,129 +84,87 @@ def data_entries(corpus: Corpus, report: EncodeReport, max_length: int | None, u
 
     unused: see `unused_keys`.
     """
-    shown = ", ".join(f"{name} {value:,}" for name, value in length_quantiles(corpus.lengths).items())
+    quantiles = ", ".join(f"{name} {value:,}" for name, value in length_quantiles(corpus.lengths).items())
     share = f", {report.num_labels / report.num_tokens:.0%} with loss" if report.num_tokens else ""
     weighted = (
-        "" if corpus.weights is None else f", {epoch_size(corpus.weights):,} of them in an epoch by their weights"
+        f", {epoch_size(corpus.weights):,} of them in an epoch by their weights" if corpus.weights is not None else ""
     )
-    tokens = f"{int(corpus.lengths.sum()):,} tokens{share}"
-    entries = [
-        ("data", f"{report}, {len(corpus):,} conversations to train on{weighted}, {tokens}"),
-        ("lengths", f"{shown} tokens"),
-    ]
+    count = f"{len(corpus):,} conversations to train on{weighted}, {int(corpus.lengths.sum()):,} tokens{share}"
+    entries = [("data", f"{report}, {count}"), ("lengths", f"{quantiles} tokens")]
     if report.num_long_samples:
         longest = f"the longest {report.longest:,} ({report.longest_where})"
         entries.append(("too long", f"{report.num_long_samples:,} samples over max_length {max_length:,}, {longest}"))
     if report.unused_columns:
         columns = [f"{name} ({count:,} rows)" for name, count in report.unused_columns.most_common(8)]
         entries.append(("columns", f"not used: {', '.join(columns)}"))
-    return [*entries, *([("keys", f"not used: {'; '.join(unused)}")] if unused else [])]
+    if unused:
+        entries.append(("keys", f"not used: {'; '.join(unused)}"))
+    return entries
 
 
 def sharing_entries(data: SFTData) -> list[Entry]:
     """Prompts that several conversations share, the r to expect, and what another order would bring."""
-    corpus, settings = data.conversations["train"], data.hparams
-    part = _part(corpus, settings.seed)
-    groups = conversation_groups(part)
-    entries = [("prompts", _prompts(groups, len(part), len(corpus)))]
+    corpus, settings, num_ranks = data.conversations["train"], data.hparams, ranks().size
+    drawn, seen = corpus, ""
+    if len(corpus) > MOST_CONVERSATIONS:
+        indices = np.random.default_rng([settings.seed, 0x5C]).choice(len(corpus), MOST_CONVERSATIONS, replace=False)
+        drawn = corpus.select(np.sort(indices))
+        seen = f" (in {len(drawn):,} of {len(corpus):,} conversations)"
+    groups = conversation_groups(drawn)
+    common = f"; {int(groups.depth[0]):,} tokens or more are common to all" if groups.depth[0] else ""
+    entries = [("prompts", f"{num_shared_prompts(groups):,} shared by several conversations{common}{seen}")]
     if not settings.dedup:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
-    arrangement = _arrangement(data, part, groups)
-    entries.append(("r", f"about {arrangement.r:.1f} tokens per computed token in this order{_on_one(data)}"))
-    return [*entries, *([("advice", arrangement.hint)] if arrangement.hint else [])]
+    batches = list(batches_of(data.train_order(), settings.batch_size))
+    r = expected_r_of_ranks(corpus, batches, settings.max_tokens, num_ranks)
+    text = f"about {r:.1f} tokens per computed token in this order"
+    if num_ranks > 1:  # devices share nothing with one another
+        text += f" on {num_ranks} devices, {expected_r(corpus, batches, settings.max_tokens):.1f} on one"
+    entries.append(("r", text))
+    hint = _arrangement(data, drawn, groups, r).hint
+    return [*entries, ("advice", hint)] if hint else entries
 
 
 def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int) -> list[Entry]:
-    """Steps, memory and disk. written: bytes, see `check_room`."""
+    """Ranks, steps, memory and disk. written: bytes, see `check_room`."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
     held = sum(size for size, _ in sizes) + 3 * sum(size for size, trained in sizes if trained)
-    num_steps = num_steps_of_run(trainer, steps_per_epoch)
+    num_steps, num_ranks = num_steps_of_run(trainer, steps_per_epoch), ranks().size
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
+    entries, divided = [], ""
+    if num_ranks > 1:
+        strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
+        entries = [("devices", f"{num_ranks} ranks, {strategy}: each step is the same as on one")]
+        divided = (
+            f", 1/{num_ranks} of it on each rank" if isinstance(trainer.strategy, FSDP2Strategy) else " on each rank"
+        )
+    memory = f"{bytes_text(held)} for weights, gradients and AdamW{divided}"
     return [
-        *_devices(trainer),
+        *entries,
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
-        (
-            "memory",
-            f"{bytes_text(held)} for weights, gradients and AdamW{_held_by(trainer)}; the activations of a micro-batch "
-            f"come on top",
-        ),
+        ("memory", f"{memory}; the activations of a micro-batch come on top"),
         ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
     ]
 
 
-def _devices(trainer: Any) -> list[tuple[str, str]]:
-    """Nothing for a single process."""
-    if ranks().size == 1:
-        return []
-    strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
-    return [("devices", f"{ranks().size} ranks, {strategy}: each step is the same as on one")]
-
-
-def _held_by(trainer: Any) -> str:
-    """How that is divided among several ranks."""
-    if ranks().size == 1:
-        return ""
-    is_divided = isinstance(trainer.strategy, FSDP2Strategy)
-    return f", 1/{ranks().size} of it on each rank" if is_divided else " on each rank"
-
-
-def _sample_text(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The first sample, decoded, with its loss tokens marked."""
-    sample = corpus[0][0]
-    return Text.assemble(f"{sample.where}, loss on what stands in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
-
-
-def _print(entries: Sequence[Entry], sample: Text) -> None:
-    """Coloured on a terminal, plain lines elsewhere."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    for name, text in entries:
-        console.print(Text.assemble((f"{name:<12} ", "bold"), text))
-    console.print(Text.assemble((f"{'sample':<12} ", "bold"), sample))
-
-
-def _part(corpus: Corpus, seed: int) -> Corpus:
-    if len(corpus) <= MOST_CONVERSATIONS:
-        return corpus
-    drawn = np.random.default_rng([seed, 0x5C]).choice(len(corpus), MOST_CONVERSATIONS, replace=False)
-    return corpus.select(np.sort(drawn))
-
-
-def _prompts(groups: PrefixGroups, num_seen: int, num_conversations: int) -> str:
-    """How many, and what all conversations have in common."""
-    of = f" (in {num_seen:,} of {num_conversations:,} conversations)" if num_seen < num_conversations else ""
-    common = f"; {int(groups.depth[0]):,} tokens or more are common to all" if groups.depth[0] else ""
-    return f"{num_shared_prompts(groups):,} shared by several conversations{common}{of}"
-
-
-def _arrangement(data: SFTData, part: Corpus, groups: PrefixGroups) -> Arrangement:
+def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float) -> Arrangement:
     """r of the run, and r that `group_by_prefix: true` would reach, estimated from a part of the conversations."""
-    settings, size = data.hparams, ranks().size
-    r = _r_in_this_order(data, size)
-    grouped = grouped_order(part, settings.batch_size, True, settings.seed, groups)
+    settings = data.hparams
+    grouped = grouped_order(drawn, settings.batch_size, True, settings.seed, groups)
     if grouped is None or settings.group_by_prefix is not False or not settings.shuffle_dataset:
         return Arrangement(r, r)
-    drawn = grouped.draw(np.arange(len(part)), np.random.default_rng([settings.seed, 0]))
-    return Arrangement(r, r_of_ranks(part, batches_of(drawn, settings.batch_size), settings.max_tokens, size))
+    order = grouped.draw(np.arange(len(drawn)), np.random.default_rng([settings.seed, 0]))
+    batches = batches_of(order, settings.batch_size)
+    return Arrangement(r, expected_r_of_ranks(drawn, batches, settings.max_tokens, ranks().size))
 
 
-def _r_in_this_order(data: SFTData, num_ranks: int) -> float:
-    batches = batches_of(data.train_order(), data.hparams.batch_size)
-    return r_of_ranks(data.conversations["train"], batches, data.hparams.max_tokens, num_ranks)
-
-
-def _on_one(data: SFTData) -> str:
-    """What several devices cost, which share nothing with one another; nothing for a single process."""
-    size = ranks().size
-    return f" on {size} devices, {_r_in_this_order(data, 1):.1f} on one" if size > 1 else ""
-
-
-def r_of_ranks(
+def expected_r_of_ranks(
     conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None, num_ranks: int
 ) -> float:
-    """r of these steps, if each is shared out among the ranks: tokens per computed token, of all ranks together.
+    """Tokens per computed token of all ranks together, each of which computes its share of every step by itself.
 
-    conversations, batches, max_tokens: as `expected_r` takes them, and it leaves out the same. So is the measured cost
-    of a token, by which a run may share out otherwise.
+    conversations, batches, max_tokens: as `expected_r` takes them, and it leaves out the same. So is the cost of a
+    token, by which a run may share out otherwise.
     """
     if num_ranks == 1:
         return expected_r(conversations, batches, max_tokens)
@@ -218,17 +176,8 @@ def r_of_ranks(
     return num_tokens / num_computed if num_computed else 1.0
 
 
-LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
-FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
-SCORES = ("scores", "next_tokens", "normalize_embeddings", "generate")
-SHARING = ("attention", "kernel", "allow_dropout")
-COLLATING = ("min_shared_tokens", "pad_to_multiple_of")
-CHATS = ("split_turns", "assistant_only_loss", "chat_template_path", "chat_template_kwargs")
-VALIDATING = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps")
-
-
 def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
-    """`model.lora_r (only with use_peft: true)` and the like, of a run of `fit`.
+    """`model.lora_r (only with use_peft: true)` and the like: keys that a run of `fit` has set and does not read.
 
     model, data: a `RadixModule` and an `SFTData`. trainer: the trainer's part of the configuration.
 

@@ -129,37 +129,10 @@ def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_pa
     assert_bit_equal(load_file(tmp_path / "exported" / "model.safetensors"), after)
 
 
-@FULL
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_a_precision_that_converts_the_batches(arguments, shop, tmp_path, precision):
-    flags = {"trainer__precision": precision, "trainer__max_steps": 2, "data__predict_file": shop / "validation.jsonl"}
-    assert main(arguments(**flags)) == 0
-    assert len(losses(tmp_path / "out")) == 2
-    assert main(arguments("predict", **flags)) == 0
-    assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 5
 
 
-@FULL
-def test_mixed_precision_is_as_good_as_the_ordinary_arms(arguments, tmp_path):
-    """Its distance to the float32 losses is at most twice the ordinary arm's, and one rounding of bfloat16."""
-    arms = {"truth": ("true", "32-true"), "radix": ("true", "bf16-mixed"), "ordinary": ("false", "bf16-mixed")}
-    curve = {}
-    for name, (dedup, precision) in arms.items():
-        flags = {"dedup": dedup, "trainer__precision": precision, "trainer__max_steps": 3}
-        assert main(arguments(output_dir=tmp_path / name, **flags)) == 0
-        curve[name] = losses(tmp_path / name)
-    for step, truth in curve["truth"].items():
-        ordinary, radix = (abs(curve[name][step] - truth) for name in ("ordinary", "radix"))
-        assert radix <= 2 * ordinary + 2**-8 * truth
 
 
-@FULL
-def test_max_steps_alone_means_that_many_steps(arguments, tmp_path):
-    """More than the three epochs that are the default; and a run shorter than the log interval logs each of them."""
-    for steps, interval in ((16, 1), (2, 10)):
-        flags = {"trainer__max_steps": steps, "trainer__log_every_n_steps": interval}
-        assert main(arguments(output_dir=tmp_path / str(steps), trainer__max_epochs=None, **flags)) == 0
-        assert list(losses(tmp_path / str(steps))) == list(range(steps))
 
 
 def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
@@ -173,15 +146,6 @@ def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@FULL
-@pytest.mark.usefixtures("wandb_offline")
-def test_weights_and_biases_offline(arguments, tmp_path):
-    """By its short name: the metrics are written as a file too, and the configuration where it always is."""
-    assert main(arguments(trainer__max_steps=2, trainer__logger="wandb")) == 0
-    assert list((tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb"))
-    version = tmp_path / "out" / "logs" / "version_0"
-    assert (version / "metrics.csv").is_file()
-    assert yaml.safe_load((version / "config.yaml").read_text())["trainer"]["logger"] == "wandb"
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(arguments, shop, tmp_path, capsys, caplog):
@@ -222,3 +186,22 @@ def test_validation_is_the_mean_over_tokens(arguments, shop, tmp_path, capsys, c
         assert main(arguments(command, **flags)) == 0
         printed = next(float(word) for word in capsys.readouterr().out.split() if re.fullmatch(r"\d+\.\d+", word))
         assert printed == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-12)
+
+
+@FULL
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_precision_that_converts_the_batches(arguments, shop, tmp_path, precision):
+    flags = {"trainer__precision": precision, "trainer__max_steps": 2, "data__predict_file": shop / "validation.jsonl"}
+    assert main(arguments(**flags)) == 0
+    assert len(losses(tmp_path / "out")) == 2
+    assert main(arguments("predict", **flags)) == 0
+    assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 5
+
+
+@FULL
+def test_max_steps_alone_means_that_many_steps(arguments, tmp_path):
+    """More than the three epochs that are the default; and a run shorter than the log interval logs each of them."""
+    for steps, interval in ((16, 1), (2, 10)):
+        flags = {"trainer__max_steps": steps, "trainer__log_every_n_steps": interval}
+        assert main(arguments(output_dir=tmp_path / str(steps), trainer__max_epochs=None, **flags)) == 0
+        assert list(losses(tmp_path / str(steps))) == list(range(steps))

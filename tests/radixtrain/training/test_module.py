@@ -163,43 +163,10 @@ def test_a_model_that_was_not_loaded_here_is_measured_when_it_is_used(tmp_path: 
     assert module.plain_head is False
 
 
-@pytest.fixture
-def modern_bert(shop: Path, tmp_path: Path) -> Path:
-    """A ModernBERT-decoder for the tokenizer of the shop."""
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    ids = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "pad_token_id": tokenizer.pad_token_id}
-    return saved("ModernBertDecoderForCausalLM", tmp_path / "model", **sizes, **ids)
 
 
-@float64_arithmetic()
-@pytest.mark.parametrize("dedup", ["true", pytest.param("false", marks=FULL)])
-def test_validate_prints_the_loss_of_hugging_face(
-    arguments: Any, shop: Path, modern_bert: Path, capsys: pytest.CaptureFixture[str], dedup: str
-) -> None:
-    flags = {"model__model_name_or_path": modern_bert, "data__train_file": None, "dedup": dedup, **FLOAT64}
-    file = str(shop / "validation.jsonl")
-    assert main(arguments("validate", **flags, data__min_shared_tokens=1, data__validation_file=file)) == 0
-    printed = next(word for word in capsys.readouterr().out.split() if word.replace(".", "").isdigit() and "." in word)
-    data = SFTData(validation_file=file, model_name_or_path=str(modern_bert))
-    data.setup("validate")
-    model = AutoModelForCausalLM.from_pretrained(modern_bert, dtype=torch.float64).eval()
-    total = count = 0.0
-    for sample in (sample for conversation in data.conversations["validation"] for sample in conversation):
-        ids, labels = (torch.tensor([list(values)]) for values in (sample.input_ids, sample.labels))
-        num_labels = int((labels[:, 1:] != -100).sum())
-        total, count = total + model(ids, labels=labels).loss.item() * num_labels, count + num_labels
-    assert float(printed) == pytest.approx(total / count, rel=1e-12)
 
 
-@FULL
-def test_verify_passes(
-    arguments: Any, modern_bert: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert main(arguments("verify", model__model_name_or_path=modern_bert)) == 0
-    assert capsys.readouterr().out.count(" equal\n") == 2
-    assert "its own head is used, which holds [P, vocab] logits" in caplog.text
 
 
 @FULL

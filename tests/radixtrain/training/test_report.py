@@ -34,15 +34,6 @@ def test_the_command(
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html"]
 
 
-@FULL
-@pytest.mark.parametrize(
-    "flags", [{"dedup": False}, {"trainer__precision": "bf16-mixed"}, {"model__attention": "path"}]
-)
-def test_settings_of_the_run(
-    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
-) -> None:
-    assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0.5, **flags)) == 0
-    assert "A training step is predicted to run at" in " ".join(capsys.readouterr().out.split())
 
 
 @FULL
@@ -63,13 +54,6 @@ def test_nothing_is_predicted_if_no_time_is_given(
     assert "was not predicted" in text and "max_seconds is 0" in text
 
 
-def test_a_model_that_cannot_be_cut_is_reported_all_the_same(
-    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("radixtrain.report.prediction.free_bytes", lambda device: 1000.0)
-    assert main(arguments("report", model__model_name_or_path=without_weights)) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "not predicted: 1 of its 1 layers with gradients and optimizer need" in text
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,6 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
 
 
-@FULL
-def test_in_a_process_of_its_own(arguments: Arguments, start: Callable[..., Any], tmp_path: Path) -> None:
-    run = start(arguments("verify", num_steps=2))
-    assert run.wait() == 0, run.said()
-    lines = run.printed().splitlines()
-    assert lines[0].startswith("step 0: 4 sequences, ")
-    assert [line.split()[0] for line in lines if line.endswith(" equal")] == ["float64", "float32"] * 2
-    assert lines[-1] == "verified: 2 of 5 steps of an epoch"
-    assert not (tmp_path / "out" / "model").exists()
 
 
 def test_a_broken_attention_is_found_and_the_parameter_named(
@@ -49,10 +40,6 @@ def test_a_broken_attention_is_found_and_the_parameter_named(
     assert "NOT EQUAL" in captured.out
 
 
-@FULL
-def test_small_micro_batches_and_settings_of_the_run(arguments: Arguments) -> None:
-    flags = {"data__max_tokens": 120, "data__max_length": 100, "data__min_shared_tokens": 4}
-    assert main(arguments("verify", **flags, data__pad_to_multiple_of=8, model__activation_checkpointing=True)) == 0
 
 
 def test_what_is_verified_is_what_is_trained(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +135,3 @@ class TestVerifyFirstBatch:
         assert "Nothing was trained" in error
         assert not (tmp_path / "out" / "model").exists()
 
-    @FULL
-    def test_the_ordinary_arm_has_nothing_to_verify_but_can(self, arguments: Arguments) -> None:
-        assert main(arguments(model__verify_first_batch=True, dedup=False, trainer__max_steps=1)) == 0

@@ -156,24 +156,10 @@ def test_wandb_gets_a_table(run, tmp_path):
     assert len(found["data"]) == 5
 
 
-KINDS = {
-    "bf16-mixed": {"trainer__precision": "bf16-mixed"},
-    "64-true": {"trainer__precision": "64-true"},
-    "adapters": {"model__use_peft": "true", "model__lora_r": 2},
-}
 
 
-@FULL
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_the_precision_of_the_run_and_with_adapters(run, tmp_path, kind):
-    assert run(trainer__max_steps=5, **KINDS[kind], **GREEDY) == 0
-    assert len(table(tmp_path / "out" / "answers" / "step=5.csv")) == 5
 
 
-@FULL
-def test_a_fast_dev_run_tries_it_and_writes_nothing(run, tmp_path):
-    assert run(trainer__fast_dev_run="true", **GREEDY) == 0
-    assert not (tmp_path / "out" / "answers").exists()
 
 
 # What is wrong with a metric or an option by itself: test_metrics.py and test_answer_options.py.
@@ -232,22 +218,6 @@ def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monk
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-@FULL
-def test_a_model_without_a_chat_template(run, shop, tmp_path, capsys):
-    """Chats cannot be rendered; prompts with completions need no template."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
-    tokenizer.chat_template = None
-    AutoModelForCausalLM.from_pretrained(shop / "model").save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    assert run(model__model_name_or_path=tmp_path / "base", **GREEDY) == 1
-    assert "the tokenizer has no chat template" in capsys.readouterr().err
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "shelf", "completion": " one"}\n' * 4, encoding="utf-8")
-    flags = {"data__train_file": path, "data__validation_file": path, "trainer__max_steps": 1}
-    assert run(model__model_name_or_path=tmp_path / "base", **flags, **GREEDY) == 0
-    assert len(table(tmp_path / "out" / "answers" / "step=1.csv")) == 4
 
 
 ROWS = [
@@ -267,13 +237,6 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_finished_is_not_replaced(tmp_path):
-    path = tmp_path / "step=5.csv"
-    write_table(path, ROWS)
-    before = path.read_bytes()
-    with pytest.raises(UnicodeEncodeError):
-        write_table(path, [Judged("a:1", "\ud800", "", "", 0, "stop")])
-    assert path.read_bytes() == before
 
 
 def test_only_wandb_receives_it(tmp_path, monkeypatch):
@@ -286,3 +249,17 @@ def test_only_wandb_receives_it(tmp_path, monkeypatch):
     [(key, columns, data)] = received
     assert key == "answers" and columns == list(Judged._fields) and len(data) == MOST_ROWS_LOGGED
     assert data[1] == list(ROWS[1])
+
+
+KINDS = {
+    "bf16-mixed": {"trainer__precision": "bf16-mixed"},
+    "64-true": {"trainer__precision": "64-true"},
+    "adapters": {"model__use_peft": "true", "model__lora_r": 2},
+}
+
+
+@FULL
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_precision_of_the_run_and_with_adapters(run, tmp_path, kind):
+    assert run(trainer__max_steps=5, **KINDS[kind], **GREEDY) == 0
+    assert len(table(tmp_path / "out" / "answers" / "step=5.csv")) == 5

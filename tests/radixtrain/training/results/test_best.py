@@ -136,10 +136,6 @@ class TestStopEarly:
         assert self.states([3, 4], patience=1) == [False, True]
         assert self.states([3, NAN], patience=5) == [False, True]
 
-    def test_it_says_why(self) -> None:
-        stop = StopEarly("eval_loss", 2)
-        assert [self.seen(stop, value) for value in (1, 2, 3)][-1] == "eval_loss did not improve in 2 validations"
-        assert self.seen(StopEarly("eval_loss", 2), NAN) == "eval_loss was not finite"
 
     def test_the_configured_patience_counts_after_a_resume(self) -> None:
         stop = StopEarly("eval_loss", 2)
@@ -211,17 +207,6 @@ def test_the_best_weights_are_exported_and_the_last_ones_kept(stopped: Path) -> 
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == sorted(["best", "last", *steps])
 
 
-@FULL
-def test_validate_says_which_weights_it_evaluates(again: Any, tmp_path: Path, capsys: Any) -> None:
-    out, best = tmp_path / "out", summary(tmp_path / "out")["best"]
-    for flags, place in (
-        ({"ckpt_path": "best"}, f"{out / best['path']} (step {best['step']})"),
-        ({"model__model_name_or_path": out / "model"}, f"{out / 'model'} (the best weights of the run, of step"),
-    ):
-        assert main(again("validate", **flags)) == 0
-        printed = capsys.readouterr().out
-        assert f"weights      {place}" in printed
-        assert shown_loss(printed) == best["value"]  # the same weights, rows and batches
 
 
 def test_a_run_that_stopped_early_has_nothing_left_to_do(again: Any, tmp_path: Path, capsys: Any) -> None:
