@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,7 +22,7 @@ from radixtrain.hf.step_cost import FIXED_RATES, step_cost_of
 from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
-from radixtrain.training.devices.gradient_sync import backward, rebuild_ddp, warm_up_buckets
+from radixtrain.training.devices.gradient_sync import backward, warm_up_buckets
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
 from radixtrain.training.fault_tolerance.position import (
     Position,
@@ -45,14 +43,13 @@ from radixtrain.training.fault_tolerance.run_state import (
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
+from radixtrain.training.start.verify_first_batch import VerifyFirstBatch
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["RadixModule", "VerifyFirstBatch"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["RadixModule"]
 
 
 class RadixModule(L.LightningModule):
@@ -369,39 +366,3 @@ class RadixModule(L.LightningModule):
         norm = whole(nn.utils.get_total_norm([each.grad for each in reached if each.grad is not None]))
         nn.utils.clip_grads_with_norm_(reached, limit, norm)
         return norm
-
-
-class VerifyFirstBatch(L.Callback):
-    """Compares the gradient of the first optimizer step with ordinary Hugging Face's, and stops if they differ.
-
-    With several ranks the first one compares the whole step, before the others take theirs with it.
-
-    module: whose runs it compares; the trainer keeps the callback when it fits another one.
-    verify: sequences of a step and what cuts them -> the comparison, as `RadixModule.verify`.
-    """
-
-    def __init__(self, module: L.LightningModule, verify: Callable[[Features, StepCollator], EquivalenceReport]):
-        self.module = module
-        self.verify = verify
-
-    def on_train_start(self, trainer: Any, module: L.LightningModule) -> None:
-        if module is not self.module:
-            return
-        data = trainer.datamodule
-        if not isinstance(data, SFTData):
-            raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
-        collator = data.step_collator()  # of the whole step
-        reason = ranks().broadcast_from_rank0(
-            lambda: self._verified(data.features_of_step(0), collator), long_timeout=True
-        )
-        if reason:
-            raise UserError(f"model.verify_first_batch: {reason}. Nothing was trained")
-        rebuild_ddp(trainer.strategy)
-
-    def _verified(self, features: Features, collator: StepCollator) -> str:
-        """Why the whole step, on one rank, did not pass; empty if it did."""
-        report = self.verify(features, collator)
-        if not report.passed:
-            return report.reason
-        logger.info("first batch verified:\n%s", report)
-        return ""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from tiers import FULL, cases
 
@@ -129,12 +128,6 @@ def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_pa
     assert_bit_equal(load_file(tmp_path / "exported" / "model.safetensors"), after)
 
 
-
-
-
-
-
-
 def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
     assert main(arguments(trainer__max_epochs=2)) == 0
     saved = tmp_path / "out" / "checkpoints" / "last"
@@ -144,8 +137,6 @@ def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
     ):
         assert main(arguments(output_dir=tmp_path / "other", ckpt_path=saved, **flags)) == 1
         assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step(arguments, shop, tmp_path, capsys, caplog):

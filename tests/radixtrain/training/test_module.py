@@ -163,12 +163,6 @@ def test_a_model_that_was_not_loaded_here_is_measured_when_it_is_used(tmp_path: 
     assert module.plain_head is False
 
 
-
-
-
-
-
-
 @FULL
 @float64_arithmetic()
 def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any, shop: Path, tmp_path: Path) -> None:
@@ -246,7 +240,7 @@ class TestUnderTheTrainerOfAUser:
         self, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """And not that of another module, although Lightning keeps the callbacks of the one that it fitted before."""
-        monkeypatch.setattr(logging.getLogger("radixtrain.training.module"), "level", logging.INFO)
+        monkeypatch.setattr(logging.getLogger("radixtrain.training.start.verify_first_batch"), "level", logging.INFO)
         trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
         _, other, _ = self.parts(shop, tmp_path)
         for num_epochs, each in enumerate((module, other), 1):

@@ -150,8 +150,6 @@ def test_in_float32_both_arms_are_as_far_from_the_truth(predict: Predict) -> Non
     assert_within_noise(shared, ordinary, truth, "embeddings")
 
 
-
-
 @float64_arithmetic()
 @pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
 def test_answers_to_questions(predict: Predict, shop: Path, dedup: bool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,8 +170,6 @@ def test_answers_to_questions(predict: Predict, shop: Path, dedup: bool, capsys:
     assert list(found[1]) == ["answer", "num_tokens", "logprob", "finish_reason"]
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
-
-
 
 
 @float64_arithmetic()

@@ -72,13 +72,11 @@ class TestLines:
         self.run(trainer, clock, [step], seconds)
         assert capsys.readouterr().err == shown
 
-
     def test_a_fast_run_has_a_line_a_second(self, trainer, clock, capsys):
         self.run(trainer, clock, range(1, 1501), 0.01)
         shown = capsys.readouterr().err
         assert len(shown.splitlines()) <= 17 and len(shown) < 2000
         assert shown.splitlines()[-1].startswith("step 1500/1500") and "eta" not in shown.splitlines()[-1]
-
 
     def test_a_validation(self, trainer, capsys):
         trainer.callback_metrics["eval_exact_match"] = torch.tensor(0.25)

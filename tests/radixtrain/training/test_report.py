@@ -34,8 +34,6 @@ def test_the_command(
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html"]
 
 
-
-
 @FULL
 def test_adapters_and_checkpointing(
     arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str]
@@ -52,8 +50,6 @@ def test_nothing_is_predicted_if_no_time_is_given(
     assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "was not predicted" in text and "max_seconds is 0" in text
-
-
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,6 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
 
 
-
-
 def test_a_broken_attention_is_found_and_the_parameter_named(
     arguments: Arguments, capsys: pytest.CaptureFixture[str], broken_attention: None
 ) -> None:
@@ -38,8 +36,6 @@ def test_a_broken_attention_is_found_and_the_parameter_named(
     assert "worst element [" in error
     assert "Traceback" not in captured.err
     assert "NOT EQUAL" in captured.out
-
-
 
 
 def test_what_is_verified_is_what_is_trained(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +130,3 @@ class TestVerifyFirstBatch:
         assert "error: model.verify_first_batch: float64: NOT EQUAL: model.layers.0.self_attn.k_" in error
         assert "Nothing was trained" in error
         assert not (tmp_path / "out" / "model").exists()
-

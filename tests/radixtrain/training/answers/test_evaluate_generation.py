@@ -156,12 +156,6 @@ def test_wandb_gets_a_table(run, tmp_path):
     assert len(found["data"]) == 5
 
 
-
-
-
-
-
-
 # What is wrong with a metric or an option by itself: test_metrics.py and test_answer_options.py.
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -218,8 +212,6 @@ def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monk
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-
-
 ROWS = [
     Judged("a:1", 'Where\nis "it"?', "Shelf, one;\r\n", "Shelf one.", 0.5, "stop"),
     Judged("a:2", "", "ö", "", 1, "length"),
@@ -235,8 +227,6 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert header == ["row", "prompt", "answer", "target", "score", "finish_reason"]
     assert rows == [[str(value) for value in row] for row in ROWS]
     assert list(path.parent.iterdir()) == [path]
-
-
 
 
 def test_only_wandb_receives_it(tmp_path, monkeypatch):

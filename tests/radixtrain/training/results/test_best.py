@@ -136,7 +136,6 @@ class TestStopEarly:
         assert self.states([3, 4], patience=1) == [False, True]
         assert self.states([3, NAN], patience=5) == [False, True]
 
-
     def test_the_configured_patience_counts_after_a_resume(self) -> None:
         stop = StopEarly("eval_loss", 2)
         for value in (1, 2, 3):
@@ -205,8 +204,6 @@ def test_the_best_weights_are_exported_and_the_last_ones_kept(stopped: Path) -> 
     assert f"{best['value']:.4f} at step {best['step']}" in (stopped / "model" / "README.md").read_text()
     steps = [f"step={step}" for step in (best["step"], found["steps"] - 5, found["steps"])]  # pruning spares the best
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == sorted(["best", "last", *steps])
-
-
 
 
 def test_a_run_that_stopped_early_has_nothing_left_to_do(again: Any, tmp_path: Path, capsys: Any) -> None:
