@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it must consist of. It is written last, so a checkpoint without one is none."""
+"""Checkpoint manifest: expected files and their checksums. Written last: a folder without one is no checkpoint."""
 
 from __future__ import annotations
 
@@ -66,11 +66,16 @@ class Manifest:
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:
         """That of a checkpoint. DamagedCheckpoint if there is none, or if it is not the one that was written."""
-        data = _bytes_of(checkpoint)
         try:
+            data = (checkpoint / MANIFEST).read_bytes()
             manifest = cls._from_json(json.loads(data))
+        except FileNotFoundError:
+            raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: it was not written to its end") from None
+        except OSError as error:
+            raise DamagedCheckpoint(checkpoint, MANIFEST, f"cannot be read: {error.strerror}") from None
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise DamagedCheckpoint(checkpoint, MANIFEST, _why_not(data)) from error
+            reason = f"is damaged, or of another version than format {FORMAT}: {first_line(error)}"
+            raise DamagedCheckpoint(checkpoint, MANIFEST, reason) from error
         if manifest.to_bytes() != data:
             raise DamagedCheckpoint(checkpoint, MANIFEST, "was changed after it was written")
         return manifest
@@ -98,28 +103,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def committed(folder: Path) -> list[tuple[Manifest, Path]]:
     """Those whose manifest can be read, the newest first. Their other files are not looked at."""
-    found = []
+    checkpoints = []
     for path in checkpoints_in(folder):
         with suppress(DamagedCheckpoint):  # `newest_valid` names it
-            found.append((Manifest.read(path), path))
-    return sorted(found, key=lambda each: (each[0].sequence, each[0].step, each[1].name), reverse=True)
-
-
-def _bytes_of(checkpoint: Path) -> bytes:
-    try:
-        return (checkpoint / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: it was not written to its end") from None
-    except OSError as error:
-        raise DamagedCheckpoint(checkpoint, MANIFEST, f"cannot be read: {error.strerror}") from None
-
-
-def _why_not(data: bytes) -> str:
-    """What is wrong with a manifest that is none of this format."""
-    try:
-        number = json.loads(data)["format"]
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        return f"is damaged: {first_line(error)}"
-    if isinstance(number, int) and number > FORMAT:
-        return f"is of format {number}, which a later version of radixtrain writes; this one reads {FORMAT}"
-    return "is damaged: it is no manifest"
+            checkpoints.append((Manifest.read(path), path))
+    return sorted(checkpoints, key=lambda pair: (pair[0].sequence, pair[0].step, pair[1].name), reverse=True)

@@ -20,8 +20,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def check_space(target: Path, num_bytes: int) -> None:
     """UserError if the disk of `target` has less room than that. Another checkpoint of that name stays meanwhile."""
-    if shutil.disk_usage(existing(target.parent)).free < num_bytes + MARGIN:
-        raise UserError(_no_room(target, num_bytes))
+    if _free(target) < num_bytes + MARGIN:
+        raise _no_room(target, num_bytes)
 
 
 @contextmanager
@@ -31,21 +31,24 @@ def explained(target: Path, num_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise UserError(_no_room(target, num_bytes)) from error
+            raise _no_room(target, num_bytes) from error
         reason = error.strerror or str(error)
         if error.errno == errno.EFBIG:
             reason = f"it needs {_bytes_text(num_bytes)}, and files may not become that large (ulimit -f)"
-        raise UserError(
-            f"the checkpoint {target} cannot be written: {reason}; {_way_out(target, 'fix that')}"
-        ) from error
+        message = f"the checkpoint {target} cannot be written: {reason}; {_way_out(target, 'fix that')}"
+        raise UserError(message) from error
 
 
-def _no_room(target: Path, num_bytes: int) -> str:
-    free = shutil.disk_usage(existing(target.parent)).free
-    return (
+def _no_room(target: Path, num_bytes: int) -> UserError:
+    return UserError(
         f"no room for the checkpoint {target}: it needs {_bytes_text(num_bytes)}, and the disk at "
-        f"{mount_point(target.parent)} has {_bytes_text(free)} free; {_way_out(target, 'free some space there')}"
+        f"{mount_point(target.parent)} has {_bytes_text(_free(target))} free; "
+        f"{_way_out(target, 'free some space there')}"
     )
+
+
+def _free(target: Path) -> int:
+    return shutil.disk_usage(existing(target.parent)).free
 
 
 def _way_out(target: Path, advice: str) -> str:

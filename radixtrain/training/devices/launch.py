@@ -1,4 +1,4 @@
-"""The processes of a run on several devices: all are there before rows are read or weights are loaded."""
+"""Launch one process per device: all ranks meet before rows are read or weights are loaded, and one tells an error."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from radixtrain.training.devices.rank_monitor import GRACE, RankMonitor, first_t
 __all__ = ["Processes", "local_rank0_reports", "reported_error"]
 
 Value = TypeVar("Value")
+PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error
 SECONDS_TO_END = 10.0  # for a process that has nothing left to do
 
 
@@ -62,8 +63,8 @@ class Processes:
         try:
             if error is None:
                 self._end_well()
-            elif self._monitor is not None and (told := reported_error(error, self._monitor)) is not error:
-                raise told from error
+            elif self._monitor is not None and (reported := reported_error(error, self._monitor)) is not error:
+                raise reported from error
         finally:
             for child in self.children:
                 child.kill()
@@ -78,8 +79,9 @@ class Processes:
         prepare: called on rank 0 only; if this process starts the others, before it does, so that an error comes at
             once.
         """
-        made = [prepare()] if self.starts_others else []
+        prepared = []
         if self.starts_others:
+            prepared.append(prepare())
             self._start()
         elif PARENT in os.environ:
             watch_parent(int(os.environ[PARENT]), self._has_monitor)
@@ -88,7 +90,7 @@ class Processes:
         if self._join().size > 1:
             self._monitor = RankMonitor(self.children)
             self._has_monitor.set()
-        return ranks().broadcast_from_rank0(lambda: made[0] if made else prepare(), long_timeout=True)
+        return ranks().broadcast_from_rank0(lambda: prepared[0] if prepared else prepare(), long_timeout=True)
 
     def _join(self) -> Ranks:
         """UserError if the ranks of several machines have met, over NCCL or gloo, and gloo then does not connect."""
@@ -104,11 +106,12 @@ class Processes:
 
     def _start(self) -> None:
         """Start the other ranks, and set the variables that Lightning's `LightningEnvironment` reads, here too."""
-        place, count = self.strategy.cluster_environment, self.strategy.num_processes
-        shared = {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
+        cluster, count = self.strategy.cluster_environment, self.strategy.num_processes
+        shared = {"MASTER_ADDR": cluster.main_address, "MASTER_PORT": str(cluster.main_port)}
         shared |= {"NODE_RANK": "0", "WORLD_SIZE": str(count), PARENT: str(os.getpid())}
         if "OMP_NUM_THREADS" not in os.environ:
-            num_threads = max(1, _num_cores() // count)
+            num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            num_threads = max(1, num_cores // count)
             torch.set_num_threads(num_threads)
             shared["OMP_NUM_THREADS"] = str(num_threads)
         command = [sys.executable, "-m", "radixtrain", *self.arguments]
@@ -125,11 +128,11 @@ class Processes:
         Empty at once if another rank reports why the run ends.
         """
         deadline = time.monotonic() + SECONDS_TO_END
-        while not (found := self._gone()) and time.monotonic() < deadline:
-            if self._monitor is not None and self._monitor.is_told_elsewhere:
+        while not (reason := self._gone()) and time.monotonic() < deadline:
+            if self._monitor is not None and self._monitor.is_reported_elsewhere:
                 break
             time.sleep(0.1)
-        return found
+        return reason
 
     def _gone(self) -> str:
         if self.children:
@@ -150,11 +153,6 @@ class Processes:
                 child.wait(SECONDS_TO_END)
 
 
-def _num_cores() -> int:
-    """Of the host, those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
 def _ignoring_interrupts() -> Any:
     """Processes that are started inside ignore Ctrl-C: the one that starts them gets it, and all stop at one step."""
@@ -163,9 +161,6 @@ def _ignoring_interrupts() -> Any:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error
 
 
 def reported_error(error: BaseException, monitor: RankMonitor) -> BaseException:
@@ -193,10 +188,10 @@ def reported_error(error: BaseException, monitor: RankMonitor) -> BaseException:
 @contextmanager
 def local_rank0_reports() -> Iterator[None]:
     """Until the ranks have found one another, each finds the same mistakes: one of each machine reports them."""
-    found = launcher_env()
+    launcher = launcher_env()
     try:
         yield
     except (Exception, Stopped) as error:
-        if found.by in ("torchrun", "srun") and found.local_rank and ranks().size == 1:
+        if launcher.by in ("torchrun", "srun") and launcher.local_rank and ranks().size == 1:
             raise (Stopped("", error.code) if isinstance(error, Stopped) else EndedElsewhere()) from error
         raise

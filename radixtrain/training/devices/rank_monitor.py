@@ -1,6 +1,7 @@
-"""A connection of every rank to rank 0, beside those of torch.distributed: who reports an error, and who is gone.
+"""Side channel (TCP) from every rank to rank 0, beside torch.distributed: which rank prints an error, who is gone.
 
-A thread listens to it, so that a rank hears of it even while it waits for another one for ever.
+A background thread reads it, so a rank that is blocked in a collective still learns of a failure. Until it is there, a
+watchdog ends the processes that one of a machine has started once one of them dies.
 """
 
 from __future__ import annotations
@@ -21,42 +22,43 @@ from weakref import WeakSet
 
 from radixtrain.distributed import ranks
 
-__all__ = ["RankMonitor", "first_to_end", "watch_children", "watch_parent"]
+__all__ = ["GRACE", "RankMonitor", "first_to_end", "watch_children", "watch_parent"]
 
-GRACE = 15.0  # seconds for a rank to end by itself once another is gone, or reports why the run ends
+GRACE = 15.0  # seconds for a process to end by itself once another is gone, or reports why the run ends
+POLL_SECONDS = 0.5
 CONNECTING = 60.0  # seconds
-TELL, YES, TOLD, END = b"T", b"Y", b"H", b"E"  # may I report? yes; another rank does; the run has ended well
+ASK, YES, NO, END = b"T", b"Y", b"H", b"E"  # may I report? yes; another rank does; the run has ended well
+
+Children = Sequence[subprocess.Popen[bytes]]  # the other ranks, from 1 on
 
 
 class RankMonitor:
     """Make one on each rank once the ranks have found one another, and `close` it on each when the run has ended well.
 
-    is_told: set when another rank reports why the run ends, or when one is known to be gone.
+    children: the other ranks, from 1 on, if this process has started them.
+    is_reported: set when another rank reports why the run ends, or when one is known to be gone.
     gone: the ranks that are known to be gone: any of them on rank 0, only rank 0 on the others.
 
-    children: the other ranks, from 1 on, if this process has started them.
-
-    `GRACE` seconds after `is_told` is set, the process and its children end with exit code 1 if they still run.
+    `GRACE` seconds after `is_reported` is set, the process and its children end with exit code 1 if they still run.
     """
 
-    def __init__(self, children: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    def __init__(self, children: Children = ()) -> None:
         self.children, self.gone = children, list[int]()
-        self.is_told, self._is_mine = threading.Event(), threading.Event()
+        self.is_reported, self._is_mine = threading.Event(), threading.Event()
         self._ended = False
-        self._lines: dict[socket.socket, int] = {}
-        address, place = os.environ.get("MASTER_ADDR", "127.0.0.1"), None
-        server = None
+        self._connections: dict[socket.socket, int] = {}
+        host, server, door = os.environ.get("MASTER_ADDR", "127.0.0.1"), None, None
         if ranks().is_first:
-            server = _server(address, ranks().size)
-            place = server.getsockname()[1], secrets.token_bytes(16)
-        port, key = ranks().broadcast_from_rank0(lambda: place)  # type: ignore[misc]
+            server = _server(host, ranks().size)
+            door = server.getsockname()[1], secrets.token_bytes(16)
+        port, key = ranks().broadcast_from_rank0(lambda: door)  # type: ignore[misc]
         if server is not None:
             self._accept(server, key)
         else:
-            line = socket.create_connection((address, port), CONNECTING)
-            line.settimeout(None)
-            line.sendall(key + struct.pack("!I", ranks().rank))
-            self._lines[line] = 0
+            connection = socket.create_connection((host, port), CONNECTING)
+            connection.settimeout(None)
+            connection.sendall(key + struct.pack("!I", ranks().rank))
+            self._connections[connection] = 0
         _monitors.add(self)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -66,9 +68,9 @@ class RankMonitor:
         self._send(END)
 
     @property
-    def is_told_elsewhere(self) -> bool:
+    def is_reported_elsewhere(self) -> bool:
         """Whether another rank, which is not gone, reports why the run ends."""
-        return self.is_told.is_set() and not self.gone
+        return self.is_reported.is_set() and not self.gone
 
     def claim_report(self, patience: float) -> bool:
         """Whether this rank is the one that reports why the run ends: rank 0 is, unless another one has begun to.
@@ -76,82 +78,116 @@ class RankMonitor:
         patience: seconds to wait for another one that may report the same, and for the answer of rank 0.
         """
         if ranks().is_first:
-            self._send(TOLD)
-            return not self.is_told_elsewhere
-        if self.is_told.wait(patience):
+            self._send(NO)
+            return not self.is_reported_elsewhere
+        if self.is_reported.wait(patience):
             return bool(self.gone) and ranks().rank == 1
-        self._send(TELL)
+        self._send(ASK)
         deadline = time.monotonic() + patience
-        while not (self._is_mine.is_set() or self.is_told.is_set()) and time.monotonic() < deadline:
+        while not (self._is_mine.is_set() or self.is_reported.is_set()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self._is_mine.is_set() or (ranks().rank == 1 and not self.is_told.is_set())  # rank 0 hangs
+        return self._is_mine.is_set() or (ranks().rank == 1 and not self.is_reported.is_set())  # rank 0 hangs
 
     def _accept(self, server: socket.socket, key: bytes) -> None:
         """Take the connection of each of the other ranks, and close any other one, which does not send the key."""
         server.settimeout(CONNECTING)
         with server:
-            while len(self._lines) < ranks().size - 1:
-                line, _ = server.accept()
-                line.settimeout(CONNECTING)
-                said = line.makefile("rb").read(len(key) + 4)
-                if secrets.compare_digest(said[: len(key)], key):
-                    line.settimeout(None)
-                    self._lines[line] = struct.unpack("!I", said[len(key) :])[0]
+            while len(self._connections) < ranks().size - 1:
+                connection, _ = server.accept()
+                connection.settimeout(CONNECTING)
+                greeting = connection.makefile("rb").read(len(key) + 4)
+                if secrets.compare_digest(greeting[: len(key)], key):
+                    connection.settimeout(None)
+                    self._connections[connection] = struct.unpack("!I", greeting[len(key) :])[0]
                 else:
-                    line.close()
+                    connection.close()
 
     def _listen(self) -> None:
         """Runs in a thread until the run ends, well or not."""
         with selectors.DefaultSelector() as selector:
-            for line in self._lines:
-                selector.register(line, selectors.EVENT_READ)
-            while selector.get_map() and not self.is_told.is_set():
+            for connection in self._connections:
+                selector.register(connection, selectors.EVENT_READ)
+            while selector.get_map() and not self.is_reported.is_set():
                 for event, _ in selector.select():
-                    if not self._hear(event.fileobj):
+                    if not self._receive(event.fileobj):
                         selector.unregister(event.fileobj)
-        if self.is_told.is_set():
+        if self.is_reported.is_set():
             time.sleep(GRACE)
-            self._leave()
+            if not self._ended:
+                lost = first_to_end(self.children) or f"rank {self.gone[0]} of the run is gone" if self.gone else ""
+                _end_all(self.children, lost if ranks().rank <= 1 else "")
 
-    def _hear(self, line: Any) -> bool:
-        """Take the next word of a connection. False once no more will come."""
+    def _receive(self, connection: Any) -> bool:
+        """Take the next message of a connection. False once no more will come."""
         try:
-            word = line.recv(1)
+            message = connection.recv(1)
         except OSError:
-            word = b""
-        if word == END or (not word and self._ended):
+            message = b""
+        if message == END or (not message and self._ended):
             return False
-        if word == YES:
+        if message == YES:
             self._is_mine.set()
             return True
-        if word == TELL:
-            self._send(TOLD, but=line)
+        if message == ASK:
+            self._send(NO, but=connection)
             with suppress(OSError):  # it is gone
-                line.sendall(YES)
-        elif not word:
-            self.gone.append(self._lines[line])
+                connection.sendall(YES)
+        elif not message:
+            self.gone.append(self._connections[connection])
             if ranks().is_first:
-                self._send(TOLD, but=line)  # rank 0 tells
-        self.is_told.set()
-        return bool(word)
+                self._send(NO, but=connection)  # rank 0 reports
+        self.is_reported.set()
+        return bool(message)
 
-    def _send(self, word: bytes, but: socket.socket | None = None) -> None:
-        for line in self._lines:
-            if line is not but:
-                try:
-                    line.sendall(word)
-                except OSError:  # it is gone
-                    continue
+    def _send(self, message: bytes, but: socket.socket | None = None) -> None:
+        for connection in self._connections:
+            if connection is not but:
+                with suppress(OSError):  # it is gone
+                    connection.sendall(message)
 
-    def _leave(self) -> None:
-        if self._ended:
-            return
-        if self.gone and ranks().rank <= 1:
-            found = first_to_end(self.children) or f"rank {self.gone[0]} of the run is gone"
-            os.write(2, f"error: {found}; go on with --ckpt_path last\n".encode())
-        for child in self.children:
-            child.kill()
-        os._exit(1)
+
+def watch_children(children: Children, until: threading.Event) -> None:
+    """From now on, `GRACE` seconds after one of them fails, all are killed and this process ends with a line.
+
+    until: ends the watch.
+    """
+    _watch(lambda: first_to_end(children), until, children)
+
+
+def watch_parent(parent: int, until: threading.Event) -> None:
+    """From now on, this process ends `GRACE` seconds after the one that has started it, without a line.
+
+    parent: its id. until: ends the watch.
+    """
+    _watch(lambda: os.getppid() != parent, until, ())
+
+
+def first_to_end(children: Children) -> str:
+    """`rank 1 was killed by SIGKILL` or `rank 1 ended with exit code 1`; empty while all run or have ended well."""
+    for rank, code in enumerate((child.poll() for child in children), 1):
+        if code:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return f"rank {rank} {how}"
+    return ""
+
+
+def _watch(is_gone: Callable[[], Any], until: threading.Event, children: Children) -> None:
+    def watch() -> None:
+        while not is_gone():
+            if until.wait(POLL_SECONDS):
+                return
+        time.sleep(GRACE)  # to find out by itself that another is gone, and to say what is saved
+        _end_all(children, first_to_end(children))
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _end_all(children: Children, reason: str) -> None:
+    if reason:
+        os.write(2, f"error: {reason}; go on with --ckpt_path last\n".encode())
+    for child in children:
+        child.kill()
+    os._exit(1)
 
 
 def _server(address: str, backlog: int) -> socket.socket:
@@ -166,62 +202,11 @@ def _server(address: str, backlog: int) -> socket.socket:
 _monitors: WeakSet[RankMonitor] = WeakSet()
 
 
-def _leave_to_parent() -> None:
-    """In a process that is forked, such as a worker of a DataLoader: it must not hold open what tells that a rank is
-    gone."""
+def _close_in_child() -> None:
+    """A forked process, such as a DataLoader worker, must not hold open the connection that shows a rank is gone."""
     for monitor in _monitors:
-        for line in monitor._lines:
-            line.close()
+        for connection in monitor._connections:
+            connection.close()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-SECONDS_BETWEEN = 0.5
-
-
-def watch_children(children: Sequence[subprocess.Popen[bytes]], until: threading.Event) -> None:
-    """From now on, `GRACE` seconds after one of them fails, all are killed and this process ends with a line.
-
-    children: by rank, from 1 on. until: ends the watch.
-    """
-    _start(lambda: _end_with_children(children, until))
-
-
-def watch_parent(parent: int, until: threading.Event) -> None:
-    """From now on, this process ends `GRACE` seconds after the one that has started it.
-
-    parent: its id. until: ends the watch.
-    """
-    _start(lambda: _end_with_parent(parent, until))
-
-
-def first_to_end(children: Sequence[subprocess.Popen[bytes]]) -> str:
-    """`rank 1 was killed by SIGKILL` or `rank 1 ended with exit code 1`; empty while all run or have ended well."""
-    for rank, code in enumerate((child.poll() for child in children), 1):
-        if code:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return f"rank {rank} {how}"
-    return ""
-
-
-def _start(target: Callable[[], None]) -> None:
-    threading.Thread(target=target, daemon=True).start()
-
-
-def _end_with_children(children: Sequence[subprocess.Popen[bytes]], until: threading.Event) -> None:
-    while not (found := first_to_end(children)):
-        if until.wait(SECONDS_BETWEEN):
-            return
-    time.sleep(GRACE)
-    for child in children:
-        child.kill()
-    os.write(2, f"error: {found}; go on with --ckpt_path last\n".encode())
-    os._exit(1)
-
-
-def _end_with_parent(parent: int, until: threading.Event) -> None:
-    while os.getppid() == parent:
-        if until.wait(SECONDS_BETWEEN):
-            return
-    time.sleep(GRACE)
-    os._exit(1)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -9,8 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from radixtrain.errors import UserError, did_you_mean
@@ -21,6 +20,7 @@ __all__ = ["SlurmTasks", "check_devices", "default_devices", "device_settings"]
 
 logger = logging.getLogger(__name__)
 
+FIRST_PORT = 15_000  # of those that jobs of SLURM meet at
 DDP = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 ACCEPTED = ("auto", *DDP, "fsdp2")
 
@@ -58,8 +58,8 @@ WHOLE = {
 
 def default_devices() -> dict[str, int]:
     """Defaults of `trainer`: one device, or as many as torchrun or srun have started processes."""
-    found = launcher_env()
-    return {"devices": found.local_size, "num_nodes": found.num_nodes} if _is_launched() else {"devices": 1}
+    launcher = launcher_env()
+    return {"devices": launcher.local_size, "num_nodes": launcher.num_nodes} if _is_launched() else {"devices": 1}
 
 
 def device_settings(settings: Any, command: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def check_devices(trainer: Any, timeout: timedelta) -> None:
 
     timeout: how long a rank waits for the others.
     """
-    strategy, found = trainer.strategy, launcher_env()
+    strategy, launcher = trainer.strategy, launcher_env()
     if isinstance(strategy, DDPStrategy):
         is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
         strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
@@ -100,11 +100,11 @@ def check_devices(trainer: Any, timeout: timedelta) -> None:
         strategy._ddp_kwargs["gradient_as_bucket_view"] = True
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
-    here = (trainer.num_devices, trainer.num_nodes)
-    if _is_launched() and here != (found.local_size, found.num_nodes):
+    devices = (trainer.num_devices, trainer.num_nodes)
+    if _is_launched() and devices != (launcher.local_size, launcher.num_nodes):
         raise UserError(
-            f"trainer.devices {here[0]} and trainer.num_nodes {here[1]}: {found.by} has started {found.local_size} "
-            f"processes on each of {found.num_nodes} machines; leave both keys out"
+            f"trainer.devices {devices[0]} and trainer.num_nodes {devices[1]}: {launcher.by} has started "
+            f"{launcher.local_size} processes on each of {launcher.num_nodes} machines; leave both keys out"
         )
 
 
@@ -171,58 +171,43 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value is not None else []
 
 
-FIRST_PORT = 15_000
-
-
-class SlurmTasks(ClusterEnvironment):
-    """What Lightning needs to know of the tasks that `srun` has started.
+class SlurmTasks(TorchElasticEnvironment):
+    """The tasks that `srun` has started, as Lightning knows the processes of torchrun.
 
     Its own `SLURMEnvironment` also saves and requeues at signals, as `Requests` does here, takes any fresh run for one
-    that goes on, and refuses `--ntasks` without `--ntasks-per-node`.
+    that goes on, and refuses `--ntasks` without `--ntasks-per-node`. SLURM's variables are read here once: Lightning
+    does not see them while it trains.
 
-    found: this task. The host of rank 0 is the first one of the step, unless MASTER_ADDR and MASTER_PORT name a place.
+    task: this one. The host of rank 0 is the first one of the step, unless MASTER_ADDR and MASTER_PORT name a place.
     """
 
-    def __init__(self, found: LauncherEnv):
+    def __init__(self, task: LauncherEnv):
         super().__init__()
-        self.found = found
+        self.task, self.node = task, int(os.environ.get("SLURM_NODEID", "0"))
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "127.0.0.1")
-        self._address = os.environ.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes)
+        self.address = os.environ.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(nodes)
         port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % 10_000
-        self._port = int(os.environ.get("MASTER_PORT", port))
-        self._node = int(os.environ.get("SLURM_NODEID", "0"))
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
+        self.port = int(os.environ.get("MASTER_PORT", port))
 
     @property
     def main_address(self) -> str:
-        return self._address
+        return self.address
 
     @property
     def main_port(self) -> int:
-        return self._port
-
-    @staticmethod
-    def detect() -> bool:
-        """False: `device_settings` gives it to the trainer."""
-        return False
+        return self.port
 
     def world_size(self) -> int:
-        return self.found.size
-
-    def set_world_size(self, size: int) -> None:
-        """SLURM has set it."""
+        return self.task.size
 
     def global_rank(self) -> int:
-        return self.found.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """SLURM has set it."""
+        return self.task.rank
 
     def local_rank(self) -> int:
-        return self.found.local_rank
+        return self.task.local_rank
 
     def node_rank(self) -> int:
-        return self._node
+        return self.node
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """`check_devices` does."""

@@ -6,7 +6,6 @@ not after every kind of stop. Here a checkpoint keeps three numbers, and the cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -45,13 +44,6 @@ class Position:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def of(cls, checkpoint: Mapping[str, Any]) -> Position:
-        """Of a checkpoint as Lightning hands it out; older ones count their optimizer steps only."""
-        found = checkpoint.get("radixtrain", {}).get("position")
-        steps = int(checkpoint["global_step"])
-        return cls(steps, steps) if found is None else cls(**found)
 
     def loops(self, epoch_length: int) -> dict[str, Any]:
         """The state of Lightning's (2.6.6) fit loop at this position. epoch_length: batches in an epoch of this run.

@@ -1,7 +1,10 @@
-"""The folder of a run: whether it can be written to, whether it holds another run, and how `overwrite` replaces that.
+"""The folder of a run: whether it can be used, whether it holds another run, which `overwrite` replaces, and its lock.
 
 A run is what `fit` leaves: `checkpoints/`, `model/`, and metrics of its training in `logs/`. Data files, `report.html`,
 predictions and the logs of `validate` are none, and stay whatever happens.
+
+The lock is POSIX's, on a file that says who holds it. The kernel releases it when the process ends, however it does,
+and forked DataLoader workers do not inherit it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,9 +31,11 @@ logger = logging.getLogger(__name__)
 SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has joined its two slashes
 ASIDE = ".earlier_run"  # in the run's folder: the earlier run, until the new one has a checkpoint
 MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it is put back if that is interrupted
-OF_A_RUN = ("checkpoints", "model", "logs", "answers", "loss.png", "summary.json")
-LEFT_BY_LIGHTNING = "hpc_ckpt_*.ckpt"  # written at requeues, before this version
+OF_A_RUN = ("model", "answers", "loss.png", "summary.json", "checkpoints/last", "checkpoints/best")
 OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
+LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside of a run's folder; beside a model, which is replaced as a whole
+
+_held: set[Path] = set()  # by this process: POSIX would grant it a second time, and closing one would release both
 
 
 def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
@@ -56,19 +61,15 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
-    """Whether the run in this folder goes on: `ckpt_path` is `last`, `best`, or lies in it."""
-    if ckpt_path is None:
-        return False
-    if str(ckpt_path) in ("last", "best"):
-        return True
+    """Whether the run in this folder goes on: `ckpt_path` is `last`, `best`, or lies in it and in no run below it."""
+    if ckpt_path is None or str(ckpt_path) in ("last", "best"):
+        return ckpt_path is not None
     path, home = Path(ckpt_path).resolve(), output_dir.resolve()
-    return path.is_relative_to(home) and not any(_found(each) for each in _runs_between(path, home))
-
-
-def _runs_between(path: Path, home: Path) -> list[Path]:
-    """Folders above a checkpoint, below a run's own, that may be runs of their own; `logs/version_N` is none."""
+    if not path.is_relative_to(home):
+        return False
     inside = path.relative_to(home)
-    return [] if inside.parts[:1] == ("logs",) else [home / each for each in (inside, *inside.parents)][:-1]
+    is_log = inside.parts[:1] == ("logs",)  # `logs/version_N` is no run of its own
+    return is_log or not any(_parts_of_run(home / folder) for folder in (inside, *inside.parents) if folder != Path())
 
 
 def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, overwrite: bool) -> None:
@@ -77,13 +78,12 @@ def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, ov
     Call it under the folder's lock: what a killed run had set aside is put back first.
     """
     _recover(output_dir)
-    found = _found(output_dir)
-    if not found or overwrite or is_resumed(output_dir, ckpt_path):
-        return
-    raise UserError(
-        f"output_dir {output_dir} holds another run ({', '.join(found)}); go on from it with --ckpt_path last, replace "
-        f"it with --overwrite true, or set another output_dir"
-    )
+    parts = _parts_of_run(output_dir)
+    if parts and not overwrite and not is_resumed(output_dir, ckpt_path):
+        raise UserError(
+            f"output_dir {output_dir} holds another run ({', '.join(parts)}); go on from it with --ckpt_path last, "
+            f"replace it with --overwrite true, or set another output_dir"
+        )
 
 
 class EarlierRun:
@@ -124,8 +124,7 @@ class EarlierRun:
 def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
     """A context around a run: if it never begins, the files that its loggers have written are removed at the end.
 
-    An error may have come first, or nothing was left to do. Files of other names stay: a logger may write into a folder
-    that it shares, with another run or with the model of this one.
+    Files of other names stay: a logger may write into a folder that it shares with another run or a model.
 
     folders: that loggers write into; Weights & Biases keeps its own account. has_begun: whether training has.
     """
@@ -133,10 +132,32 @@ def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Itera
     try:
         yield
     finally:
-        if not has_begun():
-            for folder in folders:
-                with suppress(OSError):  # what the run ends with is not to be replaced by this
-                    _remove_all_but(before, folder)
+        for folder in () if has_begun() else folders:
+            with suppress(OSError):  # what the run ends with is not to be replaced by this
+                for path in set(_of_loggers(folder)) - before:
+                    path.unlink()
+                _remove_empty(each for each in (folder, *folder.parents) if each not in before)
+
+
+@contextmanager
+def locked(output_dir: Path, command: str) -> Iterator[None]:
+    """Inside, no other command of radixtrain writes into a run's folder, which is made, or into its `model/`.
+
+    Raises UserError if another process has the lock; it names the process, its command and when it started. A folder
+    that is made and still empty at the end is removed again.
+    """
+    model = output_dir / "model"
+    model_lock = output_dir / MODEL_LOCK.format(model.name)
+    with _created(output_dir), _lock(output_dir / LOCK, output_dir, command), _lock(model_lock, model, command):
+        yield
+
+
+@contextmanager
+def locked_model(folder: Path, command: str) -> Iterator[None]:
+    """Inside, no other command replaces the model in this folder, as a run would its own. Otherwise as `locked`."""
+    target = folder.resolve()
+    with _created(target.parent), _lock(target.parent / MODEL_LOCK.format(target.name), folder, command):
+        yield
 
 
 def _of_loggers(folder: Path) -> list[Path]:
@@ -145,29 +166,19 @@ def _of_loggers(folder: Path) -> list[Path]:
     return [path for name in names for path in folder.glob(name)]
 
 
-def _remove_all_but(before: set[Path], folder: Path) -> None:
-    for path in set(_of_loggers(folder)) - before:
-        path.unlink()
-    for path in (folder, *folder.parents):
-        if path in before or not path.is_dir() or any(path.iterdir()):
-            break
-        path.rmdir()
-
-
-def _found(output_dir: Path) -> list[str]:
+def _parts_of_run(output_dir: Path) -> list[str]:
     """What there is of a run, for a message."""
-    kinds = {"checkpoints/": _checkpoints(output_dir), "model/": output_dir.glob("model/*")}
-    found = [name for name, paths in kinds.items() if any(True for _ in paths)]
-    has_metrics = any(_has_trained(path) for path in output_dir.glob("logs/*/metrics.csv"))
-    left = sorted(path.name for path in output_dir.glob(LEFT_BY_LIGHTNING))
-    return [*found, *(["logs/"] if has_metrics else []), *left]
+    parts = {
+        "checkpoints/": any(_checkpoints(output_dir)),
+        "model/": any(output_dir.glob("model/*")),
+        "logs/": any(map(_has_trained, output_dir.glob("logs/*/metrics.csv"))),
+    }
+    return [name for name, is_there in parts.items() if is_there]
 
 
 def _checkpoints(output_dir: Path) -> Iterator[Path]:
-    """Whole ones, whoever chose their names. A folder is one if it has a manifest."""
-    for path in output_dir.glob("checkpoints/[!.]*"):
-        if path.suffix == ".ckpt" or (path / "manifest.json").is_file():
-            yield path
+    """Whole ones, whoever chose their names: folders with a manifest."""
+    return (path for path in output_dir.glob("checkpoints/[!.]*") if (path / "manifest.json").is_file())
 
 
 def _has_trained(metrics: Path) -> bool:
@@ -177,14 +188,9 @@ def _has_trained(metrics: Path) -> bool:
 
 def _belongings(output_dir: Path) -> list[Path]:
     """Everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
-    checkpoints = [*_checkpoints(output_dir), *_links(output_dir), *output_dir.glob("checkpoints/.*.*")]
-    whole = [output_dir / name for name in OF_A_RUN if name not in ("checkpoints", "logs")]
-    logs, left = output_dir.glob("logs/version_*"), output_dir.glob(LEFT_BY_LIGHTNING)
-    return [path for path in dict.fromkeys((*checkpoints, *whole, *logs, *left)) if os.path.lexists(path)]
-
-
-def _links(output_dir: Path) -> Iterator[Path]:
-    yield from (output_dir / "checkpoints" / name for name in ("last", "best"))
+    unfinished, logs = output_dir.glob("checkpoints/.*.*"), output_dir.glob("logs/version_*")
+    paths = (*_checkpoints(output_dir), *unfinished, *logs, *(output_dir / name for name in OF_A_RUN))
+    return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
 
 
 def _recover(output_dir: Path) -> None:
@@ -208,40 +214,16 @@ def _move(path: Path, source: Path, target: Path) -> None:
     path.rename(moved)
 
 
-LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside of a run's folder; beside a model, which is replaced as a whole
-TAKEN = (BlockingIOError, PermissionError)  # POSIX allows both
-_held: set[Path] = set()  # by this process: POSIX would grant it a second time, and closing one would release both
-
-
-@contextmanager
-def locked(output_dir: Path, command: str) -> Iterator[None]:
-    """Inside, no other command of radixtrain writes into a run's folder, which is made, or into its `model/`.
-
-    Raises UserError if another process has the lock; it names the process, its command and when it started. A folder
-    that is made and still empty at the end is removed again.
-    """
-    model = output_dir / "model"
-    model_lock = output_dir / MODEL_LOCK.format(model.name)
-    with _made(output_dir), _lock(output_dir / LOCK, output_dir, command), _lock(model_lock, model, command):
-        yield
-
-
-@contextmanager
-def locked_model(folder: Path, command: str) -> Iterator[None]:
-    """Inside, no other command replaces the model in this folder, as a run would its own. Otherwise as `locked`."""
-    target = folder.resolve()
-    with _made(target.parent), _lock(target.parent / MODEL_LOCK.format(target.name), folder, command):
-        yield
-
-
 @contextmanager
 def _lock(path: Path, folder: Path, command: str) -> Iterator[None]:
     path = path.resolve()
     descriptor = _acquire(path, folder)
     _held.add(path)
     try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"`radixtrain {command}`, process {os.getpid()} on {socket.gethostname()}, since {since}\n"
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, _holder(command).encode())
+        os.write(descriptor, holder.encode())
         yield
     finally:
         _held.discard(path)
@@ -252,45 +234,40 @@ def _lock(path: Path, folder: Path, command: str) -> Iterator[None]:
 def _acquire(path: Path, folder: Path) -> int:
     """An open file that this process has locked, and that is still the one of this name."""
     if path in _held:
-        raise UserError(_taken(folder, "this process"))
+        raise UserError(_in_use(folder, "this process"))
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except TAKEN:
+        except (BlockingIOError, PermissionError):  # POSIX allows both
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(descriptor)
-            raise UserError(_taken(folder, holder or "another process")) from None
+            raise UserError(_in_use(folder, holder or "another process")) from None
         except OSError as error:
             logger.warning("%s cannot be locked here (%s); start no second command in it", folder, error.strerror)
-        if _is_named(descriptor, path):
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
         os.close(descriptor)  # its previous holder removed it in between
 
 
-def _is_named(descriptor: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    return False
-
-
-def _holder(command: str) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"`radixtrain {command}`, process {os.getpid()} on {socket.gethostname()}, since {since}\n"
-
-
-def _taken(folder: Path, holder: str) -> str:
+def _in_use(folder: Path, holder: str) -> str:
     return f"{folder} is in use by {holder}; wait until it ends, or set another output_dir"
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def _created(folder: Path) -> Iterator[None]:
     """Makes the folder and those above it; those that are empty at the end are removed."""
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        with suppress(OSError):  # not empty
-            for each in new:
-                each.rmdir()
+        _remove_empty(new)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """folders: the innermost first."""
+    with suppress(OSError):  # not empty
+        for path in folders:
+            path.rmdir()

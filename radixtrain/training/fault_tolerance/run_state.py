@@ -1,4 +1,4 @@
-"""What a checkpoint keeps besides weights and optimizer, and the check that a run goes on with the same model."""
+"""What a checkpoint keeps besides the optimizer: RNG state, a check of the model, and its weights into a module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.redaction import masked
-from radixtrain.training.fault_tolerance.resume import parts_of_the_model, plain
+from radixtrain.training.fault_tolerance.resume import parts_of_the_model
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 
 __all__ = [
@@ -76,12 +76,14 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
 
 def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:
     """UserError if the checkpoint is of another model: other adapters, configuration or frozen weights."""
-    state = checkpoint.get("radixtrain", {})
-    if changed := parts_of_the_model(checkpoint.get("hyper_parameters", {}), module.hparams):
+    state = checkpoint.get("radixtrain")
+    if state is None:
+        raise UserError("ckpt_path: not a checkpoint of `radixtrain fit`; name one of those in its output_dir")
+    if changed := parts_of_the_model(checkpoint["hyper_parameters"], module.hparams):
         raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
-    if state.get("config") and (differs := _first_difference(state["config"], _config_of(module.model))):
+    if differs := _first_difference(state["config"], _config_of(module.model)):
         raise UserError(f"ckpt_path: the checkpoint is of a model with another configuration: {differs}")
-    if state.get("base"):
+    if state["base"]:
         module.base_digest = _digest(_frozen(module))
         if module.base_digest != state["base"]:
             raise UserError(
@@ -96,10 +98,10 @@ def _frozen(module: nn.Module) -> list[Tensor]:
 
 def _digest(tensors: Iterable[Tensor]) -> str:
     """Of their bytes, one tensor after the other. Sharded ones are gathered: every rank calls this."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for tensor in tensors:
-        found.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -117,12 +119,10 @@ def _json(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def _first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Keys that only one of them has may come with another version of transformers."""
-    for name in saved:
-        if name in here and plain(saved[name]) != plain(here[name]):
-            return f"{name} was {saved[name]} and is {here[name]}"
-    return ""
+    changes = (name for name in saved if name in current and saved[name] != current[name])
+    return next((f"{name} was {saved[name]} and is {current[name]}" for name in changes), "")
 
 
 def generator_states() -> dict[str, Any]:
@@ -130,11 +130,10 @@ def generator_states() -> dict[str, Any]:
 
     A process that has not used CUDA has drawn nothing there, and asking would start it, which a forked one cannot.
     """
-    version, numbers, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = cast(Any, np.random.get_state())  # noqa: NPY002
+    name, keys, *rest = cast(Any, np.random.get_state())  # noqa: NPY002
     return {
-        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-        "numpy": {"name": name, "keys": torch.from_numpy(keys.astype(np.int64)), "rest": [place, has_gauss, cached]},
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),  # Lightning's own files hold no arrays
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
@@ -142,30 +141,28 @@ def generator_states() -> dict[str, Any]:
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """What `generator_states` gave. With another number of CUDA devices theirs are left alone; a warning says so."""
-    python, numpy = states["python"], states["numpy"]
-    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["name"], keys, *numpy["rest"]))  # noqa: NPY002
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(states["torch"])
-    was, here = len(states["cuda"]), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    if was == here:
+    was, now = len(states["cuda"]), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    if was == now:
         torch.cuda.set_rng_state_all(states["cuda"])
     else:
-        logger.warning("the run was on %d CUDA devices and is on %d: dropout will draw other numbers there", was, here)
+        logger.warning("the run was on %d CUDA devices and is on %d: dropout will draw other numbers there", was, now)
 
 
-def set_states_of_ranks(states: list[Mapping[str, Any]] | Mapping[str, Any]) -> None:
+def set_states_of_ranks(states: list[Mapping[str, Any]]) -> None:
     """Set the random generators of this rank.
 
-    states: of all ranks, by rank; of one process in a checkpoint of an earlier version. If there is another number of
-        ranks now, dropout draws other numbers than the run would have drawn, and the log says so.
+    states: of all ranks, by rank. If there is another number of ranks now, dropout draws other numbers than the run
+        would have drawn, and the log says so.
     """
-    by_rank = states if isinstance(states, list) else [states]
-    here = ranks()
-    if len(by_rank) != here.size:
-        logger.info("the run was on %d ranks and is on %d: dropout will draw other numbers", len(by_rank), here.size)
-    if here.rank < len(by_rank):
-        set_generator_states(by_rank[here.rank])
+    rank, size = ranks().rank, ranks().size
+    if len(states) != size:
+        logger.info("the run was on %d ranks and is on %d: dropout will draw other numbers", len(states), size)
+    if rank < len(states):
+        set_generator_states(states[rank])
     else:
         seed_per_rank()
 
@@ -218,12 +215,12 @@ def check_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them."""
     state: Mapping[str, Tensor] = module.state_dict()
     names = trained_names(module) if is_partial(checkpoint) else state.keys()
-    here = {name: tuple(tensor.shape) for name, tensor in state.items() if name in names}
-    there = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
-    for name in (*here, *there):
-        if here.get(name) != there.get(name):
+    own = {name: tuple(tensor.shape) for name, tensor in state.items() if name in names}
+    saved = {name: tuple(tensor.shape) for name, tensor in checkpoint["state_dict"].items()}
+    for name in (*own, *saved):
+        if own.get(name) != saved.get(name):
             raise UserError(
                 f"ckpt_path: the checkpoint is of another model than the configuration's: {name} is "
-                f"{there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} here; give the --model "
+                f"{saved.get(name, 'absent')} in the checkpoint and {own.get(name, 'absent')} here; give the --model "
                 f"keys of the run that wrote it"
             )

@@ -122,7 +122,7 @@ class TestDamage:
     def test_of_a_later_version(self, folder):
         path = folder / "step=5" / MANIFEST
         path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-        with pytest.raises(DamagedCheckpoint, match="of format 2, which a later version of radixtrain writes"):
+        with pytest.raises(DamagedCheckpoint, match="another version than format 1: format 2"):
             verify_checkpoint(folder / "step=5")
 
 

@@ -39,7 +39,7 @@ def is_same(one, other):
         return is_same(list(one.items()), list(other.items()))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(is_same, one, other))
-    return repr(one) == repr(other) if isinstance(one, float | complex) else one == other
+    return repr(one) == repr(other) if isinstance(one, float) else one == other
 
 
 def bits_of(tensor):
@@ -52,14 +52,14 @@ def tensors():
 
 
 def arrays():
-    names = st.sampled_from(["<u4", ">i8", "?", "<f2", "<c16", "<M8[ns]", "|S3", "<U2"])
-    shapes = st.lists(st.integers(0, 3), max_size=2)
+    names = st.sampled_from(["<u4", ">i8", "?", "<f2", "<c16"])
+    shapes = st.lists(st.integers(0, 3), min_size=1, max_size=2)
     return st.builds(lambda name, shape: np.zeros(shape, "<u1").astype(name), names, shapes)
 
 
-TEXT = st.text(st.characters(codec=None), max_size=6)
+TEXT = st.text(max_size=6)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.binary(max_size=6)
-LEAVES = PLAIN | st.complex_numbers() | tensors() | arrays() | st.builds(np.float32) | st.sampled_from(list(DTYPES))
+LEAVES = PLAIN | tensors() | arrays() | st.builds(np.float32)
 KEYS = TEXT | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), TEXT)
 STATES = st.recursive(
     LEAVES,
@@ -88,12 +88,9 @@ def test_any_state_comes_back(state):
         ({"$tensor": 1}, {"$dict": [["$tensor", 1]]}),
         ({"a": {}}, {"a": {}}),
         (-math.inf, {"$float": "-inf"}),
-        (2**64, {"$int": "0x10000000000000000"}),
+        (2**64, 2**64),
         (b"\0", {"$bytes": "AA=="}),
-        ("\ud83d\ude00", {"$text": "7aC97biA"}),
-        (np.float32(1), {"$scalar": ["<f4", "0000803f"]}),
-        (torch.bfloat16, {"$dtype": "bfloat16"}),
-        (torch.device("cuda:1"), {"$device": "cuda:1"}),
+        (np.float32(1), {"$array": [STATE, "x"], "dtype": "<f4", "shape": []}),
     ],
 )
 def test_what_is_written(value, skeleton):
@@ -160,6 +157,8 @@ def test_tied_tensors_are_one_again():
         (SimpleNamespace(a=1), r"callbacks\.Mine\.0, a types\.SimpleNamespace"),
         (len, r"callbacks\.Mine\.0, a builtins\.builtin_function_or_method"),
         (Enum("E", "A").A, r"callbacks\.Mine\.0, a .*E"),
+        (torch.bfloat16, r"callbacks\.Mine\.0, a torch\.dtype"),
+        (1j, r"callbacks\.Mine\.0, a builtins\.complex"),
         (np.array([object()]), r"callbacks\.Mine\.0, a numpy\.ndarray"),
         (np.zeros(2, [("a", "f4")]), r"callbacks\.Mine\.0, a numpy\.ndarray"),
         (torch.zeros(2, dtype=torch.complex128), r"callbacks\.Mine\.0, a Tensor of torch\.complex128"),
@@ -179,7 +178,7 @@ def test_a_state_that_holds_itself_is_refused():
         pack({"x": endless})
 
 
-TAGS = ["$tensor", "$array", "$tuple", "$set", "$dict", "$float", "$int", "$bytes", "$text", "$dtype", "$scalar", "$x"]
+TAGS = ["$tensor", "$array", "$tuple", "$set", "$dict", "$float", "$bytes", "$x"]
 JSON = st.recursive(
     PLAIN.filter(lambda value: not isinstance(value, bytes)) | st.sampled_from([*TAGS, STATE, "x", "float32", "|O"]),
     lambda inner: (
@@ -206,15 +205,12 @@ def test_malformed_skeletons():
         {"$array": [STATE, "x"], "dtype": "<f4", "shape": [2]},
         {"$array": [STATE, "x"], "dtype": "|u1", "shape": [-2, -2]},
         {"$array": [STATE, "x"]},
-        {"$dtype": "nn"},
-        {"$dtype": "__loader__"},
-        {"$scalar": ["|O", "00"]},
-        {"$scalar": ["<f4", "00"]},
+        {"$float": "x"},
+        {"$bytes": "?"},
         {"$set": [[1]]},
         {"$dict": [[1, 2, 3]]},
         {"$tuple": {"a": 1}},
         {"$code": "print"},
-        {"$int": 3},
     ):
         with pytest.raises(MalformedState):
             unpack(Packed({"a": [skeleton]}, {STATE: {"x": torch.zeros(4, dtype=torch.uint8)}}))

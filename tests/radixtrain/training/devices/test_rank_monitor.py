@@ -26,7 +26,7 @@ def test_one_rank_tells_what_rank_0_has_not_found():
         monitor = RankMonitor()
         ranks().barrier()
         if rank == 0:
-            monitor.is_told.wait(60.0)
+            monitor.is_reported.wait(60.0)
             said = monitor.claim_report(0.0)  # of what it finds then, such as a closed connection
         else:
             said = monitor.claim_report(0.2)
@@ -84,7 +84,7 @@ def shell(command):
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(rank_monitor, "GRACE", 0.05)
-    monkeypatch.setattr(rank_monitor, "SECONDS_BETWEEN", 0.01)
+    monkeypatch.setattr(rank_monitor, "POLL_SECONDS", 0.01)
 
 
 def test_the_first_to_fail_is_named_and_the_others_end():

@@ -107,10 +107,8 @@ class TestNewRun:
         [
             ("checkpoints/step=3/manifest.json", "checkpoints/"),
             ("checkpoints/mine/manifest.json", "checkpoints/"),
-            ("checkpoints/last.ckpt", "checkpoints/"),
             ("model/config.json", "model/"),
             ("logs/version_0/metrics.csv", "logs/"),
-            ("hpc_ckpt_1.ckpt", "hpc_ckpt_1.ckpt"),
         ],
     )
     def test_another_run(self, name: str, said: str, tmp_path: Path) -> None:
@@ -216,8 +214,8 @@ def test_killed_after_the_first_checkpoint(tmp_path: Path) -> None:
 
 def test_wherever_in_its_folder_the_checkpoint_of_a_run_is(tmp_path: Path) -> None:
     run(tmp_path)
-    write(tmp_path / "mine" / "x.ckpt")
-    for given in ("", "checkpoints", "checkpoints/last", "mine/x.ckpt"):
+    write(tmp_path / "mine" / "x" / "manifest.json")
+    for given in ("", "checkpoints", "checkpoints/last", "mine/x"):
         assert is_resumed(tmp_path, tmp_path / given)
 
 
