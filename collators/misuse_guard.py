@@ -14,6 +14,7 @@ on the stack of the collator, and on that of a worker process that is forked fro
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -26,7 +27,10 @@ from torch.utils.hooks import RemovableHandle
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import INVERSE_INDICES
 
-__all__ = ["NO_DISPATCHING", "PREPARED", "allow_watch", "check_not_dispatched", "end_watch", "start_watch"]
+__all__ = [
+    *("NO_DISPATCHING", "PREPARED", "allow_watch", "callers", "check_not_dispatched"),
+    *("end_watch", "is_instance_by_name", "start_watch"),
+]
 
 PREPARED = "_radixtrain"  # the attribute of a prepared backbone
 FORWARDED_BY = ("torch", "peft")  # packages whose modules hand a batch on to the one inside
@@ -36,7 +40,8 @@ NO_DISPATCHING = (
     "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
 )
 DISPATCHER = "accelerate.data_loader", "DataLoaderDispatcher"
-MAX_FRAMES = 64  # six between the collator and the loader, and a dozen more in a worker
+HUGGING_FACE = "transformers.modeling_utils", "PreTrainedModel"
+MAX_FRAMES = 64  # TRL with adapters has 17 between hook and trainer; six are between the collator and its loader
 
 
 class _Watch:
@@ -81,7 +86,8 @@ def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
     if INVERSE_INDICES not in (sys._getframe(1).f_locals.get("kwargs") or ()):
         return
     parts = list(module.modules())
-    if any(PREPARED in vars(part) for part in parts) or not any(map(_is_hugging_face, parts)):
+    is_hugging_face = any(is_instance_by_name(part, *HUGGING_FACE) for part in parts)
+    if any(PREPARED in vars(part) for part in parts) or not is_hugging_face:
         end_watch()
         return
     receiver = next((part for part in parts if _package_of(part) not in FORWARDED_BY), module)
@@ -111,25 +117,24 @@ def _package_of(module: nn.Module) -> str:
     return str(getattr(type(module).forward, "__module__", "")).partition(".")[0]
 
 
-def _is_hugging_face(module: nn.Module) -> bool:
-    """By name, because importing transformers takes seconds."""
-    return any(
-        (kind.__module__, kind.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
-        for kind in type(module).__mro__
-    )
-
-
 def check_not_dispatched() -> None:
     """Raise UserError, naming the setting, if Accelerate's dispatching loader asks for this batch. Takes 3 us."""
+    for frame in callers():
+        is_loader = frame.f_globals.get("__name__") == DISPATCHER[0]
+        if is_loader and is_instance_by_name(frame.f_locals.get("self"), *DISPATCHER):
+            raise UserError(NO_DISPATCHING)
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames below the caller of this function, innermost first; at most `MAX_FRAMES`."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:
             return
-        if frame.f_globals.get("__name__") == DISPATCHER[0] and _dispatches(frame.f_locals.get("self")):
-            raise UserError(NO_DISPATCHING)
+        yield frame
         frame = frame.f_back
 
 
-def _dispatches(loader: Any) -> bool:
-    """By name: a user without Accelerate does not need it."""
-    return any((kind.__module__, kind.__name__) == DISPATCHER for kind in type(loader).__mro__)
+def is_instance_by_name(candidate: Any, module: str, name: str) -> bool:
+    """`isinstance` of a class that is not imported: its package takes seconds to import, or is not installed."""
+    return any((kind.__module__, kind.__name__) == (module, name) for kind in type(candidate).__mro__)

@@ -167,7 +167,7 @@ TABLE = (
     ),
     Private(
         "torch.nn.Module._is_replica",
-        ("radixtrain/hf/padded/calls.py", "radixtrain/hf/trainers.py"),
+        ("radixtrain/hf/padded/calls.py", "radixtrain/hf/inputs.py"),
         "tells a copy that DataParallel made",
     ),
     Private(
@@ -176,7 +176,7 @@ TABLE = (
             "radixtrain/generation/fingerprint.py",
             "radixtrain/hf/hooks.py",
             "radixtrain/hf/padded/calls.py",
-            "radixtrain/hf/padded/head.py",
+            "radixtrain/hf/padded/shared_head.py",
         ),
         "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's",
     ),
@@ -207,22 +207,22 @@ TABLE = (
     ),
     Private(
         "torch._C._will_engine_execute_node",
-        ("radixtrain/hf/padded/head.py",),
+        ("radixtrain/hf/padded/shared_head.py",),
         "tells a backward pass to the weights from a gradient of hidden states that is asked for by itself",
     ),
     Private(
         "torch.Tensor._backward_hooks",
-        ("radixtrain/hf/padded/head.py",),
+        ("radixtrain/hf/padded/shared_head.py",),
         "shows the hooks of a user on hidden states, also of a tensor that is gone",
     ),
     Private(
         "torch.Tensor._base",
-        ("radixtrain/hf/padded/head.py",),
+        ("radixtrain/hf/padded/shared_head.py",),
         "finds the hidden states that the head's input is a view of",
     ),
     Private(
         "torch.Tensor._version",
-        ("radixtrain/hf/padded/head.py",),
+        ("radixtrain/hf/padded/shared_head.py",),
         "tells whether hidden states were changed in place before the head",
     ),
     Private(
@@ -277,7 +277,7 @@ TABLE = (
     ),
     Private(
         "sys._getframe",
-        ("collators/misuse_guard.py", "radixtrain/hf/evaluation.py", "radixtrain/hf/padded/calls.py"),
+        ("collators/misuse_guard.py",),
         "reads which loader asks for a batch, which trainer calls the model, and whether generate() does",
     ),
     Private(

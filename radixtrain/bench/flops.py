@@ -27,8 +27,7 @@ from transformers import AutoModel
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.model_dims import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
-from radixtrain.hf.recurrent.running import cache_argument
-from radixtrain.hf.recurrent.states import ForkedStates
+from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
 from radixtrain.hf.refusals import EXACT_LAYERS
 from radixtrain.tree.plan import PrefixPlan
 

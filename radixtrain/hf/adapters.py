@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from radixtrain.errors import UserError
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import pretrained_model_of
 
 __all__ = ["EXACT", "NOT_EXACT", "check_adapters", "check_not_shared", "draws_in_adapters"]
@@ -134,7 +134,7 @@ def _check_kind(name: str, config: Any) -> None:
         reason = NOT_EXACT.get(kind, "is not known to compute each token from that token only")
         raise UserError(
             f"adapter {name!r} is of PEFT's kind {kind}, which {reason}: on unique tokens it would have a different "
-            f"gradient. Use another kind, such as LORA, or train it without sharing (fit: dedup: false), on the "
+            f"gradient. Use another kind, such as LORA, or {TRAIN_WITHOUT_SHARING}, on the "
             f"batches of an ordinary collator"
         )
 

@@ -1,7 +1,8 @@
 """A pass of generation through a Hugging Face model: its own code and head, on new rows and stored ones.
 
-The same attention functions as in training (`radixtrain/hf/attention.py`), set for a while by `on_stored_rows` if the
-model is not prepared. No cache of Hugging Face's is involved: the attention function itself stores keys and values.
+The same attention functions as in training (`radixtrain/hf/attention_interface.py`), set for a while by
+`on_stored_rows` if the model is not prepared. No cache of Hugging Face's is involved: the attention function itself
+stores keys and values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, CachedCall, Store
+from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, CachedCall, Store
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows

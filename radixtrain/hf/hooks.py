@@ -24,16 +24,14 @@ from transformers import PreTrainedModel
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
+from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
 from radixtrain.hf.backbone import text_decoder_of, with_rows
-from radixtrain.hf.evaluation import check_evaluation
-from radixtrain.hf.inputs import check_inputs, layout_of, split_inputs
-from radixtrain.hf.padded.head import SharedHead
+from radixtrain.hf.inputs import check_evaluation, check_inputs, check_not_cut, layout_of, split_inputs
+from radixtrain.hf.padded.shared_head import SharedHead
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
-from radixtrain.hf.sharing import SharingWatch
-from radixtrain.hf.trainers import check_not_cut
+from radixtrain.hf.sharing_report import SharingWatch
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES

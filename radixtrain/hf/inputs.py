@@ -1,7 +1,19 @@
 """What a radix batch contains when it reaches the backbone: all that the collator gave, and only what can be used.
 
-Trainers and wrappers drop entries, add others, and cut tensors (`radixtrain/hf/trainers.py`). Any of this would change
-the gradient, so it is refused.
+Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis. A
+radix batch has no such axis: its `radix_` tensors have the lengths of the tree.
+
+| trainer | what reaches the model |
+|---|---|
+| `Trainer` with an `IterableDataset`, `dispatch_batches=True` | every tensor cut to its first element |
+| the same in several processes | nothing: Accelerate cannot join or send the batches |
+| `split_batches=True`, a data set with a length | the whole batch: the rows are split before the collator |
+| several GPUs in one process (`nn.DataParallel`) | one share of every tensor, on the first GPU |
+
+All but the third are refused, dispatching already by the collator (`radixtrain/collators/misuse_guard.py`). So are
+entries that a wrapper dropped or added, and evaluations that take the logits for one row per example: a radix batch
+gives one list of predictions, `[1, P, V]`, in the order of the tree. Only the stack says what an evaluation is for: the
+collator does not know, and `Trainer` takes `labels` from the batch before it calls the model.
 """
 
 from __future__ import annotations
@@ -14,10 +26,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
+from radixtrain.collators.misuse_guard import NO_DISPATCHING, callers, is_instance_by_name
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
-__all__ = ["check_inputs", "layout_of", "split_inputs"]
+__all__ = ["check_evaluation", "check_inputs", "check_not_cut", "layout_of", "split_inputs"]
 
 # Arguments of a forward pass that cannot be used with a radix batch, by pattern, and what to do instead.
 NOT_USABLE = {
@@ -89,3 +102,58 @@ def _check_complete(given: Mapping[str, Any], layout: TreeLayout) -> None:
             f"{came}: without them a token after a shared prefix would get the position of its row; keep every key of "
             f"the collator"
         )
+
+
+def check_not_cut(backbone: nn.Module, layout: TreeLayout) -> None:
+    """Refuse a radix batch that a trainer cut or spread over devices. Reads only shapes.
+
+    backbone: the module that received the batch. layout: as `TreeLayout.from_batch` read it.
+
+    Raises UserError naming the setting that did it.
+    """
+    if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
+        raise UserError(
+            "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
+            "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
+        )
+    num_segments = layout.subtree_ends.shape[0]
+    if num_segments == 0 or layout.segment_starts.shape[0] != num_segments + 1:
+        raise UserError(f"this radix batch was cut. {NO_DISPATCHING}")
+
+
+TRAINER = "transformers.trainer", "Trainer"  # without importing it: that needs accelerate
+
+
+def check_evaluation(model: nn.Module) -> None:
+    """Refuse a radix batch whose logits a Hugging Face `Trainer` will use: `compute_metrics`, `predict`.
+
+    model: the backbone that received the batch. In training mode the stack is not read; in evaluation mode the check
+        takes 3 us under a `Trainer`, 7 us at most.
+
+    Raises UserError inside `Trainer.prediction_step`, also in a subclass, unless it wants only the loss.
+    """
+    trainer = None if model.training else _trainer_that_uses_the_logits()
+    if trainer is not None:
+        raise UserError(
+            f"{trainer} uses the logits of this evaluation (compute_metrics, predict) as one row per example, but a "
+            f"batch of RadixCollator has one list of predictions for all its examples, in the order of the tree, so "
+            f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before: "
+            f"with a subclass of {trainer} that sets self.data_collator to DataCollatorForSeq2Seq(tokenizer) while it "
+            f"makes the evaluation's DataLoader (recipes/hf_trainer_metrics.py), or after training with "
+            f"Trainer(model=model, args=args, data_collator=DataCollatorForSeq2Seq(tokenizer), compute_metrics=...)"
+            f".evaluate(rows). For the loss only, leave out compute_metrics, or set prediction_loss_only=True in the "
+            f"training arguments"
+        )
+
+
+def _trainer_that_uses_the_logits() -> str | None:
+    """The class of the `Trainer` that called the model for its logits, None if there is none.
+
+    The innermost `prediction_step` decides: an override may ask its parent class for something else.
+    """
+    for frame in callers():
+        if frame.f_code.co_name == "prediction_step":
+            names = frame.f_locals
+            if "prediction_loss_only" in names and is_instance_by_name(names.get("self"), *TRAINER):
+                return None if names["prediction_loss_only"] else type(names["self"]).__name__
+    return None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from radixtrain.errors import UserError
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 
@@ -29,11 +29,11 @@ def check_model_positions(parts: Parts) -> None:
         if mixers_of(parts.decoder) and not num_attention_layers(parts.decoder):
             raise UserError(
                 f"{name} has state-space layers only, and its class does not pass the entries of a radix batch on to "
-                f"them (it takes no positions either); train it without sharing (fit: dedup: false)"
+                f"them (it takes no positions either); {TRAIN_WITHOUT_SHARING}"
             )
         raise UserError(
             f"{name} does not take position_ids, so a token after a shared prefix would get the "
-            f"position of its row; train it without sharing (fit: dedup: false)"
+            f"position of its row; {TRAIN_WITHOUT_SHARING}"
         )
     padding_idx = padding_idx_of_positions(parts.decoder)
     if padding_idx is not None:

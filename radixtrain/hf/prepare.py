@@ -2,8 +2,8 @@
 
 transformers >= 5 gives every hook that is needed:
 
-- the attention functions that every layer calls are registered by name (`radixtrain/hf/attention.py`), and which
-  window a layer has is read from its mask (`radixtrain/hf/windows.py`);
+- the attention functions that every layer calls are registered by name (`radixtrain/hf/attention_interface.py`), and
+  which window a layer has is read from its mask (`radixtrain/hf/windows.py`);
 - hooks on the backbone and on the head turn a radix batch into what the layers need (`radixtrain/hf/hooks.py`).
 
 No code of a model is changed. Whatever would change the gradient is refused, here and at every batch
@@ -24,14 +24,14 @@ from torch import nn
 from radixtrain.collators.misuse_guard import PREPARED, allow_watch, end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention import ATTENTION_NAME, EAGER_NAME, register_attention
+from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, register_attention
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
-from radixtrain.hf.padded.report import SharingReport
 from radixtrain.hf.padded.sharing import PaddedSharing, SharingOptions
 from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
 from radixtrain.hf.recurrent.mixers import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
+from radixtrain.hf.sharing_report import SharingReport
 
 __all__ = [
     *("attention_set", "prepare_model", "prepared_options"),

@@ -3,7 +3,7 @@
 Once, when a model is prepared, by its class, its configuration and its modules (`check_model`, `check_choice`); and on
 every radix batch, by what depends on the batch or was added since (`check_pass`): a trainer may add adapters with
 dropout, or noise on the embeddings, after `prepare_model`. What a layer asks its attention function for is checked in
-`radixtrain/hf/attention.py`, random draws in `dropout.py`, positions in `positions.py`, adapters in `adapters.py`.
+`attention_interface.py`, random draws in `dropout.py`, positions in `positions.py`, adapters in `adapters.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
-from radixtrain.errors import UserError
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
-from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, text_layers
-from radixtrain.hf.sources import source_of_class
+from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, source_of_class, text_layers
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
 
@@ -55,7 +54,6 @@ NO_PROTOCOL = (
     "whose state from token to token does not go through Hugging Face's cache (get_recurrent_state, "
     "update_recurrent_state), so it cannot fork where rows branch"
 )
-TRAIN_WITHOUT_SHARING = "train it without sharing (fit: dedup: false)"
 GENERATE_WITHOUT_SHARING = "use model.generate"
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
 
@@ -163,8 +161,8 @@ def check_draws(decoder: Any, head: Any, allowed: tuple[str, ...]) -> None:
 def not_reached(parts: Parts) -> UserError:
     """For a model whose layers compute their attention themselves."""
     return UserError(
-        f"{parts.name} does not take its attention from AttentionInterface, so its layers cannot be reached; train it "
-        f"without sharing (fit: dedup: false)"
+        f"{parts.name} does not take its attention from AttentionInterface, so its layers cannot be reached; "
+        f"{TRAIN_WITHOUT_SHARING}"
     )
 
 
@@ -188,10 +186,7 @@ def _mentions(word: str, module_class: Any) -> bool:
 def _check_decoder(parts: Parts) -> None:
     """Refuse a model that is not one causal decoder with a head after it."""
     if getattr(parts.base.config, "is_encoder_decoder", False):
-        raise UserError(
-            f"{parts.name} is not a plain decoder, but an encoder and a decoder; train it without sharing (fit: "
-            f"dedup: false)"
-        )
+        raise UserError(f"{parts.name} is not a plain decoder, but an encoder and a decoder; {TRAIN_WITHOUT_SHARING}")
     if parts.decoder is not parts.base and parts.decoder.get_output_embeddings() is not None:
         path = next(path for path, module in parts.base.named_modules() if module is parts.decoder)
         raise UserError(
@@ -237,9 +232,7 @@ def _check_layers(name: str, decoder: Any) -> None:
         is_stateful = index < len(layers) and STATEFUL.search(layer_type)
         if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer by its name only
             why = NO_PROTOCOL if STATEFUL.search(layer_type) else "which tree attention does not compute"
-            raise UserError(
-                f"{name} layer {index} is {layer_type!r}, {why}; train it without sharing (fit: dedup: false)"
-            )
+            raise UserError(f"{name} layer {index} is {layer_type!r}, {why}; {TRAIN_WITHOUT_SHARING}")
     if mixers:
         _check_hybrid(name, layers, layer_types)
 
@@ -252,13 +245,10 @@ def _check_hybrid(name: str, layers: list[nn.Module], layer_types: Sequence[str]
         if index < len(layer_types) and layer_types[index] in EXACT_LAYERS:
             raise UserError(
                 f"{name} layer {index} is {layer_types[index]!r} and does not take its attention from "
-                f"AttentionInterface, so it cannot be reached; train it without sharing (fit: dedup: false)"
+                f"AttentionInterface, so it cannot be reached; {TRAIN_WITHOUT_SHARING}"
             )
         if not forks_or_keeps_apart(layer):
-            raise UserError(
-                f"{name} layer {index} is a {type(layer).__name__}, {NO_PROTOCOL}; train it without sharing (fit: "
-                f"dedup: false)"
-            )
+            raise UserError(f"{name} layer {index} is a {type(layer).__name__}, {NO_PROTOCOL}; {TRAIN_WITHOUT_SHARING}")
 
 
 def _check_states(name: str, decoder: Any) -> None:
@@ -287,13 +277,13 @@ def _check_attention(name: str, config: Any) -> None:
     for key, what in NOT_COMPUTED.items():
         if getattr(config, key, None):
             raise UserError(
-                f"{name} has {what} ({key}={getattr(config, key)}), which tree attention does not compute; train it "
-                f"without sharing (fit: dedup: false)"
+                f"{name} has {what} ({key}={getattr(config, key)}), which tree attention does not compute; "
+                f"{TRAIN_WITHOUT_SHARING}"
             )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(
             f"{name} attends in both directions (use_bidirectional_attention), and a shared prefix has the same "
-            f"states only under causal attention; set it to false, or train it without sharing (fit: dedup: false)"
+            f"states only under causal attention; set it to false, or {TRAIN_WITHOUT_SHARING}"
         )
 
 

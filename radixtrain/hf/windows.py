@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.errors import UserError
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 
 __all__ = [
     *("call_on_mask", "chunk_of", "mask_function", "no_mask", "only_full_attention"),
@@ -100,7 +100,7 @@ def window_of(
     if attention_mask is not None and attention_mask.numel():
         raise UserError(
             f"{layer} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention would leave "
-            f"out; train it without sharing (fit: dedup: false)"
+            f"out; {TRAIN_WITHOUT_SHARING}"
         )
     masked = window_on_mask(attention_mask)
     if masked is None and may_bind:

@@ -28,7 +28,7 @@ from trainer_loop import Stream
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.misuse_guard import allow_watch, end_watch
 from radixtrain.errors import UserError
-from radixtrain.hf.trainers import check_not_cut
+from radixtrain.hf.inputs import check_not_cut
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import float64_arithmetic, ordinary_padded, radix_batch

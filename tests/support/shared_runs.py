@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of
-from radixtrain.hf.padded.report import SharingReport
+from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.padded.report import SharingReport
+from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of
 

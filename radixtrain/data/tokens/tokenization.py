@@ -108,8 +108,7 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
     """
     from transformers import AutoTokenizer
 
-    from radixtrain.hf.config import reason_of
-    from radixtrain.hf.model_files import TOKENIZER_JSON, check_json_files
+    from radixtrain.hf.config import TOKENIZER_JSON, check_json_files, reason_of
 
     try:
         with failures_of(path):

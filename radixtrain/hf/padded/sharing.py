@@ -11,16 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
-from radixtrain.hf.attention import RadixCall
+from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import text_decoder_of, with_rows
-from radixtrain.hf.padded.calls import arguments_of, option, why_rows_are_not_shared, why_unshared
-from radixtrain.hf.padded.head import SharedHead, keep_places
-from radixtrain.hf.padded.packing import separates_packed_sequences
-from radixtrain.hf.padded.report import SharingReport
-from radixtrain.hf.padded.rows import PaddedRows
-from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.padded.calls import (
+    arguments_of,
+    option,
+    separates_packed_sequences,
+    why_rows_are_not_shared,
+    why_unshared,
+)
+from radixtrain.hf.padded.rows import PaddedRows, Places
+from radixtrain.hf.padded.shared_head import SharedHead, keep_places
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import mixers_of, why_padding_leaks
+from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cost_model import StepCost

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from radixtrain.errors import UserError
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.mixers import layer_around, mixers_of
 from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
@@ -204,7 +204,7 @@ def _layer_of(decoder: nn.Module, path: str, module: nn.Module) -> nn.Module:
     if around is None:
         raise UserError(
             f"{type(module).__name__} ({path}) carries a state from token to token outside of the decoder layers, so "
-            f"the tree cannot reach it; train it without sharing (fit: dedup: false)"
+            f"the tree cannot reach it; {TRAIN_WITHOUT_SHARING}"
         )
     return around
 

@@ -1,25 +1,38 @@
 """A mixer on the runs of a tree: its own `forward`, called once for each `RunCall`.
 
-A state goes from one call to the next through the argument for Hugging Face's cache (`states.py`), so the formula is
-the mixer's own, and so are its kernels. U unique rows; R runs of length L in a call.
+A state goes from one call to the next through the argument for Hugging Face's cache, so the formula is the mixer's own,
+and so are its kernels. transformers has one protocol for all layers with a state, the methods of
+`transformers.cache_utils.Cache`. A mixer reads its states by `get_conv_state` and `get_recurrent_state`, and leaves new
+ones by `update_conv_state`, which returns the earlier columns with the new ones, and by `update_recurrent_state`.
+Before transformers 5.21 it reads them as `cache.layers[layer_idx]` has them. `ForkedStates` speaks the protocol for one
+call on several runs: it gives each run the state that it starts from and keeps the final ones, both with their
+gradients. Nothing is written in place.
+
+The runs come with the batch if the collator has a `step_cost` of the model. Otherwise they are made here, at the first
+mixer, which on a device waits once a batch to read the segments. U unique rows; R runs of length L in a call.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
-from radixtrain.hf.recurrent.states import ForkedStates, States
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.tree.runs import RunCall, RunLayout
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segments
 
-__all__ = ["arguments_by_name", "cache_argument", "run_on_tree"]
+__all__ = ["ForkedStates", "States", "TreeRuns", "arguments_by_name", "cache_argument", "run_on_tree"]
 
 Forward = Callable[..., Any]
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
@@ -113,3 +126,125 @@ def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     given.pop("radix_call", None)
     return given
+
+
+States = dict[tuple[str, int], Tensor]
+"""The states of some runs, by kind (`conv` or `recurrent`) and number; the first axis counts the runs."""
+
+
+@dataclass(frozen=True)
+class StatesOfLayer:
+    """What mixers read before transformers 5.21, by the number of the state; a state that is not there is None."""
+
+    conv_states: Mapping[int, Tensor | None]
+    recurrent_states: Mapping[int, Tensor | None]
+    record_past: bool = True  # as `ForkedStates.is_recording_past`
+
+
+class ForkedStates:
+    """What stands in for Hugging Face's cache.
+
+    past: the states that the runs start from; empty for runs that start from nothing.
+    final: the states after the last row, those of padding included, so only calls without padding may be read.
+    """
+
+    def __init__(self, past: Mapping[tuple[str, int], Tensor] | None = None) -> None:
+        self.past: States = dict(past or {})
+        self.final: States = {}
+
+    @property
+    def layers(self) -> Mapping[int, StatesOfLayer]:
+        """The states that the runs start from, which are those of every layer that is asked for."""
+        states = StatesOfLayer(self._past_of("conv"), self._past_of("recurrent"))
+        return defaultdict(lambda: states)
+
+    def _past_of(self, kind: str) -> Mapping[int, Tensor | None]:
+        states: defaultdict[int, Tensor | None] = defaultdict(lambda: None)
+        states.update({number: state for (of, number), state in self.past.items() if of == kind})
+        return states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last columns of the inputs of a convolution: (runs, channels, width). None: start from nothing."""
+        return self.past.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state: (runs, ...) in the shape and dtype that the mixer left. None: start from nothing."""
+        return self.past.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Keep the last `conv_kernel_size` columns, with zeros before a sequence that has fewer.
+
+        conv_states: (runs, channels, length). the new columns. Returns the earlier ones and these.
+        """
+        past = self.past.get(("conv", state_idx))
+        columns = conv_states if past is None else torch.cat([past, conv_states], dim=-1)
+        width = conv_kernel_size or conv_states.shape[-1]
+        missing = max(0, width - columns.shape[-1])
+        self.final["conv", state_idx] = nn.functional.pad(columns, (missing, 0))[..., -width:]
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Keep a final state, (runs, ...), and return it."""
+        self.final["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True keeps a mixer off the path for one generated token, which writes into the state in place."""
+        return True
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the runs start from states."""
+        return bool(self.past)
+
+
+class TreeRuns:
+    """layout: of the batch. Its runs are made once, when the first mixer asks for them."""
+
+    def __init__(self, layout: TreeLayout) -> None:
+        self.layout = layout
+
+    @cached_property
+    def forked(self) -> RunLayout:
+        """The runs that cost least."""
+        if self.layout.runs is not None:
+            return self.layout.runs
+        return RunLayout.from_table(cheapest_runs(*self._segments)).to(self.layout.device, non_blocking=True)
+
+    @cached_property
+    def whole(self) -> RunLayout:
+        """Runs without forks: each sequence from its first token on, as an ordinary batch has them."""
+        if not self.forked.num_forks:
+            return self.forked
+        table = runs_of_segments(*self._segments, min_saved=None)
+        return RunLayout.from_table(table).to(self.layout.device, non_blocking=True)
+
+    @cached_property
+    def _segments(self) -> tuple[IntArray, IntArray]:
+        """`segment_starts` (S+1,) and `segment_parents` (S,) of the plan, on the host."""
+        starts, ends = (
+            x.cpu().numpy().astype(np.int64) for x in (self.layout.segment_starts, self.layout.subtree_ends)
+        )
+        return starts, parents_of(starts, ends)
+
+
+def parents_of(segment_starts: IntArray, subtree_ends: IntArray) -> IntArray:
+    """(S,), int64. The segment that each one continues, -1 at a root: in pre-order the last one whose subtree goes on.
+
+    segment_starts, subtree_ends: (S+1,) and (S,). as in `PrefixPlan`.
+    """
+    ends, above, parents = subtree_ends.tolist(), [-1], []
+    for segment, start in enumerate(segment_starts[:-1].tolist()):
+        while len(above) > 1 and ends[above[-1]] <= start:
+            above.pop()
+        parents.append(above[-1])
+        above.append(segment)
+    return np.array(parents, dtype=np.int64)

@@ -22,8 +22,7 @@ from transformers import (
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import pretrained_model_of
-from radixtrain.hf.config import read_config, reason_of
-from radixtrain.hf.model_files import MODEL_JSON, check_json_files
+from radixtrain.hf.config import MODEL_JSON, check_json_files, read_config, reason_of
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
 from radixtrain.hf.refusals import check_soft_cap

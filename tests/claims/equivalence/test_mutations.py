@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import radixtrain.hf.attention
+import radixtrain.hf.attention_interface
 import radixtrain.kernels.merge_attention
 import radixtrain.kernels.rows
 from radixtrain import RadixCollator, restore_model, verify_equivalence
@@ -128,7 +128,7 @@ def test_a_wrong_mask(
         wrong = replace(layout, subtree_ends=ends_of(layout))
         return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
 
-    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", mutated)
+    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", mutated)
     assert_caught(verdict(tiny_qwen3()))
 
 
@@ -189,7 +189,7 @@ def test_a_gradient_that_is_written_and_not_added(
 def test_a_hundred_millionth_too_much(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Below the rounding of float32, so only the float64 rung can see it."""
     monkeypatch.setattr(
-        radixtrain.hf.attention,
+        radixtrain.hf.attention_interface,
         "tree_attention",
         lambda *args, **options: tree_attention(*args, **options) * (1 + 1e-8),
     )

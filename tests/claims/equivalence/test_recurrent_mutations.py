@@ -15,7 +15,7 @@ import radixtrain.hf.recurrent.layers
 import radixtrain.hf.recurrent.running
 import radixtrain.tree.runs
 from radixtrain import RadixCollator, verify_equivalence
-from radixtrain.hf.recurrent.states import ForkedStates
+from radixtrain.hf.recurrent.running import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout, RunTable, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiers import cases, tries
 
 from radixtrain import RadixCollator, prepare_model, restore_model
-from radixtrain.hf.recurrent.tree_runs import parents_of
+from radixtrain.hf.recurrent.running import parents_of
 from radixtrain.testing import labelled_features
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunCost, RunLayout, runs_of_segments

@@ -67,13 +67,13 @@ def test_rounding(
 
 def test_half_the_precision_is_seen(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar is not too high: attention that sums in bfloat16 fails the float32 rung."""
-    import radixtrain.hf.attention
+    import radixtrain.hf.attention_interface
 
     def careless(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         return attend(query, key, value.bfloat16().to(value.dtype), *args, **options)
 
-    attend = radixtrain.hf.attention.tree_attention
-    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", careless)
+    attend = radixtrain.hf.attention_interface.tree_attention
+    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", careless)
     features = [{"input_ids": ids, "labels": ids} for ids in ([1, 0, 1, 1, 0, 0, 1, 0], [1, 0, 1, 1, 3, 2])]
     assert not verify_equivalence(tiny_qwen3(), features, precisions=["float32"]).passed
 

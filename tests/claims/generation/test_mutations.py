@@ -237,7 +237,7 @@ def change_attention(patch: Patch, change: Callable[[dict[str, Any]], None]) -> 
         change(options)
         return cached_attention(*arguments, **options)
 
-    patch.setattr("radixtrain.hf.attention.cached_attention", wrong)
+    patch.setattr("radixtrain.hf.attention_interface.cached_attention", wrong)
 
 
 def window_off_by(by: int) -> Callable[[Patch], None]:

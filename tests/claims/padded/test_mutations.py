@@ -21,9 +21,8 @@ from torch import Tensor
 from radixtrain import share_prefixes
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.head import keep_places, places_of_view
-from radixtrain.hf.padded.rows import PaddedRows
-from radixtrain.hf.padded.spread import Places
+from radixtrain.hf.padded.rows import PaddedRows, Places
+from radixtrain.hf.padded.shared_head import keep_places, places_of_view
 from radixtrain.kernels.rows import gather_rows
 
 # Nested, one a prefix of another, two identical, one token, one without a shared prefix.
@@ -113,8 +112,8 @@ def test_rows_that_all_start_in_the_first_column(monkeypatch: pytest.MonkeyPatch
 
 def test_padding_that_a_loss_may_read(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Callable[..., Any]) -> None:
     """Without the check of the gradient at padding the loss would be another one, silently."""
-    monkeypatch.setattr("radixtrain.hf.padded.spread.check_gradient_at", lambda *args: None)
-    monkeypatch.setattr("radixtrain.hf.padded.head.check_gradient_at", lambda *args: None)
+    monkeypatch.setattr("radixtrain.hf.padded.rows.check_gradient_at", lambda *args: None)
+    monkeypatch.setattr("radixtrain.hf.padded.shared_head.check_gradient_at", lambda *args: None)
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 0, 0]])
     loss = share_prefixes(tiny_qwen3())(input_ids=ids, attention_mask=(ids != 0).long()).logits.logsumexp(-1).sum()
     with pytest.raises(pytest.fail.Exception), pytest.raises(UserError):
@@ -131,7 +130,7 @@ def test_padding_that_a_loss_may_read(monkeypatch: pytest.MonkeyPatch, tiny_qwen
 )
 def test_a_head_with_the_rows_of_other_places(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]) -> None:
     """As of a view whose start is forgotten."""
-    monkeypatch.setattr("radixtrain.hf.padded.head.places_of_view", lambda x: wrong(places_of_view(x)))
+    monkeypatch.setattr("radixtrain.hf.padded.shared_head.places_of_view", lambda x: wrong(places_of_view(x)))
     assert_caught()
 
 
@@ -207,7 +206,7 @@ def test_a_group_leak(monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], 
         wrong = replace(layout, subtree_ends=ends_of(layout))
         return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
 
-    monkeypatch.setattr("radixtrain.hf.attention.tree_attention", mutated)
+    monkeypatch.setattr("radixtrain.hf.attention_interface.tree_attention", mutated)
     assert_caught()
 
 

@@ -9,7 +9,7 @@ import torch
 from tiers import FULL, cases
 from torch import Tensor
 
-import radixtrain.hf.attention
+import radixtrain.hf.attention_interface
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model
 from radixtrain.bench.measure import Settings, measure
 from radixtrain.bench.work import make_work, work_of
@@ -117,14 +117,14 @@ def test_recurrent_layers_are_checked_against_float64(shape: ModelShape, flat: C
 @pytest.fixture
 def scaled_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
     """`scaled_attention(by, backward)`: keys, or only the gradients of the keys, off by this factor."""
-    attend = radixtrain.hf.attention.tree_attention
+    attend = radixtrain.hf.attention_interface.tree_attention
 
     def install(by: float, backward: bool) -> None:
         def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
             wrong = key + by * (key - key.detach()) if backward else key * (1 + by)
             return attend(query, wrong, value, *args, **options)
 
-        monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
+        monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)
 
     return install
 

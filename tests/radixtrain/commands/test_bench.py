@@ -15,7 +15,7 @@ from tiers import FULL
 from torch import Tensor
 
 import radixtrain.bench.environment
-import radixtrain.hf.attention
+import radixtrain.hf.attention_interface
 from radixtrain.__main__ import main
 from radixtrain.bench.cells import Cell, ModelShape
 from radixtrain.bench.work import make_work
@@ -129,8 +129,8 @@ def test_times_of_a_wrong_gradient_are_not_reported_and_the_others_kept(
         wrong = key + 1e-3 * (key - key.detach()) if len(key) > 65 else key
         return attend(query, wrong, value, *args, **options)
 
-    attend = radixtrain.hf.attention.tree_attention
-    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
+    attend = radixtrain.hf.attention_interface.tree_attention
+    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)
     assert main(command(num_sequences="[1, 8]", csv=tmp_path / "a.csv")) == 1
     captured = capsys.readouterr()
     (error,) = (line for line in captured.err.splitlines() if line.startswith("error: "))

@@ -66,7 +66,7 @@ def test_full_layers_stay_on_cascade(monkeypatch):
         seen.append(options["window"])
         return tree_attention(*args, **options)
 
-    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
+    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", spy)
     model = tiny_model("Gemma3ForCausalLM", layer_types=SLIDING["layer_types"])
     prepare_model(model)(**RadixCollator()(NESTED))
     assert seen == [4, None]
@@ -78,7 +78,7 @@ def test_full_layers_stay_on_cascade(monkeypatch):
 def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
     """The comparison can fail."""
     monkeypatch.setattr(
-        radixtrain.hf.attention,
+        radixtrain.hf.attention_interface,
         "tree_attention",
         lambda *args, **options: tree_attention(*args, **{**options, lost: None}),
     )

@@ -66,16 +66,16 @@ class TestRefusals:
 class TestPreparedModel:
     @pytest.mark.parametrize("strategy", cases(CHOICES, quick=CHOICES[:1]))
     def test_it_does_what_its_batch_chose(self, tiny_qwen3, monkeypatch, caplog, strategy):
-        import radixtrain.hf.attention
+        import radixtrain.hf.attention_interface
 
         asked = []
-        attend = radixtrain.hf.attention.tree_attention
+        attend = radixtrain.hf.attention_interface.tree_attention
 
         def spy(*args, attention, **options):
             asked.append(attention)
             return attend(*args, attention=attention, **options)
 
-        monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
+        monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", spy)
         model = tiny_qwen3()
         collator = RadixCollator(step_cost=step_cost_of(model, strategy))
         prepare_model(model)

@@ -8,7 +8,7 @@ import pytest
 from tiers import FULL, cases
 from torch import Tensor
 
-import radixtrain.hf.attention
+import radixtrain.hf.attention_interface
 from radixtrain.__main__ import main
 from radixtrain.tree.cost_model import StepCost
 
@@ -22,8 +22,8 @@ def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         return attend(query, key + 1e-3 * (key - key.detach()), value, *args, **options)
 
-    attend = radixtrain.hf.attention.tree_attention
-    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", broken)
+    attend = radixtrain.hf.attention_interface.tree_attention
+    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)
 
 
 def test_a_broken_attention_is_found_and_the_parameter_named(

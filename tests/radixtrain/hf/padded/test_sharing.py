@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 
-import radixtrain.hf.attention
+import radixtrain.hf.attention_interface
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.tree.cost_model import CHOICES
 from radixtrain.tree.layout import TreeLayout
@@ -22,13 +22,13 @@ BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 un
 def asked(monkeypatch) -> list[dict[str, Any]]:
     """The options that tree attention was called with."""
     calls: list[dict[str, Any]] = []
-    attend = radixtrain.hf.attention.tree_attention
+    attend = radixtrain.hf.attention_interface.tree_attention
 
     def spy(*args: Any, **options: Any) -> Tensor:
         calls.append(options)
         return attend(*args, **options)
 
-    monkeypatch.setattr(radixtrain.hf.attention, "tree_attention", spy)
+    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", spy)
     return calls
 
 

@@ -9,11 +9,11 @@ from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-import radixtrain.hf.attention
+import radixtrain.hf.attention_interface
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model, verify_equivalence
 from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
-from radixtrain.hf.attention import RadixCall, radix_attention, radix_eager_attention
+from radixtrain.hf.attention_interface import RadixCall, radix_attention, radix_eager_attention
 from radixtrain.hf.windows import no_mask
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
@@ -57,9 +57,11 @@ class TestValuesOfAnotherHeadDim:
 
     def test_the_padded_head_dim_as_scale_is_caught(self, monkeypatch):
         """The comparison above can fail."""
-        attend = radixtrain.hf.attention.tree_attention
+        attend = radixtrain.hf.attention_interface.tree_attention
         monkeypatch.setattr(
-            radixtrain.hf.attention, "tree_attention", lambda *args, **rest: attend(*args, **{**rest, "scale": None})
+            radixtrain.hf.attention_interface,
+            "tree_attention",
+            lambda *args, **rest: attend(*args, **{**rest, "scale": None}),
         )
         with pytest.raises(AssertionError, match="not close"):
             self.test_against_dense_attention("path", 13, None)

@@ -1,7 +1,9 @@
-"""A prepared model that trains without sharing warns once and says what helps; nothing else is a reason to warn."""
+"""What was shared: the report, and the warning that nothing was."""
 
 import copy
 import logging
+import pickle
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from tiers import FULL
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.hf.sharing import NUM_CALLS
+from radixtrain.hf.sharing_report import NUM_CALLS, SharingReport
 
 SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
@@ -120,3 +122,38 @@ def test_dpo(tiny_qwen3: Callable[..., Any], tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, logger="radixtrain"):
         trainer.train()
     assert [ORDINARY in record.getMessage() for record in caplog.records if "radix" in record.name] == [True]
+
+
+def test_lines():
+    report = SharingReport(
+        num_shared=2,
+        not_shared=Counter({"a cache is wanted (use_cache=True)": 1, "attention_mask has a hole": 3}),
+        num_places=2400,
+        num_tokens=2000,
+        num_unique_tokens=500,
+        num_head_places=2400,
+        num_head_rows=501,
+        plan_seconds=0.125,
+    )
+    assert report.compression_ratio == 4.0
+    assert str(report).splitlines() == [
+        "2 calls shared: 2,400 places, 2,000 tokens, 500 unique, r = 4.00; plans took 0.12 s",
+        "the head computed 501 rows for 2,400 places",
+        "3 calls not shared: attention_mask has a hole",
+        "1 calls not shared: a cache is wanted (use_cache=True)",
+    ]
+
+
+def test_before_the_first_call():
+    report = SharingReport()
+    assert report.compression_ratio == 1.0
+    first, second = str(report).splitlines()
+    assert first == "0 calls shared: 0 places, 0 tokens, 0 unique, r = 1.00; plans took 0.00 s"
+    assert second.startswith("the backbone was never called")
+
+
+def test_a_copy_counts_its_own_calls():
+    report = SharingReport(num_shared=3, not_shared=Counter({"generate() runs": 2}))
+    for copied in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        copied.not_shared["generate() runs"] += 1
+        assert report.not_shared["generate() runs"] == 2

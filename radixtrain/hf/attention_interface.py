@@ -28,9 +28,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from radixtrain.attention import cached_attention, tree_attention
-from radixtrain.errors import UserError
-from radixtrain.hf.padded.spread import Places
-from radixtrain.hf.recurrent.tree_runs import TreeRuns
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.padded.rows import Places
+from radixtrain.hf.recurrent.running import TreeRuns
 from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window_on_mask
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import PREFIX, TreeLayout
@@ -188,7 +188,7 @@ def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[s
     if call is None:
         raise UserError(
             f"{_name_of(module)} receives neither the keyword arguments of the model call nor the mask of its model, "
-            f"so the tree cannot reach it; train it without sharing (fit: dedup: false)"
+            f"so the tree cannot reach it; {TRAIN_WITHOUT_SHARING}"
         )
     return call
 
@@ -257,14 +257,14 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
         raise UserError(f"{layer} asks for attention dropout {options['dropout']}; set attention_dropout to 0")
     if options.get("position_bias") is not None:
         raise UserError(
-            f"{layer} adds a position_bias to its scores, which tree attention does not compute; train it without "
-            f"sharing (fit: dedup: false)"
+            f"{layer} adds a position_bias to its scores, which tree attention does not compute; "
+            f"{TRAIN_WITHOUT_SHARING}"
         )
     for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
         if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(
                 f"{layer} has {attribute} and does not hand it to its attention function as {key}, so tree attention "
-                f"would leave it out; train it without sharing (fit: dedup: false)"
+                f"would leave it out; {TRAIN_WITHOUT_SHARING}"
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")

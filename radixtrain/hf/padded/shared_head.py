@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.report import SharingReport
-from radixtrain.hf.padded.spread import check_gradient_at
+from radixtrain.hf.padded.rows import check_gradient_at
+from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 

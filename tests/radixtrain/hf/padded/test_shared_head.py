@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from untouched_gradient import assert_same_gradient
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.padded.head import SharedHead, keep_places
-from radixtrain.hf.padded.report import SharingReport
+from radixtrain.hf.padded.shared_head import SharedHead, keep_places
+from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
