@@ -128,8 +128,8 @@ def _share(values: list[Value], holds: Callable[[Value], bool]) -> float:
 def _overlaps(pattern: re.Pattern[str], value: Value) -> bool:
     """Whether the pattern is found, around the value, in a place that has a part of the value."""
     start, end = len(value.before), len(value.before) + len(value.text)
-    found = pattern.finditer(value.before + value.text + value.after)
-    return any(match.start() < end and match.end() > start for match in found)
+    matches = pattern.finditer(value.before + value.text + value.after)
+    return any(match.start() < end and match.end() > start for match in matches)
 
 
 _KINDS: dict[str, Callable[[Value], bool]] = {

@@ -1,6 +1,6 @@
 """What breaks sharing: at which token near-identical prompts part, why, and what that costs.
 
-prompts --versions.py--> common text and differences, each with its cause --here--> tokens saved if the cause is fixed
+prompts --versions.py--> common text and differences, each with its cause ----> tokens saved if the cause is fixed
 """
 
 from __future__ import annotations

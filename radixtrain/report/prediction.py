@@ -120,8 +120,8 @@ def free_bytes(device: torch.device) -> float:
     On CUDA that includes what torch's allocator keeps of tensors that are gone, which the driver counts as used.
     """
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + kept)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return math.inf

@@ -7,7 +7,7 @@ The first epoch is drawn as `fit` draws it, and some of its steps, at equal dist
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -99,27 +99,38 @@ def counted_step(features: Features, collator: StepCollator, step_cost: StepCost
     step = collator(features)
     seconds = time.perf_counter() - start
     assert step.num_unique_tokens is not None
-    plans = plans_of(features, step)
-    labels = _num_labels(features)
+    micro_batches = zip(step.micro_batches, plans_of(features, step), strict=True)
+    lengths = [len(feature["input_ids"]) for feature in features]
+    labels = [int((np.asarray(feature["labels"])[1:] != IGNORE_INDEX).sum()) for feature in features]
+    padded = cut_by_padded_tokens([feature["input_ids"] for feature in features], collator.max_tokens)
     return CountedStep(
         num_tokens=step.num_tokens,
         num_unique_tokens=step.num_unique_tokens,
-        radix=tuple(radix_counts(*each, step_cost) for each in zip(step.micro_batches, plans, strict=True)),
-        ordinary=tuple(_padded_counts(features, labels, collator.max_tokens)),
+        radix=tuple(radix_counts(batch, plan, step_cost) for batch, plan in micro_batches),
+        ordinary=tuple(
+            _padded(len(group), max(lengths[index] for index in group), sum(labels[index] for index in group))
+            for group in padded
+        ),
         collate_seconds=seconds,
     )
 
 
 def plans_of(features: Features, step: Step) -> list[PrefixPlan]:
     """The plan of each micro-batch of a step of the radix arm."""
-    return [_plan(features, *each) for each in zip(step.members, step.micro_batches, strict=True)]
+    plans = []
+    for members, batch in zip(step.members, step.micro_batches, strict=True):
+        ids = [np.asarray(features[index]["input_ids"], dtype=np.int64) for index in members]
+        bounds = cumulative(np.array([len(own) for own in ids], dtype=np.int64))
+        min_shared_tokens = batch.get(MIN_SHARED_TOKENS, 1)
+        plans.append(build_prefix_plan(np.concatenate(ids), bounds, min_shared_tokens=min_shared_tokens))
+    return plans
 
 
 def radix_counts(batch: Mapping[str, Any], plan: PrefixPlan, step_cost: StepCost | None) -> Counts:
-    """Of a micro-batch of a `RadixCollator` and its plan."""
+    """Of a micro-batch of a `RadixCollator` and its plan. Without a cost each unique token counts its path."""
     rows, predictions = batch["input_ids"].numel(), len(batch[PREDICTOR_INDICES])
     if step_cost is None:
-        return Counts(rows, _pairs(plan), predictions)
+        return Counts(rows, int(plan.position_ids.sum() + plan.num_rows), predictions)
     strategy = CHOICES[batch[STRATEGY]] if STRATEGY in batch else step_cost.strategies[0]
     linear = plan.num_rows * step_cost.row_flops * step_cost.rates.flop
     return Counts(rows, step_cost.seconds(plan, strategy) - linear, predictions)
@@ -131,30 +142,8 @@ def ordinary_counts(batch: Mapping[str, Any]) -> Counts:
     return _padded(num_sequences, longest, len(batch[PREDICTOR_INDICES]))
 
 
-def _plan(features: Features, members: list[int], batch: Mapping[str, Any]) -> PrefixPlan:
-    ids = [np.asarray(features[index]["input_ids"], dtype=np.int64) for index in members]
-    bounds = np.cumsum([0, *map(len, ids)])
-    return build_prefix_plan(np.concatenate(ids), bounds, min_shared_tokens=batch.get(MIN_SHARED_TOKENS, 1))
-
-
-def _pairs(plan: PrefixPlan) -> int:
-    """(query, key) pairs of unique tokens: each sees its own path."""
-    return int(plan.position_ids.sum() + plan.num_rows)
-
-
-def _padded_counts(features: Features, labels: Sequence[int], max_tokens: int | None) -> Iterator[Counts]:
-    lengths = [len(feature["input_ids"]) for feature in features]
-    for group in cut_by_padded_tokens([feature["input_ids"] for feature in features], max_tokens):
-        longest = max(lengths[index] for index in group)
-        yield _padded(len(group), longest, sum(labels[index] for index in group))
-
-
 def _padded(num_sequences: int, longest: int, predictions: int) -> Counts:
     return Counts(num_sequences * longest, num_sequences * longest**2, predictions)
-
-
-def _num_labels(features: Features) -> list[int]:
-    return [int((np.asarray(feature["labels"])[1:] != IGNORE_INDEX).sum()) for feature in features]
 
 
 @dataclass(frozen=True, order=True)
@@ -225,7 +214,7 @@ class Epoch:
         began = time.perf_counter()
         collator = replace(self.collator, max_tokens=draw.max_tokens)
         counted, num_conversations = [], 0
-        for batch in self._batches(draw):
+        for batch in self.batches(draw):
             counted.append(counted_step(self.features(batch), collator, self.step_cost))
             num_conversations += len(batch)
             if time.perf_counter() - began > max_seconds:
@@ -235,10 +224,6 @@ class Epoch:
     def features(self, batch: Sequence[int]) -> Features:
         """The sequences of these conversations."""
         return features_of(sample for index in batch for sample in self.conversations[index])
-
-    def first_batches(self, draw: Draw, number: int) -> list[list[int]]:
-        """The conversations of some full steps."""
-        return self._batches(draw)[:number]
 
     def settings_grid(self, own: Draw, least_max_tokens: int) -> list[Draw]:
         """Draws to compare: other batch sizes with the user's `max_tokens`, and the other way round, plain and grouped.
@@ -253,10 +238,11 @@ class Epoch:
         cross |= {(own.batch_size, budget) for budget in budgets if budget >= least_max_tokens}
         together = own.group_by_prefix or True
         grouped = {size for size in sizes if self.shuffle and self._grouping(size, together)}
-        draws = [Draw(*each, together) for each in cross if each[0] in grouped]
-        return sorted({own, *draws, *(Draw(*each) for each in cross)})
+        draws = [Draw(size, budget, together) for size, budget in cross if size in grouped]
+        return sorted({own, *draws, *(Draw(size, budget) for size, budget in cross)})
 
-    def _batches(self, draw: Draw) -> list[list[int]]:
+    def batches(self, draw: Draw) -> list[list[int]]:
+        """The conversations of some full steps."""
         size, total = draw.batch_size, self.size
         grouping = self._grouping(size, draw.group_by_prefix)
         sampler = StepSampler(len(self.conversations), size, self.shuffle, self.seed, grouping, self.weights)
@@ -274,8 +260,8 @@ class Epoch:
 
 def length_quantiles(lengths: IntArray) -> dict[str, int]:
     """Tokens of the shortest sample, of the median, ..., of the longest."""
-    found = np.quantile(lengths, list(QUANTILES.values()), method="nearest")
-    return dict(zip(QUANTILES, map(int, found), strict=True))
+    values = np.quantile(lengths, list(QUANTILES.values()), method="nearest")
+    return dict(zip(QUANTILES, map(int, values), strict=True))
 
 
 def num_shared_prompts(groups: PrefixGroups) -> int:

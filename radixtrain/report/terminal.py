@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -132,12 +132,11 @@ def _run(node: TreeNode) -> Text:
     return Text.assemble((title, "cyan"), _visible(shortened(text, MAX_TEXT)))
 
 
-def _breaks(console: Console, breaks: Iterable[Break]) -> None:
-    found = list(breaks)
-    console.print(Text("\nWhat breaks sharing" if found else "\nNothing was found that breaks sharing."))
-    for each in found:
-        _paragraph(console, f"  {each.cause}: {each.tokens_saved:,} computed tokens of an epoch. {each.advice}")
-        for example in each.examples[:1]:
+def _breaks(console: Console, breaks: Sequence[Break]) -> None:
+    console.print(Text("\nWhat breaks sharing" if breaks else "\nNothing was found that breaks sharing."))
+    for cause in breaks:
+        _paragraph(console, f"  {cause.cause}: {cause.tokens_saved:,} computed tokens of an epoch. {cause.advice}")
+        for example in cause.examples[:1]:
             text = f"    {example.where}: ...{example.before}[{example.value}]{example.after}..."
             console.print(Text(_visible(" ".join(text.split())), style="dim"), soft_wrap=False)
 

@@ -50,7 +50,7 @@ class _Drawing:
         self.starts = np.union1d(plan.segment_starts, fewer)
         segments = plan.segment_starts.searchsorted(self.starts[:-1], side="right") - 1
         self.ends, self.passing = plan.subtree_ends[segments], plan.counts[self.starts[:-1]]
-        self.kept = self._heaviest(max_nodes)
+        self.shown = self._heaviest(max_nodes)
         self.children: dict[int, list[int]] = {}
         for run, parent in enumerate(self._parents(segments)):
             self.children.setdefault(parent, []).append(run)
@@ -62,8 +62,7 @@ class _Drawing:
         last_rows = self.plan.segment_starts[above + 1] - 1
         last_runs = np.where(above < 0, -1, self.starts.searchsorted(last_rows, side="right") - 1)
         is_first = self.starts[:-1] == self.plan.segment_starts[segments]
-        found: list[int] = np.where(is_first, last_runs, parents).tolist()
-        return found
+        return [int(parent) for parent in np.where(is_first, last_runs, parents)]
 
     def _heaviest(self, max_nodes: int) -> set[int]:
         """A parent has at least the tokens of its child and a smaller index, so a stable sort keeps it first."""
@@ -74,7 +73,7 @@ class _Drawing:
     def root(self) -> TreeNode:
         """Built from the leaves up: a conversation of 1,000 turns is 1,000 deep."""
         nodes: dict[int, TreeNode] = {}
-        for run in sorted(self.kept, reverse=True):
+        for run in sorted(self.shown, reverse=True):
             nodes[run] = self._node(run, nodes)
         return self._above(-1, nodes, text="", num_tokens=0, num_sequences=self.plan.num_sequences)
 

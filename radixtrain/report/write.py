@@ -121,7 +121,7 @@ def _sampled(epoch: Epoch, own: Draw, max_length: int | None) -> dict[Draw, Samp
 
 
 def _predicted(setup: RunSetup, epoch: Epoch, own: Draw, num_workers: int, max_seconds: float) -> Prediction:
-    steps = [epoch.features(batch) for batch in epoch.first_batches(own, TIMED_STEPS)]
+    steps = [epoch.features(batch) for batch in epoch.batches(own)[:TIMED_STEPS]]
     cases = cases_of(steps, epoch.collator, epoch.step_cost)
     logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
     return predict_seconds(setup, cases, num_workers, max_seconds)
