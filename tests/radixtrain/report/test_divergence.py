@@ -142,10 +142,16 @@ def every(step: int, now: str, fixed: str) -> Callable[..., tuple[str, str]]:
     return lambda rng, row: (fixed if row % step else now, fixed)
 
 
+def date_in_one_of_five(rng: random.Random, row: int) -> tuple[str, str]:
+    prompt, date = paragraph(20 + row % 5), dates(rng)
+    return f"{prompt[:200]}\nToday is {date}.\n{prompt}", f"{prompt[:200]}\nToday is\n{prompt}\n{date}."
+
+
 SECOND = POLICY.replace("shop", "house", 1).replace("card", "paper card", 1)
 CAUSES = {
     "a date": ("a date or time", moved("Today is", dates, f".\n{POLICY}"), ROWS),
     "a date and a time inside the prompt": ("a date or time", moved(POLICY[:300], clock, POLICY[300:]), ROWS),
+    "a date in each of several prompts": ("a date or time", date_in_one_of_five, ROWS),
     "a UUID": ("a UUID", moved("Session", uuids, f"\n{POLICY}"), ROWS),
     "a hash": (
         "an id or hash",
@@ -270,21 +276,6 @@ def test_any_mixture_of_paragraphs_is_read_to_its_end(
     for found in find_breaks(now, tokenizer, 4):
         assert 0 < found.num_sequences <= len(now)
         assert 0 < found.tokens_saved < num_unique(now)
-
-
-def test_several_prompts_with_a_date_each(
-    chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    prompts = [paragraph(seed) for seed in range(20, 25)]
-
-    def make(rng: random.Random, row: int) -> tuple[str, str]:
-        prompt, date = prompts[row % 5], dates(rng)
-        return f"{prompt[:200]}\nToday is {date}.\n{prompt}", f"{prompt[:200]}\nToday is\n{prompt}\n{date}."
-
-    now, fixed = map(chats, planted(make))
-    (found,) = find_breaks(now, tokenizer, BATCH_SIZE)
-    assert (found.cause, found.num_sequences) == ("a date or time", ROWS)
-    assert found.tokens_saved == pytest.approx(num_unique(now) - num_unique(fixed), rel=0.2)
 
 
 def test_turns_of_a_conversation_count_as_samples_and_are_drawn_together(
