@@ -23,7 +23,7 @@ any gradient is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -74,7 +74,7 @@ def linear_cross_entropy(
     are computed in that dtype whatever the logits' own is.
     """
     hidden, weight, bias = _as_computed(hidden, weight, bias)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, rows, loss_weights)
+    return _CrossEntropy.apply(hidden, weight, bias, labels, rows, loss_weights)
 
 
 def logits_cross_entropy(logits: Tensor, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Tensor:
@@ -88,9 +88,7 @@ def logits_cross_entropy(logits: Tensor, labels: Tensor, rows: Tensor, loss_weig
 
     Holds the logits' gradient, (R, V) in their dtype, from the forward pass on, and a chunk of rows in the wider dtype.
     """
-    if not torch.is_grad_enabled():
-        logits = logits.detach()
-    return _LogitsCrossEntropy.apply(logits, labels, rows, loss_weights)
+    return _CrossEntropy.apply(_wanted(logits), None, None, labels, rows, loss_weights)
 
 
 def linear_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -105,7 +103,7 @@ def linear_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor
     all logits were kept (1,024 rows, V = 32,000, D = 512, float32, one thread of an AMD EPYC (Zen 5), torch 2.13).
     """
     hidden, weight, bias = _as_computed(hidden, weight, bias)
-    return _LinearLogprobs.apply(hidden, weight, bias, labels, rows)
+    return _Logprobs.apply(hidden, weight, bias, labels, rows)
 
 
 def logits_logprobs(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
@@ -113,7 +111,7 @@ def logits_logprobs(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
 
     Returns (P,), float32 (float64 for float64); differentiable once in the logits, which are left as they are.
     """
-    return _LogitsLogprobs.apply(logits if torch.is_grad_enabled() else logits.detach(), labels, rows)
+    return _Logprobs.apply(_wanted(logits), None, None, labels, rows)
 
 
 def clipped_policy_loss(
@@ -148,20 +146,22 @@ def clipped_policy_loss(
     return -(loss_weights * torch.minimum(ratio * advantages, clipped * advantages)).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
+    """x: hidden rows (R, D); or logits (R, V), with a weight of None."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         labels: Tensor,
         rows: Tensor,
         loss_weights: Tensor,
     ) -> Tensor:
-        loss, gradients = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, rows, loss_weights)
+        loss, gradients = _loss_and_gradients(ctx.needs_input_grad, x, weight, bias, labels, rows, loss_weights)
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = [None if value is None else value.dtype for value in (x, weight, bias)]
         return loss
 
     @staticmethod
@@ -179,54 +179,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-class _LinearLogprobs(torch.autograd.Function):
+class _Logprobs(torch.autograd.Function):
+    """x, weight: as in `_CrossEntropy`."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias, labels, rows)
-        with torch.autocast(hidden.device.type, enabled=False):
-            size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
-            return _logprobs(lambda taken: _logits_of(hidden[taken], weight, bias), size, hidden, labels, rows)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, labels: Tensor, rows: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, labels, rows)
+        ones = torch.ones(len(labels), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        logprobs = torch.zeros_like(ones)
+        with torch.autocast(x.device.type, enabled=False):
+            for chunk in _chunks_of(_chunk_size(x, weight), len(x), labels, rows, ones):
+                values, _ = _logprobs_and_sums(_logits_of(x[chunk.rows], weight, bias), chunk)
+                logprobs[chunk.places] += chunk.loss_weights * values  # the weight of another chunk's prediction is 0
+        return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """That of the cross-entropy with the weights `-grad`: `sum_p grad_p logprob_p` is that loss."""
-        hidden, weight, bias, labels, rows = ctx.saved_tensors
-        _, gradients = _loss_and_gradients(ctx.needs_input_grad, hidden, weight, bias, labels, rows, -grad)
-        pairs = zip(gradients, (hidden, weight, bias), strict=True)
-        return *(None if gradient is None else gradient.to(x.dtype) for gradient, x in pairs), None, None
-
-
-class _LogitsLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, labels, rows)
-        with torch.autocast(logits.device.type, enabled=False):
-            return _logprobs(lambda taken: _widened(logits[taken]), _rows_of_logits(logits), logits, labels, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """As that of `_LinearLogprobs`."""
-        logits, labels, rows = ctx.saved_tensors
-        _, d_logits = _loss_and_gradient_of_logits(True, logits, labels, rows, -grad)
-        return d_logits, None, None
-
-
-class _LogitsCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Tensor:
-        loss, d_logits = _loss_and_gradient_of_logits(ctx.needs_input_grad[0], logits, labels, rows, loss_weights)
-        ctx.save_for_backward(d_logits)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """In place, as that of `_LinearCrossEntropy`."""
-        (d_logits,) = ctx.saved_tensors
-        scale = torch.mul if _may_be_asked_again(grad) else Tensor.mul_
-        return None if d_logits is None else scale(d_logits, grad).to(d_logits.dtype), None, None, None
+        x, weight, bias, labels, rows = ctx.saved_tensors
+        _, gradients = _loss_and_gradients(ctx.needs_input_grad, x, weight, bias, labels, rows, -grad)
+        pairs = zip(gradients, (x, weight, bias), strict=True)
+        return *(None if gradient is None else gradient.to(value.dtype) for gradient, value in pairs), None, None
 
 
 def _as_computed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -235,48 +211,12 @@ def _as_computed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if not torch.is_grad_enabled():  # autograd.Function looks only at requires_grad, and would build the gradients
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    return hidden, weight, bias
+    return _wanted(hidden), _wanted(weight), None if bias is None else _wanted(bias)
 
 
-def _loss_and_gradients(
-    needed: Sequence[bool],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    rows: Tensor,
-    loss_weights: Tensor,
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """The weighted cross-entropy, and its gradients by hidden, weight and bias; None for one that is not needed.
-
-    needed: which of the three, and what else autograd says.
-    """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    needs_hidden, needs_weight, needs_bias = needed[:3]
-    d_hidden = torch.empty_like(hidden) if needs_hidden else None
-    d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-    d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
-    loss = torch.zeros((), dtype=wide, device=hidden.device)
-    with torch.autocast(hidden.device.type, enabled=False):
-        size = _rows_per_chunk(len(hidden), len(weight), hidden.shape[1], hidden.device)
-        for chunk in _chunks_of(size, len(hidden), labels, rows, loss_weights.to(wide)):
-            loss += _add_gradients(chunk, hidden[chunk.rows], weight, bias, d_hidden, d_weight, d_bias)
-    return loss, (d_hidden, d_weight, d_bias)
-
-
-def _loss_and_gradient_of_logits(
-    is_needed: bool, logits: Tensor, labels: Tensor, rows: Tensor, loss_weights: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """As `_loss_and_gradients`, for logits that exist."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    d_logits = torch.empty_like(logits) if is_needed else None
-    loss = torch.zeros((), dtype=wide, device=logits.device)
-    with torch.autocast(logits.device.type, enabled=False):
-        for chunk in _chunks_of(_rows_of_logits(logits), len(logits), labels, rows, loss_weights.to(wide)):
-            loss += _add_gradient_of_logits(chunk, logits[chunk.rows], d_logits)
-    return loss, d_logits
+def _wanted(x: Tensor) -> Tensor:
+    """autograd.Function looks only at requires_grad, and would build the gradients under `no_grad` too."""
+    return x if torch.is_grad_enabled() else x.detach()
 
 
 def _may_be_asked_again(grad: Tensor) -> bool:
@@ -289,67 +229,72 @@ def _may_be_asked_again(grad: Tensor) -> bool:
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 
 
-def _logprobs(logits_at: Callable[[slice], Tensor], size: int, source: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-    """(P,), float32 or float64. The log-probability of each label at its row.
+def _chunk_size(x: Tensor, weight: Tensor | None) -> int:
+    """Rows of a chunk. If the logits exist already, no product needs many rows."""
+    vocab_size, hidden_size = (x.shape[1], 0) if weight is None else weight.shape
+    return _rows_per_chunk(len(x), vocab_size, hidden_size, x.device)
 
-    logits_at: the logits of some of the R rows, in a new tensor, float32 or wider. size: rows of a chunk.
-    source: (R, ...). what the logits are computed from.
+
+def _loss_and_gradients(
+    needed: Sequence[bool],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    labels: Tensor,
+    rows: Tensor,
+    loss_weights: Tensor,
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """The weighted cross-entropy, and its gradients by x, weight and bias; None for one that is not needed.
+
+    needed: which of the three, and what else autograd says.
     """
-    ones = torch.ones(len(labels), dtype=torch.promote_types(source.dtype, torch.float32), device=source.device)
-    logprobs = torch.zeros_like(ones)
-    for chunk in _chunks_of(size, len(source), labels, rows, ones):
-        values, _ = _logprobs_and_sums(logits_at(chunk.rows), chunk)
-        logprobs[chunk.places] += chunk.loss_weights * values  # the weight of another chunk's prediction is 0
-    return logprobs
-
-
-def _rows_of_logits(logits: Tensor) -> int:
-    """Rows of a chunk if the logits exist already."""
-    return _rows_per_chunk(len(logits), logits.shape[1], 0, logits.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    needs_x, needs_weight, needs_bias = needed[:3]
+    d_x = torch.empty_like(x) if needs_x else None
+    d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and weight is not None else None
+    d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias and bias is not None else None
+    loss = torch.zeros((), dtype=wide, device=x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        for chunk in _chunks_of(_chunk_size(x, weight), len(x), labels, rows, loss_weights.to(wide)):
+            loss += _add_gradients(chunk, x[chunk.rows], weight, bias, d_x, d_weight, d_bias)
+    return loss, (d_x, d_weight, d_bias)
 
 
 def _add_gradients(
     chunk: _Chunk,
-    hidden: Tensor,
-    weight: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
-    d_hidden: Tensor | None,
+    d_x: Tensor | None,
     d_weight: Tensor | None,
     d_bias: Tensor | None,
 ) -> Tensor:
     """Loss of a chunk; adds its gradients to those that are not None. Frees its logits before the next chunk begins."""
-    logits = _logits_of(hidden, weight, bias)
+    logits = _logits_of(x, weight, bias)
     logprobs, sums = _logprobs_and_sums(logits, chunk)
-    if d_hidden is not None or d_weight is not None or d_bias is not None:
+    if d_x is not None or d_weight is not None or d_bias is not None:
         d_logits = _softmax_minus_targets(logits, sums, chunk)
         if d_bias is not None:
             d_bias += d_logits.sum(0)
-        del logits  # so that the next line frees them, if it makes a copy in 16 bit
-        d_logits = d_logits.to(weight.dtype)
-        if d_hidden is not None:
-            d_hidden[chunk.rows] = d_logits @ weight
+        if weight is not None:
+            del logits  # so that the next line frees them, if it makes a copy in 16 bit
+            d_logits = d_logits.to(weight.dtype)
+        if d_x is not None:
+            d_x[chunk.rows] = d_logits if weight is None else d_logits @ weight
         if d_weight is not None:
-            _add_product(d_weight, d_logits, hidden)
+            _add_product(d_weight, d_logits, x)
     return -(chunk.loss_weights * logprobs).sum()
 
 
-def _add_gradient_of_logits(chunk: _Chunk, logits: Tensor, d_logits: Tensor | None) -> Tensor:
-    """As `_add_gradients`, for logits that exist."""
-    logits = _widened(logits)
-    logprobs, sums = _logprobs_and_sums(logits, chunk)
-    if d_logits is not None:
-        d_logits[chunk.rows] = _softmax_minus_targets(logits, sums, chunk)
-    return -(chunk.loss_weights * logprobs).sum()
+def _logits_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Logits of a chunk in float32 or wider, in a new tensor, because it is overwritten.
 
-
-def _logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits of a chunk: multiplied in the dtype of the head, as the model's own head does, then _widened."""
-    return torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
-
-
-def _widened(logits: Tensor) -> Tensor:
-    """A copy of a chunk in float32 or wider, even if it is wide already, because the copy is overwritten."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    They are multiplied in the dtype of the head, as the model's own head does.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if weight is None:
+        return x.to(wide, copy=True)
+    return torch.nn.functional.linear(x, weight, bias).to(wide)
 
 
 def _logprobs_and_sums(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:

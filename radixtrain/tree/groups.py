@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixtrain.tree.arrays import IntArray, cumulative
-from radixtrain.tree.sorting import SortedSequences, sort_sequences
+from radixtrain.tree.sorting import SortedSequences, lcp_intervals, sort_sequences
 
 __all__ = ["PrefixGroups", "find_prefix_groups"]
 
@@ -136,19 +136,7 @@ class _Branches:
     """
 
     def __init__(self, shared: list[int], all_share: int):
-        depth, parent, opened = [all_share], [0], [0]
-        entered = []  # the branch that each sequence and the one before it are in
-        for value in shared[:1] and [all_share, *shared[1:]]:
-            closed = None
-            while depth[opened[-1]] > value:
-                closed = opened.pop()
-            if depth[opened[-1]] < value:
-                depth.append(value)
-                parent.append(opened[-1])
-                opened.append(len(depth) - 1)
-            if closed is not None:
-                parent[closed] = opened[-1]
-            entered.append(opened[-1])
+        depth, parent, entered = lcp_intervals(shared[:1] and [all_share, *shared[1:]], all_share)
         order = np.argsort(depth, kind="stable")
         number = np.empty_like(order)
         number[order] = np.arange(len(order))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from radixtrain.tree.arrays import IntArray, check_not_negative, concatenate_ranges, lengths_of
 
-__all__ = ["SortedSequences", "sort_sequences", "without_small_branches"]
+__all__ = ["SortedSequences", "lcp_intervals", "sort_sequences", "without_small_branches"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,33 +101,38 @@ def _common_prefix(one: bytes, other: bytes, step: int) -> int:
     return int(differs.argmax()) * 4 // step * step
 
 
+def lcp_intervals(lcp: list[int], root: int = 0) -> tuple[list[int], list[int], list[int]]:
+    """The branch points of sorted sequences: depths, parents, and the one where each sequence leaves the one before it.
+
+    lcp: what each shares with the one before it. root: the depth of point 0, its own parent, which holds all of them.
+    """
+    depth, parent, point_of, open_points = [root], [0], [], [0]
+    for value in lcp:
+        closed = None
+        while depth[open_points[-1]] > value:
+            closed = open_points.pop()
+        if depth[open_points[-1]] < value:
+            depth.append(value)
+            parent.append(open_points[-1])
+            open_points.append(len(depth) - 1)
+        if closed is not None:
+            parent[closed] = open_points[-1]
+        point_of.append(open_points[-1])
+    return depth, parent, point_of
+
+
 def without_small_branches(lcp: IntArray, min_shared_tokens: int) -> IntArray:
     """The LCP array with every branch point removed that saves fewer than `min_shared_tokens`.
 
-    A branch point is an lcp-interval: neighbouring sequences that share `depth` tokens and part there in
-    `entries + 1` directions. Removing one lowers its entries to the depth of the branch point above, so that each
-    branch computes the run between the two. Decided from the root downwards: a run that lost its branch point makes
-    the runs below it longer.
+    Removing one lowers its sequences' entries to the depth of the branch point above, so that each branch computes the
+    run between the two. Decided from the root downwards: a run that lost its branch point makes the runs below it
+    longer.
     """
-    depth, parent, entries = [0], [0], [0]
-    node_of = np.zeros(len(lcp), dtype=np.int64)
-    stack = [0]
-    for place, value in enumerate(lcp.tolist()):
-        closed = None
-        while depth[stack[-1]] > value:
-            closed = stack.pop()
-        if depth[stack[-1]] < value:
-            depth.append(value)
-            parent.append(stack[-1])
-            entries.append(0)
-            stack.append(len(depth) - 1)
-        if closed is not None:
-            parent[closed] = stack[-1]
-        node_of[place] = stack[-1]
-        entries[stack[-1]] += 1
-    kept = np.zeros(len(depth), dtype=np.int64)
-    for node in sorted(range(1, len(depth)), key=depth.__getitem__):
-        above = kept[parent[node]]
-        saved = (depth[node] - above) * entries[node]
-        kept[node] = depth[node] if saved >= min_shared_tokens else above
-    return kept[node_of]
+    depth, parent, point_of = lcp_intervals(lcp.tolist())
+    entries = np.bincount(np.array(point_of, dtype=np.int64), minlength=len(depth)).tolist()
+    remaining = np.zeros(len(depth), dtype=np.int64)
+    for point in sorted(range(1, len(depth)), key=depth.__getitem__):
+        above = remaining[parent[point]]
+        saved = (depth[point] - above) * entries[point]
+        remaining[point] = depth[point] if saved >= min_shared_tokens else above
+    return remaining[np.array(point_of, dtype=np.int64)]
