@@ -1,13 +1,12 @@
 """A training step waits for the device once: to look whether loss and gradient norm are finite.
 
-Without a GPU this is seen in two ways. The step runs on torch's `meta` device, which has no values and takes the code
-path of CUDA (packed pieces, torch's varlen kernels), under a watch that refuses every operator whose result or shape
-the host would have to read back. And the source of every module on the path is read for calls that do.
+Without a GPU the step runs on torch's `meta` device, which has no values and takes the code path of CUDA (packed
+pieces, torch's varlen kernels), under a watch that refuses every operator whose result or shape the host would have to
+read back. More steps, and where each waits, are in `fake_cuda/`.
 """
 
-import ast
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ def no_autocast_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_meta(monkeypatch: pytest.MonkeyPatch, no_autocast_on_meta: None) -> Callable[..., Any]:
     """`on_meta(model, attention)`: it prepared, in bfloat16 without values, with the kernel of torch on CUDA.
 
-    The kernels of the packages are read below, and run on CUDA itself.
+    Those of the packages run in `tests/kernels/test_flash.py`.
     """
 
     def prepared(model: Any, attention: str = "cascade") -> Any:
@@ -255,100 +254,6 @@ def test_the_watch_lets_pass() -> None:
         x[torch.empty(2, dtype=torch.int64, device="meta")].repeat_interleave(
             torch.empty(2, dtype=torch.int64, device="meta"), output_size=5
         )
-
-
-# By reading. Functions on the path from a batch on the device to its gradient, and why some may read anyway.
-ON_THE_PATH = [
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "kernels").rglob("*.py"))),
-    *(f"radixtrain/{name}.py" for name in ("attention", "tree/layout", "tree/runs", "loss")),
-    *(f"radixtrain/training/{name}.py" for name in ("module", "devices/gradient_sync")),
-    "radixtrain/training/fault_tolerance/nonfinite_guard.py",
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "radixtrain" / "hf").rglob("*.py"))),
-]
-HOST = "host data: NumPy arrays in the DataLoader worker"
-MAY_READ = {
-    ("kernels/cpu_loops.py", "*"): "host integers, from `Ragged.bounds`; without them only the eager kernel on CUDA",
-    ("kernels/cascade.py", "*"): "only tensors on the host; a device has `TreeLayout.packed_pieces`",
-    ("radixtrain/tree/layout.py", "_levels"): HOST,
-    ("radixtrain/tree/runs.py", "*"): HOST,
-    ("radixtrain/tree/layout.py", "_int64"): HOST,
-    ("kernels/experimental/tree_tiles.py", "*"): HOST,
-    ("radixtrain/tree/layout.py", "_host_bounds"): "only tensors on the host; it returns first for any other",
-    ("radixtrain/loss.py", "_deal_on_host"): "`_chunks_of` chooses it only for tensors on the host",
-    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "allows"): "only of a step that is not finite",
-    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "accepts"): "only of a step that is not finite",
-    ("radixtrain/training/fault_tolerance/nonfinite_guard.py", "_nonfinite_here"): "before a run, and of such a step",
-    ("radixtrain/hf/predictions.py", "labelled_logprobs"): "`predict` writes its results down",
-    ("radixtrain/hf/padded/rows.py", "*"): "`share_prefixes` plans on the host: one copy of the ids for each call",
-    ("radixtrain/hf/padded/calls.py", "why_rows_are_not_shared"): "NumPy arrays of `PaddedRows`",
-    ("radixtrain/hf/padded/sharing.py", "_arguments"): "NumPy arrays of the plan",
-    ("radixtrain/hf/padded/shared_head.py", "*"): "NumPy arrays: which rows the head computes",
-    ("radixtrain/hf/padded/calls.py", "separates_packed_sequences"): "once for each model",
-    ("radixtrain/hf/recurrent/forking.py", "why_it_cannot_fork"): "once for a mixer, a device and a dtype",
-    ("radixtrain/hf/recurrent/forking.py", "_runs"): "when the file is imported",
-    ("radixtrain/hf/recurrent/running.py", "*"): "only a batch without `run_cost`, or a mixer that cannot fork",
-    ("radixtrain/hf/scores.py", "*"): "`predict` writes its results down",
-    ("radixtrain/hf/head.py", "_why_not_product"): "once for each model, before its first batch",
-    ("radixtrain/hf/calibration.py", "*"): "times calls before the first batch",
-}
-READING_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "masked_select", "unique", "bincount"}
-
-
-def reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Function and what it does, for every expression that may make the host wait."""
-    for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.Lambda)):
-            inner = {id(node) for each in ast.iter_child_nodes(function) for node in _of_nested(each)}
-            for node in ast.walk(function):
-                if id(node) not in inner and (what := _what_reads(node)):
-                    yield getattr(function, "name", "lambda"), what
-
-
-def _of_nested(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that belong to a function inside, which is looked at by itself."""
-    for each in ast.walk(node):
-        if isinstance(each, (ast.FunctionDef, ast.Lambda)):
-            yield from (part for part in ast.walk(each) if part is not each)
-
-
-def _what_reads(node: ast.AST) -> str | None:
-    if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
-        called = {_name(part) for part in ast.walk(node.test) if isinstance(part, ast.Call)}
-        return "a condition on a tensor" if called & {".any", ".all"} else None
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Compare, ast.UnaryOp)):
-        is_mask = isinstance(node.slice, ast.Compare) or isinstance(node.slice.op, ast.Invert)
-        return "an index that is a mask" if is_mask else None
-    if not isinstance(node, ast.Call):
-        return None
-    name, keywords = _name(node), {keyword.arg for keyword in node.keywords}
-    if name.startswith(".") and name[1:] in READING_METHODS:
-        return name
-    if name == ".repeat_interleave" and "output_size" not in keywords:
-        return ".repeat_interleave without output_size"
-    if name == ".where" and len(node.args) == 1:
-        return ".where of only a condition"
-    return "torch.tensor of host data" if name == ".tensor" and isinstance(node.func.value, ast.Name) else None
-
-
-def _name(call: ast.Call) -> str:
-    """`.method` for whatever is called by an attribute."""
-    return f".{call.func.attr}" if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def test_nothing_on_the_path_reads_but_what_may() -> None:
-    found = [(path, *read) for path in ON_THE_PATH for read in reads(ast.parse((ROOT / path).read_text("utf-8")))]
-    unexplained = [each for each in found if not {(each[0], each[1]), (each[0], "*")} & MAY_READ.keys()]
-    assert not unexplained, unexplained
-    used = {(path, function) for path, function, _ in found} | {(path, "*") for path, _, _ in found}
-    stale = [place for place in MAY_READ if place not in used and place[1] != "*"]
-    assert not stale, f"these read no longer: {stale}"
-
-
-def test_reading_sees_what_reads_and_nothing_else() -> None:
-    reading = ["x.item()", "x[x > 0]", "x[~mask]", "y if x.any() else z", "x.repeat_interleave(n)", "torch.unique(x)"]
-    reading += ["torch.tensor([1])", "torch.where(x > 0)", "bool(x.sum().item())"]
-    others = ["x[:3]", "x[i]", "torch.where(x > 0, x, y)", "any(y)", "x.repeat_interleave(n, output_size=3)"]
-    assert [each for each in reading + others if [*reads(ast.parse(f"def f(x):\n    return {each}"))]] == reading
 
 
 @pytest.mark.gpu

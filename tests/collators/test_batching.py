@@ -1,14 +1,21 @@
 """Micro-batches against a count of the distinct prefixes that each one holds."""
 
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.batching import cut_by_padded_tokens, cut_step
+from radixtrain.collators.batching import (
+    SequenceCost,
+    cut_by_padded_tokens,
+    cut_step,
+    share_by_padded_tokens,
+    share_by_unique_tokens,
+)
 from radixtrain.testing import ragged_batches
+from radixtrain.tree.cost_model import Rates, StepCost
 
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
 
@@ -93,3 +100,164 @@ def test_no_cut_computes_less_than_the_bound(sequences, max_tokens):
     assert cut.num_unique_tokens == num_unique(sequences)
     assert cut.num_unique_tokens <= sum(num_unique([sequences[index] for index in group]) for group in cut.groups)
     assert cut_step([], max_tokens) == ([], 0)
+
+
+RANK_BUDGETS = st.sampled_from([1, 3, 6, 10, 20, None])
+RANKS = st.sampled_from([1, 2, 3, 5, 9])
+COSTS = st.sampled_from([SequenceCost(), SequenceCost(row=5, pair=1)])
+
+
+def prefixes(sequences):
+    return {tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))}
+
+
+def cost_of_group(cost, sequences):
+    """Of all distinct prefixes: a row each, and a pair for each token up to it."""
+    return sum(cost.row + cost.pair * len(prefix) for prefix in prefixes(sequences))
+
+
+def padded_cost(cost, sequences):
+    longest = max(map(len, sequences))
+    return len(sequences) * sum(cost.row + cost.pair * place for place in range(1, longest + 1))
+
+
+def cost_of_rank(cost, sequences, groups, of_group=cost_of_group):
+    return sum(of_group(cost, [sequences[index] for index in group]) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "num_ranks", "max_tokens", "groups", "costs"),
+    [
+        pytest.param(
+            [[7, 8, 3], [7, 8, 1], [7, 8, 4], [7, 8, 2]], 2, None, [[[1, 3]], [[0, 2]]], [4, 4], id="in a row"
+        ),
+        pytest.param(
+            [[1, 1, 1], [2], [3, 3, 3, 3], [4, 4]], 2, None, [[[1, 2]], [[0, 3]]], [5, 5], id="in units of one"
+        ),
+        pytest.param(
+            [[7, 8, 1], [7, 8, 2], [9, 1], [9, 2]], 2, None, [[[0, 1]], [[2, 3]]], [4, 3], id="a prompt for each rank"
+        ),
+        pytest.param(
+            [[7, 8, 3], [7, 8, 1], [7, 8, 4], [7, 8, 2]], 2, 3, [[[1], [3]], [[0], [2]]], [6, 6], id="and a budget"
+        ),
+        pytest.param([[1, 2], [3, 4]], 3, None, [[[0]], [[1]], []], [2, 2, 0], id="nothing for a rank"),
+        pytest.param([[5] * 9], 2, 4, [[[0]], []], [9, 0], id="longer than the budget"),
+        pytest.param([[4, 4]] * 5, 2, None, [[[0, 1, 2, 3, 4]], []], [2, 0], id="copies cost nothing"),
+        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 1, 4, [[[0, 2], [1]]], [6], id="a single rank"),
+        pytest.param([], 2, 4, [[], []], [0, 0], id="empty"),
+    ],
+)
+def test_share_by_unique_tokens(sequences, num_ranks, max_tokens, groups, costs):
+    shares = share_by_unique_tokens(arrays(sequences), num_ranks, max_tokens)
+    assert shares.groups == groups
+    assert shares.costs == costs
+    assert shares.num_unique_tokens == len(prefixes(sequences))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "max_tokens", "groups", "costs"),
+    [
+        pytest.param([2, 5, 3, 5], 2, None, [[[1, 3]], [[2, 0]]], [10, 6], id="the longest together"),
+        pytest.param([2, 5, 3, 5], 2, 5, [[[1], [3]], [[2], [0]]], [10, 5], id="and a budget"),
+        pytest.param([2, 5, 3, 5], 4, None, [[[1]], [[3]], [[2]], [[0]]], [5, 5, 3, 2], id="one for each rank"),
+        pytest.param([9, 1], 3, 4, [[[0]], [[1]], []], [9, 1, 0], id="nothing for a rank"),
+        pytest.param([], 2, None, [[], []], [0, 0], id="empty"),
+    ],
+)
+def test_share_by_padded_tokens(lengths, num_ranks, max_tokens, groups, costs):
+    shares = share_by_padded_tokens(arrays([[1] * length for length in lengths]), num_ranks, max_tokens)
+    assert shares.groups == groups
+    assert shares.costs == costs
+    assert shares.num_unique_tokens is None
+
+
+def test_the_ranks_run_as_many_micro_batches_as_the_one_with_most():
+    shares = share_by_unique_tokens(arrays([[1] * 4, [2] * 2, [3] * 2]), 2, 2)
+    assert [len(groups) for groups in shares.groups] == [1, 2]
+    assert shares.num_micro_batches == 2
+
+
+@settings(max_examples=80, deadline=None)
+@given(ragged_batches(max_sequences=12), RANKS, RANK_BUDGETS, COSTS)
+@pytest.mark.parametrize(
+    ("share", "of_group", "num_tokens"),
+    [
+        (share_by_unique_tokens, cost_of_group, lambda sequences: len(prefixes(sequences))),
+        (share_by_padded_tokens, padded_cost, lambda sequences: len(sequences) * max(map(len, sequences))),
+    ],
+    ids=["unique", "padded"],
+)
+def test_nothing_is_lost_and_the_budget_is_kept(share, of_group, num_tokens, sequences, num_ranks, max_tokens, cost):
+    shares = share(arrays(sequences), num_ranks, max_tokens, cost=cost)
+    assert len(shares.groups) == len(shares.costs) == num_ranks
+    groups = [group for mine in shares.groups for group in mine]
+    assert sorted(index for group in groups for index in group) == list(range(len(sequences)))
+    for group in groups:
+        assert len(group) == 1 or max_tokens is None or num_tokens([sequences[i] for i in group]) <= max_tokens
+    assert shares.costs == [cost_of_rank(cost, sequences, mine, of_group) for mine in shares.groups]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged_batches(max_sequences=12), RANK_BUDGETS)
+def test_a_single_rank_gets_the_ordinary_cut(sequences, max_tokens):
+    shares = share_by_unique_tokens(arrays(sequences), 1, max_tokens)
+    cut = cut_step(arrays(sequences), max_tokens)
+    assert (shares.groups[0], shares.num_unique_tokens) == cut
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged_batches(max_sequences=7), st.sampled_from([2, 3]), COSTS)
+def test_no_runs_of_the_sorted_order_are_better(sequences, num_ranks, cost):
+    """Every way to cut it is tried. A little better is allowed: 1/1000 in the search, 1/50 for less computation."""
+    shares = share_by_unique_tokens(arrays(sequences), num_ranks, None, cost=cost)
+    ordered = sorted(sequences)
+    ways = combinations_with_replacement(range(len(ordered) + 1), num_ranks - 1)
+    runs = ([ordered[start:end] for start, end in pairwise([0, *cuts, len(ordered)])] for cuts in ways)
+    best = min(max(cost_of_group(cost, run) for run in way) for way in runs)
+    assert max(shares.costs) <= best * 1.021 + 1
+
+
+def test_the_most_expensive_rank_has_little_more_than_the_mean():
+    """256 sequences of 8 prompts, on 8 ranks: a rank computes a prompt or two."""
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(1000, size=(8, 300))
+    tails = [generator.integers(1000, size=length) for length in generator.integers(20, 200, size=256)]
+    sequences = [np.concatenate([prompts[generator.integers(8)], tail]) for tail in tails]
+    shares = share_by_unique_tokens(sequences, 8, 4096)
+    assert max(shares.costs) * 8 < 1.02 * sum(shares.costs)
+    assert sum(shares.costs) < 1.1 * shares.num_unique_tokens
+    single = share_by_unique_tokens([sequence[300:] for sequence in sequences], 8, 4096)
+    assert max(single.costs) * 8 < 1.03 * sum(single.costs)
+
+
+def test_positions_count():
+    same = arrays([[1, 2, 3], [1, 2, 3]])
+    assert share_by_unique_tokens(same, 2, None).costs == [3, 0]
+    elsewhere = np.array([0, 1, 2, 5, 6, 7])
+    assert share_by_unique_tokens(same, 2, None, elsewhere).costs == [3, 3]
+
+
+def test_an_empty_sequence_is_not_lost_by_ranks():
+    with pytest.raises(ValueError, match="sequence 1 is empty"):
+        share_by_unique_tokens(arrays([[1, 2], [], [3]]), 2, None)
+
+
+RATES = Rates(call=1.0, rectangle=1.0, pair=2e-12, element=1.0, flop=1e-12)
+SIZES = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+class TestCosts:
+    def test_of_a_calibrated_machine(self):
+        step_cost = StepCost(rates=RATES, on_host=True, row_flops=640_000.0, **SIZES)
+        assert SequenceCost.of(step_cost) == (10_000, 1)  # 640e-9 s for a row, 64e-12 for a pair in all heads
+
+    def test_without_a_calibration_a_token_costs_1(self):
+        assert SequenceCost.of(None) == (1, 0)
+        assert SequenceCost.of(None)(np.array([0, 3, 5])).tolist() == [0, 3, 5]
+
+    def test_attention_that_costs_nothing(self):
+        step_cost = StepCost(rates=RATES, on_host=True, row_flops=1e12, attention_share=0.0, **SIZES)
+        assert SequenceCost.of(step_cost) == (1, 0)
+
+    def test_a_token_attends_to_those_before_it_and_to_itself(self):
+        assert SequenceCost(row=10, pair=1)(np.array([0, 1, 2, 3])).tolist() == [0, 11, 23, 36]

@@ -5,17 +5,24 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batch_contents import as_python, predictions_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import cases
 from torch.utils.data import DataLoader
 
+from radixtrain import prepare_model
+from radixtrain.collators.features import all_feature_arrays
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.steps import PaddedCollator, StepCollator
+from radixtrain.collators.steps import PaddedCollator, StepCollator, dummy_features
+from radixtrain.hf.predictions import predict
+from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.verification.oracle import float64_throughout
 
 N = -100
 FEATURES = [
@@ -202,3 +209,144 @@ def test_in_the_workers_of_a_data_loader():
     (step,) = DataLoader(FEATURES, batch_size=3, collate_fn=copied, num_workers=1)
     assert step.members == [[0, 2], [1]]
     assert predictions(step, FEATURES) == expected_predictions(FEATURES)
+
+
+def test_two_sequences():
+    features = [{"input_ids": [7, 8, 9, 6], "labels": [7, N, 9, 6]}, {"input_ids": [7, 5], "labels": [N, 5]}]
+    batch = PaddedCollator(pad_token_id=3)(features)
+    assert as_python(batch) == {
+        "input_ids": (torch.int64, [[7, 8, 9, 6], [7, 5, 3, 3]]),
+        "attention_mask": (torch.int64, [[1, 1, 1, 1], [1, 1, 0, 0]]),
+        "position_ids": (torch.int64, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        "shift_labels": (torch.int64, [[9, 6, 5]]),
+        "radix_predictor_indices": (torch.int64, [1, 2, 4]),
+        "radix_prediction_rows": (torch.int64, [0, 1, 2]),
+        "radix_loss_weights": (torch.float32, [1.0, 1.0, 1.0]),
+        "radix_label_indices": (torch.int64, [2, 3, 5]),
+        "radix_cu_seqlens": (torch.int32, [0, 4, 6]),
+    }
+
+
+def test_first_tokens_are_not_predicted_by_the_row_above():
+    batch = PaddedCollator()([{"input_ids": [7, 8], "labels": [7, 8]}, {"input_ids": [5, 6], "labels": [5, 6]}])
+    assert batch["radix_predictor_indices"].tolist() == [0, 2]
+    assert batch["shift_labels"].tolist() == [[8, 6]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), ragged_batches(), st.sampled_from([0, 3, 9]))
+def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequences, pad_token_id):
+    labels = [[data.draw(st.sampled_from([N, 0, 1, 2])) for _ in ids] for ids in sequences]
+    features = [{"input_ids": ids, "labels": row} for ids, row in zip(sequences, labels, strict=True)]
+    batch = PaddedCollator(pad_token_id=pad_token_id)(features)
+    longest = max(map(len, sequences))
+    assert batch["input_ids"].tolist() == [ids + [pad_token_id] * (longest - len(ids)) for ids in sequences]
+    assert batch["attention_mask"].tolist() == [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
+    assert predictions_of(batch, sequences) == Counter(
+        (tuple(ids[:place]), row[place])
+        for ids, row in zip(sequences, labels, strict=True)
+        for place in range(1, len(ids))
+        if row[place] != N
+    )
+    assert batch["radix_prediction_rows"].tolist() == list(range(batch["shift_labels"].shape[1]))
+    packed = [label for row in labels for label in row]
+    assert [packed[token] for token in batch["radix_label_indices"].tolist()] == batch["shift_labels"][0].tolist()
+    assert batch["radix_cu_seqlens"].diff().tolist() == list(map(len, sequences))
+
+
+SHORT = {"input_ids": [1, 2, 3], "labels": [N, 2, 3]}
+LONG = {"input_ids": [1, 2, 4, 5, 6], "labels": [N, N, 4, 5, 6]}
+ARMS = {
+    "merged": {},
+    "listed": {"merge_labels": False},
+    "padded": {"dedup": False},
+    "rounded": {"pad_to_multiple_of": 8},
+}
+
+
+def listed(feature: Any) -> dict[str, Any]:
+    values = feature._asdict()
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def test_it_begins_as_the_shortest_sequence_that_bears_loss():
+    unlabelled = {"input_ids": [9], "labels": [9]}
+    feature = dummy_features(all_feature_arrays([LONG, unlabelled, SHORT]), has_weights=True)
+    others = {"position_ids": None, "num_left_padding": 0, "old_logprobs": None, "advantages": None}
+    assert listed(feature) == {"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [0, 0], **others}
+
+
+def test_without_weights_it_has_no_label():
+    feature = dummy_features(all_feature_arrays([LONG, SHORT]), has_weights=False)
+    assert feature.labels.tolist() == [N, N]
+    assert feature.loss_weights is None
+
+
+def test_a_beginning_has_the_positions_and_floats_of_its_sequence():
+    policy = {"position_ids": [4, 5, 6], "advantages": 0.5, "old_logprobs": [0, -1, -2], "loss_weights": [0, 3, 3]}
+    feature = dummy_features(all_feature_arrays([{**SHORT, **policy}]), has_weights=True)
+    assert feature.position_ids.tolist() == [4, 5]
+    assert feature.advantages.tolist() == [0, 0.5]
+    assert feature.old_logprobs.tolist() == [0, -1]
+    assert feature.loss_weights.tolist() == [0, 0]
+
+
+def batch_of_an_idle_rank(**options: Any) -> dict[str, Any]:
+    """One sequence for two ranks."""
+    steps = [StepCollator(rank=rank, num_ranks=2, **options)([LONG]) for rank in (0, 1)]
+    assert [step.members for step in steps] == [[[0]], [[]]]
+    return steps[1].micro_batches[0]
+
+
+@pytest.mark.parametrize("arm", cases(ARMS, ["merged", "padded"]))
+@pytest.mark.parametrize("kind", cases(["Qwen3", "Qwen3.5", "Bamba", "LFM2"], ["Qwen3", "Qwen3.5"]))
+def test_loss_and_gradients_are_zero(kind: str, arm: str, tiny_qwen3: Any, tiny_hybrid: Any) -> None:
+    """Of every parameter: data parallel waits for the gradient of each."""
+    model = tiny_qwen3() if kind == "Qwen3" else tiny_hybrid(kind)
+    batch = batch_of_an_idle_rank(**ARMS[arm])
+    loss = predict(model if arm == "padded" else prepare_model(model), batch, plain_head=True).loss_sum()
+    loss.backward()
+    assert loss.item() == 0
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    assert [name for name, gradient in gradients.items() if gradient is None or gradient.count_nonzero()] == []
+
+
+@pytest.mark.parametrize("arm", ["merged", "padded"])
+def test_a_policy_loss_is_zero_too(arm: str, tiny_qwen3: Any) -> None:
+    policy = {"advantages": 2.0, "old_logprobs": [0, 0, -1, -2, -3]}
+    step = StepCollator(rank=1, num_ranks=2, **ARMS[arm])([{**LONG, **policy}])
+    (batch,), model = step.micro_batches, tiny_qwen3()
+    logprobs = predict(model if arm == "padded" else prepare_model(model), batch, plain_head=True).logprobs()
+    others = (batch[f"radix_{name}"] for name in ("advantages", "loss_weights", "old_logprobs"))
+    loss = clipped_policy_loss(logprobs, *others)
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(weight.grad.count_nonzero() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("arm", ["merged", "padded"])
+def test_the_gradients_of_the_ranks_add_up_to_those_of_one(arm: str, tiny_qwen3: Any) -> None:
+    """In float64, with unequal label counts, and of five ranks one without a sequence."""
+    features = [
+        SHORT,
+        LONG,
+        {"input_ids": [1, 2, 4, 7], "labels": [N, N, N, 7]},
+        {"input_ids": [8, 9], "labels": [8, 9]},
+    ]
+    model = tiny_qwen3() if arm == "padded" else prepare_model(tiny_qwen3())
+    one = StepCollator(max_tokens=6, **ARMS[arm])
+
+    def gradients(collators: list[StepCollator]) -> list[torch.Tensor]:
+        model.zero_grad()
+        for step in (collator(features) for collator in collators):
+            for batch in step.micro_batches:
+                (predict(model, batch, plain_head=True).loss_sum() / step.num_labels).backward()
+        return [weight.grad for weight in model.parameters()]
+
+    with float64_throughout(model):
+        expected = gradients([one])
+        largest = max(gradient.norm() for gradient in expected)
+        for num_ranks in (2, 3, 5):
+            found = gradients([replace(one, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)])
+            for ours, theirs in zip(found, expected, strict=True):
+                assert (ours - theirs).norm() <= 1e-12 * theirs.norm() + 1e-15 * largest

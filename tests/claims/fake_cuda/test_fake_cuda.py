@@ -21,8 +21,8 @@ from tiers import FULL
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 STEP = {"radixtrain/training/fault_tolerance/nonfinite_guard.py:_are_finite": 1}
-READ_BOUNDS = "radixtrain/kernels/varlen_args.py:_read_bounds"
-SHARED = {"radixtrain/hf/padded/rows.py:read": 1, "radixtrain/hf/padded/rows.py:_check_zero": 2}
+READ_BOUNDS = "radixtrain/kernels/cpu_loops.py:_schedule"
+SHARED = {"radixtrain/hf/padded/rows.py:read": 1, "radixtrain/hf/padded/rows.py:_check_zero": 1}
 # Where a step waits for the device, how often, and why; every other case must not.
 WAITS = {
     "float32": {READ_BOUNDS: 6},  # no flash kernel takes it: the eager one loops, over two arrays for each of its calls
@@ -30,7 +30,7 @@ WAITS = {
     "fit": STEP,  # once, before the optimizer steps
     "fit bf16-mixed": STEP,
     "fit, labels not merged": STEP,
-    "share_prefixes": SHARED,  # to plan, and in the backward pass, of hidden states and of logits
+    "share_prefixes": SHARED,  # to plan, and once in the backward pass
     "share_prefixes, path": SHARED,
     "share_prefixes, Qwen3.5": SHARED,
     "generate": {"radixtrain/generation/scheduler.py:_choose": 4},  # once for each token
