@@ -27,6 +27,7 @@ from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model, features_of_cell
 from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.errors import UserError
+from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.timing import peak_bytes, seconds_of
 
 __all__ = ["MODELS", "TINY_MODELS", "features_of_unequal_lengths", "rates", "steps", "unequal", "unshared"]
@@ -70,7 +71,7 @@ def rates(run: Run, shape: ModelShape, prompt: int, own: int, number: int) -> No
     if not run.has_time("rates"):
         return
     model = _built(shape, run.device)
-    costs = {"fixed": calibrate(model, measure=False), "measured": calibrate(model)}
+    costs = {"fixed": step_cost_of(model), "measured": calibrate(model)}
     cell, arm = Cell(shape, prompt, own, number), RadixArm(attention="auto", plain_head=True)
     batches = {"equal": (cell, features_of_cell(cell)), "unequal": _unequal(shape, prompt, own, number)}
     for name, batch in batches.items():
