@@ -22,12 +22,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.files.mapping import OURS
-from radixtrain.data.files.readers import READERS
-from radixtrain.data.files.sources import Source, as_sources
+from radixtrain.data.files.rows import OURS
+from radixtrain.data.files.sources import READERS, Source, as_sources
 from radixtrain.data.formats import Row, read_rows
-from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.rows.pairs import PAIRS
+from radixtrain.data.rows.columns import PAIRS, standard_row
 from radixtrain.data.sample import Sample
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,15 +15,11 @@ import lightning as L
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.grouping import grouped_order
-from radixtrain.data.limits import check_sizes
-from radixtrain.data.precision import check_weights_kept
+from radixtrain.data.grouping import check_group_by_prefix, grouped_order
 from radixtrain.data.prompts import Prompt, PromptDataset, Prompts, choose_prompts
-from radixtrain.data.report import EncodeReport
-from radixtrain.data.resume import check_state, state_of
-from radixtrain.data.splits import encoder_of, load_split, take_validation
+from radixtrain.data.sample import EncodeReport
+from radixtrain.data.splits import encoder_of, load_split, read_together, take_validation
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, features_of
-from radixtrain.data.together import read_together
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
@@ -293,3 +290,79 @@ class SFTData(L.LightningDataModule):
         if split == "predict":
             return self.hparams.predict_file or self.hparams.test_file or ""
         return self.hparams[f"{split}_file"] or ""
+
+
+def check_weights_kept(corpus: Corpus, precision: str) -> None:
+    """UserError that names the first row with loss weights if they would be rounded. precision: the trainer's."""
+    if precision != "bf16-true":
+        return
+    weighted = (sample for row in corpus for sample in row if sample.loss_weights is not None)
+    sample = next(weighted, None)
+    if sample is not None:
+        raise UserError(
+            f"{sample.where}: trainer.precision bf16-true would round its loss weights to 3 digits; set "
+            f"trainer.precision: 32-true and model.dtype: bfloat16, which computes the same"
+        )
+
+
+LARGEST = 2**31 - 1
+# Least and most. Steps of 16 million conversations take a second to draw; more than a thousand processes exhaust the
+# machine before any of them reads a row.
+LIMITS = {
+    "batch_size": (1, 2**24),
+    "max_tokens": (1, LARGEST),
+    "max_length": (2, LARGEST),
+    "min_shared_tokens": (1, LARGEST),
+    "pad_to_multiple_of": (1, LARGEST),
+    "dataset_num_proc": (1, 1024),
+    "dataloader_num_workers": (0, 1024),
+    "seed": (0, 2**32 - 1),
+}
+
+
+def check_sizes(settings: Any) -> None:
+    """UserError for a number that is too small or too large, alone or for another one. settings: of an `SFTData`."""
+    for name, (least, most) in LIMITS.items():
+        value = settings[name]
+        if value in ("auto", None):
+            continue
+        if not value >= least:
+            raise UserError(f"data.{name} must be at least {least}, got {value}")
+        if not value <= most:
+            raise UserError(f"data.{name} must be at most {most}, got {value}")
+    if not 0 <= settings.val_size < math.inf:
+        raise UserError(f"data.val_size must be a share below 1 or a number of conversations, got {settings.val_size}")
+    check_group_by_prefix(settings.group_by_prefix, settings.batch_size, settings.shuffle_dataset)
+    for name in ("max_length", "pad_to_multiple_of"):
+        if settings[name] is not None and settings[name] > settings.max_tokens:
+            raise UserError(_exceeds_budget(name, settings))
+
+
+def _exceeds_budget(name: str, settings: Any) -> str:
+    what = "a sequence that long has" if name == "max_length" else "rows padded to it have"
+    return (
+        f"data.{name} {settings[name]} exceeds data.max_tokens {settings.max_tokens}: {what} no micro-batch to go "
+        f"into; raise max_tokens or lower {name}"
+    )
+
+
+def state_of(settings: Any, corpus: Corpus | None) -> dict[str, Any]:
+    """What the order of the steps depends on, and a digest of the samples.
+
+    settings: of an `SFTData`. corpus: of training; None before it is read.
+    """
+    sizes: dict[str, Any] = {name: int(settings[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
+    sizes["group_by_prefix"] = str(settings.group_by_prefix).lower()  # true is not 1
+    if corpus is None:
+        return {"conversations": 0, **sizes, "digest": ""}
+    return {"conversations": len(corpus), **sizes, "digest": corpus.digest}
+
+
+def check_state(state: Mapping[str, Any], settings: Any, corpus: Corpus) -> None:
+    """UserError if the state is not that of these data: its place in their order would mean nothing here."""
+    current = state_of(settings, corpus)
+    changed = [f"{name} was {state.get(name)} and is {now}" for name, now in current.items() if state.get(name) != now]
+    if changed:
+        raise UserError(
+            f"ckpt_path: the checkpoint belongs to other steps: {', '.join(changed)}; give the data settings of the run"
+        )

@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from radixtrain.data.files.readers import Found
 from radixtrain.data.files.rows import Row, UnreadRow, row_of
-from radixtrain.data.files.sources import Source, as_sources, found_in
+from radixtrain.data.files.sources import Found, Source, as_sources, found_in
 from radixtrain.errors import DataError, UserError
 
 __all__ = ["Row", "UnreadRow", "open_rows", "read_rows"]

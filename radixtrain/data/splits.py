@@ -1,7 +1,9 @@
-"""The files of a split -> its conversations, tokenised; and a validation split taken out of the training rows."""
+"""The files of a split -> its conversations: tokenised once a machine, alike on every rank, split for validation."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from itertools import chain, islice
 from typing import Any
 
@@ -11,16 +13,17 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import KEY, as_sources
 from radixtrain.data.formats import open_rows
 from radixtrain.data.rendering.history import warn_of_rewritten_history
-from radixtrain.data.report import EncodeReport
+from radixtrain.data.sample import EncodeReport
+from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
 from radixtrain.data.tokenized.corpus import Corpus, Part
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.data.unlabelled import UnlabelledEncoder
-from radixtrain.data.weights import epoch_size
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 
-__all__ = ["encoder_of", "load_split", "take_validation"]
+__all__ = ["encoder_of", "load_split", "read_together", "take_validation"]
 
 LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory
 ROWS_LOOKED_AT = 32  # for a template that rewrites history
@@ -97,3 +100,35 @@ def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Cor
 def _vocab_size(model_name_or_path: str) -> int:
     """Rows of the model's embedding. A token id outside of it raises IndexError, and on CUDA the device is lost."""
     return int(read_config(model_name_or_path).get_text_config().vocab_size)
+
+
+def read_together(read: Callable[[bool], tuple[Corpus, EncodeReport]], key: str) -> tuple[Corpus, EncodeReport]:
+    """What `read` returns here. Every rank calls this; a single process just reads.
+
+    Rank 0 reads first, and writes the tokens. Then the first rank of every other machine does, since its cache may be
+    another folder. The rest find what was written, or tokenise by themselves.
+
+    read: `load_split` of the same rows on every rank; receives whether this rank is the first one of its machine.
+    key: the key that names the files, for errors.
+
+    Raises what `read` raises. Raises UserError if some rank has read other rows than rank 0: they would cut the steps
+    differently.
+    """
+    here = ranks()
+    machines = here.gather(socket.gethostname())
+    is_first = machines.index(machines[here.rank]) == here.rank
+    found = here.rank0_first(lambda: read(True) if is_first else None)
+    here.barrier()
+    corpus, report = found or read(False)
+    digests = here.gather(corpus.digest, long_timeout=True)
+    here.broadcast_from_rank0(lambda: _check_same(digests, machines, key))
+    return corpus, report
+
+
+def _check_same(digests: list[str], machines: list[str], key: str) -> None:
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise UserError(
+                f"{key}: rank {rank} on {machines[rank]} reads other rows than rank 0 on {machines[0]}: the files "
+                f"differ; give every rank the same ones"
+            )

@@ -14,11 +14,10 @@ from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.prompts import PromptDataset
 from radixtrain.data.sample import Sample
-from radixtrain.data.weights import draw_epoch, epoch_size
 from radixtrain.data.workers import blocked_signals, ends_with_this_process
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["StepDataset", "StepLoader", "StepSampler", "features_of"]
+__all__ = ["StepDataset", "StepLoader", "StepSampler", "draw_epoch", "epoch_size", "features_of"]
 
 
 class StepDataset(Dataset[Step]):
@@ -145,3 +144,27 @@ class StepLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.sampler.start = state["handed_out"] % len(self)
+
+
+def draw_epoch(weights: np.ndarray, generator: np.random.Generator) -> IntArray:
+    """Indices of the conversations of an epoch, in rising order; each as often as its weight says on average.
+
+    weights: (num_conversations,), float64, not negative. 2.0: twice in every epoch; 0.25: a quarter of the
+        conversations of this weight, drawn anew for every epoch.
+    """
+    times = np.floor(weights).astype(np.int64)
+    for part, size in _parts(weights):
+        drawn = generator.choice(np.flatnonzero(weights % 1 == part), size, replace=False)
+        times[drawn] += 1
+    return np.repeat(np.arange(len(weights)), times)
+
+
+def epoch_size(weights: np.ndarray) -> int:
+    """Conversations in an epoch, the same for every epoch."""
+    return int(np.floor(weights).sum()) + sum(size for _, size in _parts(weights))
+
+
+def _parts(weights: np.ndarray) -> list[tuple[float, int]]:
+    """The fractions that weights have, and how many of the conversations with each come once more."""
+    parts, counts = np.unique(weights % 1, return_counts=True)
+    return [(part, round(part * count)) for part, count in zip(parts.tolist(), counts.tolist(), strict=True) if part]

@@ -11,8 +11,7 @@ from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.conversation import text_of
-from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import Sample, TooLongError
+from radixtrain.data.sample import EncodeReport, Sample, TooLongError
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError
 

@@ -1,8 +1,8 @@
 """DataLoader workers end with their run, and by nothing else: a signal to the whole process group does not reach them.
 
 `timeout`, systemd, schedulers and a terminal send a signal to every process of a run. The run wants to finish its step
-and save; with workers that die first it cannot. They start with these signals blocked, which a process inherits. Of a
-run that is killed they see that it is gone.
+and save; with workers that die first it cannot. They start with these signals blocked, which a process inherits. If the
+run itself is killed, each worker notices that its parent is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 
-__all__ = ["blocked_signals", "ends_with_this_process"]
+__all__ = ["blocked_signals", "end_with", "ends_with_this_process"]
 
 BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 SECONDS_BETWEEN_LOOKS = 1.0  # at the parent process
@@ -44,11 +44,11 @@ def ends_with_this_process() -> Callable[[int], None]:
     torch asks a worker who its parent is, which is too late for one whose parent was killed while it started: it would
     wait for ever.
     """
-    return partial(_end_with, os.getpid())
+    return partial(end_with, os.getpid())
 
 
-def _end_with(parent: int, worker: int) -> None:
-    """In a worker: watch the parent from a thread."""
+def end_with(parent: int, worker: int = 0) -> None:
+    """Called in a worker: end it within a second after its parent process was killed. A thread watches."""
 
     def watch() -> None:
         while os.getppid() == parent:

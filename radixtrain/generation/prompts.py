@@ -11,7 +11,7 @@ from torch import Tensor
 from radixtrain.data.rendering.conversation import Conversation, check_encodable
 from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
 from radixtrain.data.rows.messages import check_messages
-from radixtrain.data.tokens.pieces import PieceTokenizer
+from radixtrain.data.tokens.pretokenize import PieceTokenizer
 from radixtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.grouping import conversation_groups, grouped_order
 from radixtrain.data.sample import Sample
-from radixtrain.data.steps import StepSampler, features_of
-from radixtrain.data.weights import epoch_size
+from radixtrain.data.steps import StepSampler, epoch_size, features_of
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.groups import PrefixGroups

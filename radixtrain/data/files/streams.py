@@ -9,7 +9,7 @@ from typing import Any
 
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["COMPRESSIONS", "bytes_of", "lines_of", "open_bytes"]
+__all__ = ["COMPRESSIONS", "content_of", "lines_of", "open_bytes"]
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK = 1 << 20
@@ -52,18 +52,15 @@ def lines_of(path: str) -> Iterator[bytes]:
             raise _unreadable(path, error) from error
 
 
-def bytes_of(path: str) -> Iterator[bytes]:
-    """The content of a text file in pieces. Raises as `lines_of`."""
+def content_of(path: str) -> bytes:
+    """The content of a text file. Raises as `lines_of`."""
     with open_bytes(path) as stream:
         try:
-            is_first = True
-            while piece := stream.read(CHUNK):
-                if is_first:
-                    _check_text(path, piece)
-                is_first = False
-                yield piece
+            content: bytes = stream.read()
         except OSError as error:
             raise _unreadable(path, error) from error
+    _check_text(path, content)
+    return content
 
 
 def _check_text(path: str, start: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Files and data sets of Arrow tables: parquet, Arrow, what `save_to_disk` writes. Read batch by batch."""
+"""Arrow tables, read batch by batch: parquet and Arrow files, what `save_to_disk` wrote, data sets of the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from radixtrain.data.files.streams import COMPRESSIONS, open_bytes
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["read_arrow", "read_dataset", "read_parquet"]
+__all__ = ["hub_dataset", "read_arrow", "read_dataset", "read_parquet", "saved_dataset"]
 
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
 BUFFER = 1 << 20  # bytes of a column; without it a file of one row group is read whole: RSS 354 and not 148 MB for 223
@@ -142,3 +142,54 @@ def _media(feature: Any) -> str:
         return _media(feature.feature)
     kind = type(feature).__name__
     return kind if hasattr(feature, "decode") and kind != "Json" else ""
+
+
+def saved_dataset(path: str, split: str | None) -> tuple[str, Any]:
+    """A data set that `save_to_disk` wrote, and the path that its rows are named after.
+
+    split: one of a folder with several.
+
+    Raises UserError if it cannot be read, holds several splits and none is named, or lacks the one that is.
+    """
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(path)
+    except Exception as error:
+        raise UserError(
+            f"{path}: not a data set folder ({first_line(error)}); expected one written by datasets' save_to_disk, "
+            "or the path of a file"
+        ) from error
+    if not isinstance(dataset, datasets.DatasetDict):
+        if split is not None:
+            raise UserError(f"{path}: holds one data set without splits; remove split: {split}")
+        return path, dataset
+    if split is not None and split in dataset:
+        return os.path.join(path, split), dataset[split]
+    if split is not None:
+        raise UserError(f"{path}: has no split {split!r}; it has {', '.join(map(str, dataset))}")
+    if len(dataset) == 1:
+        [(name, only)] = dataset.items()
+        return os.path.join(path, str(name)), only
+    splits = ", ".join(os.path.join(path, str(name)) for name in dataset)
+    raise UserError(f"{path}: holds several splits; name one of them: {splits}")
+
+
+def hub_dataset(name: str, subset: str | None, split: str | None) -> Any:
+    """A data set of the hub, from the local cache if it is there.
+
+    Raises UserError if it cannot be loaded, or has several splits and none is named.
+    """
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
+    except Exception as error:  # no network, no such name, a missing subset, a script that is no longer run
+        reason = f"no such file or folder, and not loaded from the Hugging Face hub: {first_line(error)}"
+        raise UserError(f"{name}: {reason}") from error
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if len(dataset) == 1:
+        return next(iter(dataset.values()))
+    splits = ", ".join(map(str, dataset))
+    raise UserError(f"{name}: has the splits {splits}; name one, as in {{path: {name}, split: {next(iter(dataset))}}}")

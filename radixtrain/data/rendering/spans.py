@@ -2,12 +2,12 @@
 
 A mark is a word that occurs nowhere in the chat. The chat is rendered with and without one in every message:
 
-    <|im_start|>user\\nHe[0]llo<|im_end|>\\n<|im_start|>assistant\\nHi.[1]<|im_end|>\\n<|im_start|>user\\nBy[2]e<|im_end|>\\n
+    <|im_start|>user\nHe[0]llo<|im_end|>\n<|im_start|>assistant\nHi.[1]<|im_end|>\n<|im_start|>user\nBy[2]e<|im_end|>\n
 
 Without its marks this has to be the chat's own rendering. Then each mark is a place in it, and parts of the chat, which
 are rendered with the same marks, tell where message 1, the assistant's, stands:
 
-- It begins after `llo<|im_end|>\\n<|im_start|>assistant\\n`, which follows mark 0 if only message 0 and the generation
+- It begins after `llo<|im_end|>\n<|im_start|>assistant\n`, which follows mark 0 if only message 0 and the generation
     prompt are rendered, and has to follow it here too.
 - It ends with `<|im_end|>`, which follows mark 1, up to the end-of-turn token, if nothing after message 1 is rendered,
     and has to follow it here too.
@@ -17,7 +17,9 @@ These are the borders of `split_turns: true`, in a text in which earlier turns m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -26,14 +28,13 @@ import numpy as np
 
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.rendering.conversation import FIX_MARKERS, Conversation
-from radixtrain.data.rendering.marks import Marks, Rendering
 from radixtrain.data.sample import Sample
 from radixtrain.errors import DataError
 
 if TYPE_CHECKING:
     from radixtrain.data.tokens.tokenization import DraftTokenizer
 
-__all__ = ["find_turns", "sample_of_chat"]
+__all__ = ["Marks", "Rendering", "find_turns", "sample_of_chat"]
 
 Span = tuple[int, int]
 
@@ -199,3 +200,64 @@ def _token_ids(pieces: list[str], tokenize: DraftTokenizer) -> list[np.ndarray]:
         joined.append(both[len(ids) :] if len(ids) and np.array_equal(both[: len(ids)], ids) else own)
         ids = np.concatenate([ids, joined[-1]])
     return joined
+
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A rendered chat.
+
+    text: without the marks.
+    places: message -> the characters of `text` before which its mark stood; a template may write a name twice.
+    """
+
+    text: str
+    places: dict[int, list[int]]
+
+
+class Marks:
+    """Words of letters and digits, one for each message.
+
+    text: everything that may be rendered; no mark occurs in it.
+    """
+
+    def __init__(self, text: str):
+        self.stem = "Zq"
+        while self.stem in text:
+            self.stem += "q"
+        self.pattern = re.compile(self.stem + r"(\d+)Z")
+
+    def word(self, n: int) -> str:
+        """The mark of message n."""
+        return f"{self.stem}{n}Z"
+
+    def into(self, message: Message, n: int) -> Message:
+        """A message as `check_messages` returns it, with its mark where templates neither trim nor look for a word.
+
+        That is in the name of its last tool call, at the end of the assistant's text, or in the middle of any other.
+        """
+        if message.get("tool_calls"):
+            *calls, last = message["tool_calls"]
+            return message | {"tool_calls": [*calls, self._into_call(last, n)]}
+        content = message["content"]
+        num_blanks = len(content) - len(content.lstrip())
+        length = len(content.strip())
+        at = num_blanks + (length if message["role"] == "assistant" else length // 2)
+        return message | {"content": content[:at] + self.word(n) + content[at:]}
+
+    def read(self, marked: str) -> Rendering:
+        """What was rendered, and where the marks stood in it."""
+        texts = self.pattern.split(marked)
+        places: dict[int, list[int]] = {}
+        place = 0
+        for text, n in zip(texts[::2], texts[1::2], strict=False):
+            place += len(text)
+            places.setdefault(int(n), []).append(place)
+        return Rendering("".join(texts[::2]), places)
+
+    def _into_call(self, call: dict[str, Any], n: int) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return call | {"function": self._into_call(call["function"], n)}
+        return call | {"name": f"{call.get('name', '')}{self.word(n)}"}

@@ -10,23 +10,25 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from radixtrain.checkpoints.checksums import digest_of_file
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source, files_of
 from radixtrain.data.formats import open_rows
-from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import TooLongError
-from radixtrain.data.tokenized.about import read_about, write_about
+from radixtrain.data.sample import EncodeReport, TooLongError
 from radixtrain.data.tokenized.encode import encode_blocks, num_processes
 from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fingerprint
-from radixtrain.data.tokenized.progress import progress
-from radixtrain.data.tokenized.store import FILES, TokenStore, TokenWriter
+from radixtrain.data.tokenized.store import FILES, TokenStore, TokenWriter, read_about, write_about
 from radixtrain.errors import DataError, UserError
 
 __all__ = ["Tokenized", "TokenizingOptions", "cache_folder", "damage_in", "tokenized"]
@@ -34,6 +36,7 @@ __all__ = ["Tokenized", "TokenizingOptions", "cache_folder", "damage_in", "token
 logger = logging.getLogger(__name__)
 
 DAYS_KEPT = 30
+SECONDS_BETWEEN_LINES = 10.0  # in a log that is no terminal
 FREE_SPACE = 256 << 20  # bytes to leave on the disk of the cache
 
 
@@ -125,7 +128,7 @@ def damage_in(entry: Path) -> str | None:
 
 def _digests(folder: Path) -> dict[str, str]:
     """Of the files that a `TokenWriter` writes."""
-    return {name: contents_of(str(folder / name)).digest for name in FILES}
+    return {name: digest_of_file(folder / name).xxh3_128 for name in FILES}
 
 
 def _check_unchanged(files: Mapping[str, FileContents]) -> None:
@@ -150,7 +153,7 @@ def _encode(
     start = time.perf_counter()
     num_proc = num_processes(options.dataset_num_proc, sum(file.num_bytes for file in files.values()))
     writer = TokenWriter(folder)
-    with progress(source.label, _num_rows(files)) as update:
+    with _progress(source.label, _num_rows(files)) as update:
         for block in encode_blocks(encoder, open_rows(source), num_proc, options.skip_bad_rows):
             with _written_to(options.folder):
                 writer.add(block.batch)
@@ -247,3 +250,50 @@ def _written_to(folder: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"data.cache_dir {folder}: cannot be written: {reason}; name a folder that can") from None
+
+
+@contextmanager
+def _progress(name: str, num_rows: int | None) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function that takes the rows and the tokens done so far.
+
+    name: what is tokenised. num_rows: of all, None if that is not known.
+    """
+    if sys.stderr.isatty():
+        with _bar(name, num_rows) as update:
+            yield update
+    else:
+        yield _Lines(name, num_rows)
+
+
+@contextmanager
+def _bar(name: str, num_rows: int | None) -> Iterator[Callable[[int, int], None]]:
+    columns = (
+        TextColumn("tokenising {task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,} rows, {task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    start = time.perf_counter()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=num_rows, rate="")
+
+        def update(rows: int, tokens: int) -> None:
+            rate = tokens / (time.perf_counter() - start)
+            bar.update(task, completed=rows, rate=f"{rate:,.0f} tokens/s")
+
+        yield update
+
+
+class _Lines:
+    def __init__(self, name: str, num_rows: int | None):
+        self.name, self.num_rows = name, num_rows
+        self.start = self.last = time.perf_counter()
+
+    def __call__(self, rows: int, tokens: int) -> None:
+        now = time.perf_counter()
+        if now - self.last < SECONDS_BETWEEN_LINES:
+            return
+        self.last = now
+        of_all = f" of {self.num_rows:,}" if self.num_rows else ""
+        rate = tokens / (now - self.start)
+        logger.info("tokenising %s: %s%s rows, %s tokens/s", self.name, f"{rows:,}", of_all, f"{rate:,.0f}")

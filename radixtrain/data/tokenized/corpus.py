@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from radixtrain.data.sample import Sample
 from radixtrain.tree.arrays import IntArray, concatenate_ranges
@@ -85,10 +85,10 @@ class Corpus(Sequence[list[Sample]]):
     @property
     def digest(self) -> str:
         """Tells these conversations, in this order, from others."""
-        digest = hashlib.sha256(" ".join(f"{part.digest} {part.weight!r}" for part in self.parts).encode())
+        digest = xxhash.xxh3_128(" ".join(f"{part.digest} {part.weight!r}" for part in self.parts).encode())
         if self.chosen is not None:
             digest.update(self.chosen.astype(np.int64).tobytes())
-        return digest.hexdigest()[:32]
+        return digest.hexdigest()
 
     @cached_property
     def _all_sizes(self) -> IntArray:

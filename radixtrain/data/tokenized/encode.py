@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -16,9 +13,9 @@ import pyarrow as pa
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row, UnreadRow
-from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import TooLongError
+from radixtrain.data.sample import EncodeReport, TooLongError
 from radixtrain.data.tokenized.store import packed
+from radixtrain.data.workers import end_with
 from radixtrain.errors import DataError, UserError
 
 __all__ = ["Block", "encode_blocks", "num_processes"]
@@ -28,7 +25,6 @@ BYTES_PER_BLOCK = 1 << 20
 BLOCKS_AHEAD = 3  # for each process: what waits in memory
 LARGE = 8 << 20  # bytes of a file from which on starting processes pays
 MAX_PROCESSES = 16
-SECONDS_BETWEEN_LOOKS = 2.0  # at the parent process
 
 AnyRow = Row | UnreadRow | DataError
 
@@ -115,14 +111,7 @@ _worker: tuple[ChatEncoder, bool] | None = None
 def _start(encoder: ChatEncoder, skip_bad_rows: bool) -> None:
     global _worker
     _worker = encoder, skip_bad_rows
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process if its parent was killed: nobody would send it rows again, nor tell it to stop."""
-    while os.getppid() == parent:
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    os.kill(os.getpid(), signal.SIGTERM)
+    end_with(os.getppid())  # if it was killed, nobody would send rows again, nor say that there are no more
 
 
 def _encode_here(rows: list[AnyRow]) -> Block:

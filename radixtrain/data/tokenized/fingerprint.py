@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +10,8 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
 
 from radixtrain.data.chat import ChatEncoder
 
@@ -33,7 +34,7 @@ class FileContents(NamedTuple):
 
 def contents_of(path: str) -> FileContents:
     """Reads the whole file once."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = xxhash.xxh3_128()
     num_bytes = num_lines = 0
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -62,12 +63,12 @@ def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str
     }
     if "strftime_now" in json.dumps(encoder.tokenizer.chat_template):  # Llama 3 writes the date of the day
         key["date"] = date.today().isoformat()
-    return hashlib.sha256(json.dumps(key, default=repr).encode()).hexdigest()[:32]
+    return xxhash.xxh3_128_hexdigest(json.dumps(key, default=repr).encode())
 
 
 def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of all files that it saves, its chat template among them."""
-    digest = hashlib.sha256(type(tokenizer).__name__.encode())
+    digest = xxhash.xxh3_128(type(tokenizer).__name__.encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for path in sorted(Path(folder).rglob("*")):
@@ -82,7 +83,7 @@ def _versions() -> dict[str, str]:
     import tokenizers
     import transformers
 
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     for path in sorted(HERE.rglob("*.py")):
         digest.update(path.read_bytes())
     return {

@@ -12,8 +12,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
-from radixtrain.data.tokenized.about import read_about
 
-__all__ = ["FILES", "TokenStore", "TokenWriter", "packed"]
+__all__ = ["ABOUT", "FILES", "TokenStore", "TokenWriter", "packed", "read_about", "write_about"]
 
 BATCHES_IN_VIEW = 64
 IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float64())
@@ -75,7 +75,7 @@ class TokenWriter:
         self.lengths: list[np.ndarray] = []
         self.is_first: list[np.ndarray] = []
         self.batch_sizes: list[int] = []
-        self.digest = hashlib.sha256()
+        self.digest = xxhash.xxh3_128()
 
     def add(self, batch: pa.RecordBatch) -> None:
         """batch: from `packed`."""
@@ -222,3 +222,28 @@ def _lists(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
     values = np.concatenate([np.zeros(0, dtype), *(np.asarray(row, dtype) for row in filled)])
     mask = pa.array([row is None for row in rows], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=mask)
+
+
+ABOUT = "about.json"
+
+
+def write_about(entry: Path, about: Mapping[str, Any]) -> None:
+    """about: what JSON can hold."""
+    text = json.dumps({**about, "checksum": _checksum(about)})
+    (entry / ABOUT).write_text(text, encoding="utf-8")
+
+
+def read_about(entry: Path) -> dict[str, Any]:
+    """What was written. ValueError if the file was changed since, OSError if it cannot be read."""
+    try:
+        about = json.loads((entry / ABOUT).read_text(encoding="utf-8"))
+        is_whole = about.pop("checksum", None) == _checksum(about)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{ABOUT} is not as it was written")
+    return about
+
+
+def _checksum(about: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(about, sort_keys=True).encode())

@@ -10,8 +10,7 @@ import numpy as np
 
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
-from radixtrain.data.tokens.failures import TokenizerFailed, failures_of
-from radixtrain.data.tokens.pieces import PieceTokenizer
+from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, failures_of
 from radixtrain.errors import DataError, UserError
 
 if TYPE_CHECKING:

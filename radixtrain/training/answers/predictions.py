@@ -9,7 +9,7 @@ from torch import nn
 
 from radixtrain.collators.steps import Step
 from radixtrain.data.prompts import Prompt
-from radixtrain.data.tokens.next_tokens import next_token_ids
+from radixtrain.data.tokens.decode import next_token_ids
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.generation.cache import RadixCache

@@ -16,12 +16,12 @@ from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import UnreadRow, open_rows
 from radixtrain.data.grouping import Arrangement, Conversations, conversation_groups, expected_r, grouped_order
-from radixtrain.data.report import EncodeReport
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.sample import EncodeReport
+from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.data.weights import epoch_size
 from radixtrain.distributed import ranks
 from radixtrain.errors import DataError
 from radixtrain.inspection.sample import marked_text

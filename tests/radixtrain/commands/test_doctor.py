@@ -8,7 +8,7 @@ import torch
 from radixtrain.__main__ import main
 from radixtrain.commands import findings as module
 from radixtrain.commands.findings import NEEDED, OPTIONAL, Finding, findings
-from radixtrain.data.tokenized.about import write_about
+from radixtrain.data.tokenized.store import write_about
 from radixtrain.kernels.varlen import KERNELS
 from radixtrain.tree.cost_model import Rates
 from radixtrain.versions import OLDEST, WHY

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row
-from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import Sample
+from radixtrain.data.sample import EncodeReport, Sample
 from radixtrain.errors import DataError, UserError
 
 THINK = [*b"<think>", TWO_NEWLINES, *b"</think>", TWO_NEWLINES]

@@ -14,9 +14,8 @@ from tiers import FULL
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
 from radixtrain.data.formats import Row, read_rows
-from radixtrain.data.report import EncodeReport
 from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.sample import Sample
+from radixtrain.data.sample import EncodeReport, Sample
 from radixtrain.errors import DataError, UserError
 
 ROOT = Path(__file__).resolve().parents[3]

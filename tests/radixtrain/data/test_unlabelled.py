@@ -10,7 +10,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from radixtrain.data.formats import Row
-from radixtrain.data.report import EncodeReport
+from radixtrain.data.sample import EncodeReport
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import DataError
 

@@ -1,8 +1,11 @@
 """Processes: how many, and what happens if one is killed."""
 
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,10 +63,25 @@ def test_a_killed_process_is_named(encoder: Callable[..., ChatEncoder], monkeypa
         list(encode_blocks(encoder(), lines(10), 2, skip_bad_rows=False))
 
 
-def test_a_process_ends_if_its_parent_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    parents, ended = iter([10, 10, 1]), []
-    monkeypatch.setattr(encode.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(encode.os, "kill", lambda *call: ended.append(call))
-    monkeypatch.setattr(encode, "SECONDS_BETWEEN_LOOKS", 0)
-    encode._end_with(10)
-    assert ended == [(os.getpid(), signal.SIGTERM)] and next(parents, None) is None
+def test_processes_of_a_killed_run_end(encoder: Callable[..., ChatEncoder]) -> None:
+    made = encoder()
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        blocks = encode_blocks(made, lines(10), 2, skip_bad_rows=False)
+        next(blocks)
+        os.write(write, b" ".join(str(child.pid).encode() for child in multiprocessing.active_children()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(parent, 0)
+    for pid in map(int, os.read(read, 100).split()):
+        until = time.monotonic() + 60
+        while time.monotonic() < until and _is_alive(pid):
+            time.sleep(0.05)
+        assert not _is_alive(pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

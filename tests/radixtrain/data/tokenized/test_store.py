@@ -1,15 +1,19 @@
 """Samples that are written and read again are the same, in any order and in another process."""
 
+from __future__ import annotations
+
 import pickle
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import TRIES
 
 from radixtrain.data.sample import Sample
-from radixtrain.data.tokenized.store import TokenStore, TokenWriter, packed
+from radixtrain.data.tokenized.store import ABOUT, TokenStore, TokenWriter, packed, read_about, write_about
 
 
 def write(folder: Path, blocks: list[list[list[Sample]]]) -> str:
@@ -108,3 +112,24 @@ def test_any_blocks(tmp_path_factory: pytest.TempPathFactory, blocks: list, orde
 def test_the_digest_tells_samples_apart(tmp_path: Path, other: list[list[list[Sample]]]) -> None:
     digests = {write(tmp_path / str(n), blocks) for n, blocks in enumerate([[[[ANSWER]]], other, [[[ANSWER]]]])}
     assert len(digests) == 2
+
+
+CONTENT = {"digest": "ab12", "report": {"num_rows": 10, "long": [1, 2]}, "seconds": 0.1 + 0.2, "files": {"a": "x"}}
+
+
+def test_it_is_read_back_and_every_flipped_bit_is_found(tmp_path):
+    write_about(tmp_path, CONTENT)
+    assert read_about(tmp_path) == CONTENT
+    good = (tmp_path / ABOUT).read_bytes()
+    for place in range(len(good)):
+        for bit in (0, 5) if TRIES > 10 else (place % 8,):
+            (tmp_path / ABOUT).write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
+            with suppress(ValueError):
+                assert read_about(tmp_path) == CONTENT, f"byte {place}: another content passed"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '"x"', "[" * 100_000, "\xff", "{}", '{"checksum": 1}'])
+def test_other_content(tmp_path, text):
+    (tmp_path / ABOUT).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"about\.json is not as it was written"):
+        read_about(tmp_path)

@@ -9,8 +9,7 @@ import pytest
 
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.report import EncodeReport
-from radixtrain.data.sample import Sample
+from radixtrain.data.sample import EncodeReport, Sample
 from radixtrain.data.tokenized.corpus import Corpus, Part
 from radixtrain.distributed import Ranks
 from radixtrain.training.module import RadixModule

@@ -1,6 +1,6 @@
 """Texts to token ids, where every distinct piece between added tokens is tokenised once.
 
-    "<|im_start|>system\\nLong prompt<|im_end|>\\n<|im_start|>user\\nHi"
+    "<|im_start|>system\nLong prompt<|im_end|>\n<|im_start|>user\nHi"
      a token       a piece        a token  piece  token      a piece
 
 A tokenizer of the `tokenizers` library cuts a text at its added tokens (`<|im_start|>`, `</s>`, `<think>` ...) before
@@ -15,16 +15,17 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from radixtrain.data.tokens.failures import failures_of
+from radixtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PieceTokenizer"]
+__all__ = ["PieceTokenizer", "TokenizerFailed", "failures_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,3 +132,27 @@ def _may_overlap(border: str, other: str) -> bool:
         return True
     lengths = range(1, min(len(border), len(other)))
     return any(border[:n] == other[-n:] or other[:n] == border[-n:] for n in lengths)
+
+
+class TokenizerFailed(UserError):
+    """A tokenizer cannot tokenise a text, or cannot be made. Its message has no place in the data."""
+
+
+@contextmanager
+def failures_of(name_or_path: str) -> Iterator[None]:
+    """Inside, an error or a panic of the library `tokenizers` is raised as TokenizerFailed.
+
+    A panic is no Exception: it would pass every `except` and end a run with a traceback. It occurs, for instance, when
+    a regular expression of `tokenizer.json` has tried too long.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        raise TokenizerFailed(f"the tokenizer of {name_or_path} (tokenizer.json) failed: {first_line(error)}") from None
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Its own errors have no class, and the class of a panic cannot be imported."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
