@@ -61,7 +61,7 @@ pytestmark = FULL
 
 
 def test_each_rank_holds_a_part(fit: Callable[..., Trainer]) -> None:
-    """Of weights, gradients and moments; nothing num_whole is kept."""
+    """Of weights, gradients and moments; nothing whole is kept."""
 
     def bytes_of(rank: int) -> tuple[int, int]:
         trainer = fit(1)

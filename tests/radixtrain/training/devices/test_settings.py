@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
+from radixtrain.training.devices.launcher_env import LauncherEnv
 from radixtrain.training.devices.settings import SlurmTasks, check_devices, default_devices, device_settings
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -192,3 +193,23 @@ def test_the_command_line_says_so_in_one_line(arguments, capsys, tmp_path):
         assert main(arguments(**flags)) == 1
         assert said in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_tasks_of_slurm(monkeypatch):
+    """They meet on the first host of the step, or where the user says; SLURM's variables are read once."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"SLURM_JOB_ID": "123456", "SLURM_NODELIST": "gpu[07-09,12]", "SLURM_NODEID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    task = LauncherEnv("srun", 5, 8, 1, 4)
+    tasks = SlurmTasks(task)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu09")
+    assert SlurmTasks(task).main_address == "gpu09"
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert (SlurmTasks(task).main_address, SlurmTasks(task).main_port) == ("10.0.0.1", 1234)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_NODELIST", "SLURM_NODEID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name)
+    assert (tasks.world_size(), tasks.global_rank(), tasks.local_rank(), tasks.node_rank()) == (8, 5, 1, 1)
+    assert (tasks.main_address, tasks.main_port) == ("gpu07", 18456)
+    assert tasks.creates_processes_externally and not SlurmTasks.detect()

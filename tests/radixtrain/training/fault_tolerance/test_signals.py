@@ -172,19 +172,3 @@ class TestFiles:
             f"{tmp_path / 'stop'}: there before the run, and left alone; touch it to ask"
         ]
         assert [path.name for path in tmp_path.iterdir()] == ["save"]
-
-    def test_one_that_cannot_be_removed_asks_once(
-        self, tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(path: Path, missing_ok: bool = False) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
-        monkeypatch.setattr(Path, "unlink", refuse)
-        with Requests(tmp_path) as requests:
-            (tmp_path / "save").touch()
-            requests.poll()
-            assert requests.save
-            requests.save = False
-            clock[0] += 1
-            requests.poll()
-            assert not requests.save
