@@ -100,8 +100,8 @@ def _settings(module: nn.Module) -> Iterator[Hashable]:
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
     """The numbers of its forward hooks, which torch counts up and never gives twice, without those of preparing."""
-    found = chain(module._forward_pre_hooks.items(), module._forward_hooks.items())
-    return tuple(number for number, hook in found if not getattr(hook, "__module__", "").startswith("radixtrain."))
+    hooks = chain(module._forward_pre_hooks.items(), module._forward_hooks.items())
+    return tuple(number for number, hook in hooks if not getattr(hook, "__module__", "").startswith("radixtrain."))
 
 
 def _configuration(model: nn.Module) -> Hashable:

@@ -130,8 +130,10 @@ def resolve_config(model: nn.Module, generation_config: GenerationConfig | None,
         config.update(**kwargs)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"generation options: {first_line(error)}") from error
-    given = set(kwargs) | {name for name, value in vars(generation_config or object).items() if value is not None}
-    _refuse_unsupported(config, given)
+    set_by_caller = set(kwargs) | {
+        name for name, value in vars(generation_config or object).items() if value is not None
+    }
+    _refuse_unsupported(config, set_by_caller)
     _settle_lengths(config, base, has_length or kwargs.get("max_length") is not None)
     _check_values(config)
     return config
@@ -179,13 +181,13 @@ def _check_name(name: str) -> None:
         raise UserError(f"unknown generation option {name!r}{hint}")
 
 
-def _refuse_unsupported(config: GenerationConfig, given: set[str]) -> None:
-    """given: the fields that the caller has set; any other comes from the model."""
+def _refuse_unsupported(config: GenerationConfig, set_by_caller: set[str]) -> None:
+    """set_by_caller: names of fields; any other comes from the model."""
     for name, refusal in REFUSED.items():
         value = getattr(config, name, None)
         if not any(value is each or value == each for each in refusal.neutral):
-            origin = "" if name in given else " (in the model's generation_config)"
-            fix = "leave it out" if name in given else f"pass {name}={refusal.neutral[0]!r}"
+            origin = "" if name in set_by_caller else " (in the model's generation_config)"
+            fix = "leave it out" if name in set_by_caller else f"pass {name}={refusal.neutral[0]!r}"
             raise UserError(
                 f"{name}={value!r}{origin} is not supported: {refusal.reason}; {fix}, or call model.generate"
             )

@@ -1,4 +1,4 @@
-"""`score_completions`: how likely a model finds given answers, without computing their prompt for each of them."""
+"""`score_completions`: how likely a model finds some answers, without computing their prompt for each of them."""
 
 from __future__ import annotations
 
