@@ -17,8 +17,8 @@ from importlib import import_module
 from radixtrain import __version__
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
+from radixtrain.commands.keys import with_values
 from radixtrain.commands.messages import usage_message
-from radixtrain.commands.switches import with_values
 from radixtrain.errors import EndedElsewhere, Stopped, UserError, did_you_mean
 from radixtrain.versions import check_versions
 

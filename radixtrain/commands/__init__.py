@@ -6,7 +6,7 @@
 
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "Command", "commands_of"]
+__all__ = ["COMMANDS", "Command"]
 
 
 class Command(NamedTuple):
@@ -35,8 +35,3 @@ TABLE = (
     Command("doctor", "doctor", "can training run here? versions, devices, kernels, caches, and what is missing"),
 )
 COMMANDS = {command.name: command for command in TABLE}
-
-
-def commands_of(module: str) -> tuple[str, ...]:
-    """The names of the commands that a module of this folder runs."""
-    return tuple(command.name for command in TABLE if command.module == module)

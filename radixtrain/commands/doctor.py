@@ -1,18 +1,44 @@
-"""`radixtrain doctor`: can training run here, what is missing, and the command that gets it."""
+"""`radixtrain doctor`: can training run here, what is missing, and the command that gets it.
+
+Nothing is imported at the top that may be missing: a finding says so.
+"""
 
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Sequence
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from radixtrain.commands.findings import Finding, findings
 from radixtrain.errors import UserError
+from radixtrain.versions import OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
-__all__ = ["doctor", "run"]
+__all__ = ["Finding", "doctor", "findings", "run"]
 
 WIDTH = 24  # of the names
+NEEDED = (
+    *("torch", "transformers", "lightning", "tokenizers", "safetensors", "datasets", "numpy", "jsonargparse", "xxhash"),
+    *("jinja2", "rich", "plotly", "wandb"),
+)
+# Package -> what it is for, and what installs it.
+OPTIONAL = {
+    "peft": ("LoRA, DoRA", "pip install 'radixtrain[peft]'"),
+    "bitsandbytes": ("QLoRA (model.load_in_4bit)", "pip install 'radixtrain[qlora]'"),
+    "flash-attn": ("attention on CUDA", "pip install 'radixtrain[flash]', which needs a CUDA toolchain"),
+    "triton": ("the tiled tree attention, and RADIXTRAIN_TRITON=1", "pip install triton"),
+    "flash-linear-attention": ("recurrent layers on CUDA", "pip install flash-linear-attention"),
+    "causal-conv1d": ("recurrent layers on CUDA", "pip install causal-conv1d"),
+    "matplotlib": ("loss.png and the plot of bench", "pip install matplotlib"),
+    "tensorboard": ("trainer.logger: tensorboard", "pip install tensorboard"),
+    "trl": ("TRL's trainers, in scripts of your own", "pip install trl"),
+}
+HEAD_DIM = 128  # of most models
+MOST_NAMED = 5  # damaged files of a kind
+LEAST_ROOM = 1 << 30  # bytes; less than that, not even a small model is saved
 
 
 def doctor(json: bool = False) -> None:
@@ -63,3 +89,162 @@ def _lines(finding: Finding) -> list[str]:
     mark = "ERROR: " if finding.blocks else ""
     told = ": ".join(part for part in (finding.value, f"{mark}{finding.problem}", finding.fix) if part)
     return [f"{name} {told}"]
+
+
+class Finding(NamedTuple):
+    """A line of the report.
+
+    problem: what is wrong or missing, empty if nothing is. fix: a command, or what to do. blocks: whether training
+    cannot run, or should not, until it is fixed.
+    """
+
+    section: str
+    name: str
+    value: str
+    problem: str = ""
+    fix: str = ""
+    blocks: bool = False
+
+
+def findings() -> list[Finding]:
+    """All of them. What cannot even be looked at is a finding itself."""
+    sections: dict[str, Callable[[], Iterator[Finding]]] = {
+        "packages": _packages,
+        "devices": _devices,
+        "attention": _attention,
+        "disks": _disks,
+        "caches": _caches,
+        "services": _services,
+    }
+    return [finding for name, look in sections.items() for finding in _looked_at(name, look)]
+
+
+def _looked_at(section: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from look()
+    except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, or does not load
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        yield Finding(section, section, "unknown", text, "pip install --force-reinstall radixtrain", blocks=True)
+
+
+def _packages() -> Iterator[Finding]:
+    from radixtrain import __version__
+
+    yield Finding("packages", "radixtrain", __version__)
+    yield Finding("packages", "python", platform.python_version())
+    for name in NEEDED:
+        yield _needed(name)
+    for name, (purpose, fix) in OPTIONAL.items():
+        missing = Finding("packages", name, "", f"not installed; it is for {purpose}", fix)
+        version = installed(name)
+        yield missing if version is None else _found(name, version, OLDEST_OPTIONAL, blocks=False)
+
+
+def _needed(name: str) -> Finding:
+    version = installed(name)
+    if version is None:
+        return Finding("packages", name, "", "not installed", f"pip install {name}", blocks=True)
+    return _found(name, version, OLDEST, blocks=True)
+
+
+def _found(name: str, version: str, oldest: dict[str, str], blocks: bool) -> Finding:
+    """blocks: whether an old version does."""
+    if not is_older(name, version):
+        return Finding("packages", name, version)
+    problem = WHY.get(name, "older ones lack what radixtrain calls")
+    return Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest[name]}'", blocks)
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    from radixtrain.bench.environment import processor
+    from radixtrain.report.formatting import bytes_text
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = f"torch uses {torch.get_num_threads()} of them"
+    yield Finding("devices", "cpu", f"{processor()}, {cores} cores, {threads}, {bytes_text(memory)}")
+    build = torch.version.cuda or torch.version.hip
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        name = torch.cuda.get_device_name(number)
+        yield Finding("devices", f"cuda:{number}", f"{name}, {bytes_text(free)} of {bytes_text(total)} free")
+    if torch.cuda.is_available():
+        return
+    has_gpu = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    problem, fix = "", ""
+    if has_gpu and build is None:
+        problem, fix = "a GPU is here, and this torch is built without CUDA", "see https://pytorch.org for the command"
+    elif has_gpu:
+        problem, fix = "a GPU is here, and torch does not see it", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    yield Finding(
+        "devices", "cuda", f"none; torch is built for {f'CUDA {build}' if build else 'the CPU'}", problem, fix
+    )
+
+
+def _attention() -> Iterator[Finding]:
+    """What `auto` would run, and for every other kernel why it cannot. The functions asked are those that choose."""
+    import torch
+
+    from radixtrain.attention import choose_attention, unlogged
+    from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_refusal
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        with unlogged():
+            choice = choose_attention("auto", "auto", device, dtype, HEAD_DIM)
+        name = str(dtype).removeprefix("torch.")
+        yield Finding("attention", f"auto, {name}", f"{choice.strategy} on {device.type}, kernel {choice.kernel}")
+    call = KernelCall(device, torch.bfloat16, HEAD_DIM, softcap=False, window=False, sinks=False)
+    refusals = {kernel: varlen_refusal(kernel, call) for kernel in KERNELS}
+    for kernel, refusal in refusals.items():
+        yield Finding("attention", kernel, f"cannot run in bfloat16: {refusal}" if refusal else "can run")
+
+
+def _disks() -> Iterator[Finding]:
+    from radixtrain.data.tokenized.cache import cache_folder
+    from radixtrain.report.formatting import bytes_text
+
+    for name, folder in {"working folder": Path.cwd(), "cache": cache_folder()}.items():
+        above = folder.absolute()
+        while not above.exists():
+            above = above.parent
+        free = shutil.disk_usage(above).free
+        problem, fix = ("it is almost full", "make space, or use another disk") if free < LEAST_ROOM else ("", "")
+        if not os.access(above, os.W_OK):
+            problem, fix = "it cannot be written to", "RADIXTRAIN_CACHE names another folder" if name == "cache" else ""
+        yield Finding("disks", name, f"{folder}: {bytes_text(free)} free", problem, fix)
+
+
+def _caches() -> Iterator[Finding]:
+    from radixtrain.data.tokenized.cache import TokenizingOptions, damage_in
+    from radixtrain.report.formatting import bytes_text
+
+    folder = TokenizingOptions().folder
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    entries = [entry for entry in found if entry.is_dir() and not entry.name.startswith(".")]
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    yield from _kept("tokenised data", entries, f", {bytes_text(size)} in {folder}", damage_in)
+
+
+def _kept(name: str, paths: list[Path], about: str, damage_in: Callable[[Path], str | None]) -> Iterator[Finding]:
+    """How many, and a line for each of the first damaged ones."""
+    yield Finding("caches", name, f"{len(paths):,}{about}")
+    damaged = [(path, damage) for path in paths if (damage := damage_in(path))]
+    for path, damage in damaged[:MOST_NAMED]:
+        yield Finding("caches", "damaged", str(path), damage, "the next run that needs it makes it again")
+    if len(damaged) > MOST_NAMED:
+        yield Finding("caches", "damaged", f"and {len(damaged) - MOST_NAMED:,} more")
+
+
+def _services() -> Iterator[Finding]:
+    from huggingface_hub import constants, get_token
+
+    offline = "offline (HF_HUB_OFFLINE): only what was downloaded" if constants.HF_HUB_OFFLINE else "online"
+    yield Finding("services", "Hugging Face", f"{offline}; {'logged in' if get_token() else 'not logged in'}")
+    from radixtrain.commands.loggers import is_logged_in, is_online, settings_of_wandb
+
+    settings = settings_of_wandb()
+    login = "logged in" if is_logged_in(settings) else "not logged in: `wandb login` (only for trainer.logger: wandb)"
+    yield Finding("services", "Weights & Biases", login if is_online(settings) else f"{settings.mode} (WANDB_MODE)")

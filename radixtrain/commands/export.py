@@ -1,4 +1,4 @@
-"""`radixtrain export`: a checkpoint of `fit` -> a Hugging Face folder, LoRA adapters merged."""
+"""A model as a Hugging Face folder, LoRA merged: at the end of `fit`, or `radixtrain export` of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,16 +19,18 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_card import documents
 from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
 from radixtrain.training.results.run_progress import print_line
+from radixtrain.training.results.saved_config import SaveMaskedConfig
+from radixtrain.training.results.summary import RunSummary
 
-__all__ = ["export", "run"]
+__all__ = ["export", "export_run", "run"]
 
 
 def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = None) -> Path:
     """Write the model of a checkpoint as a folder that `from_pretrained` loads, with a model card.
 
     Args:
-        ckpt_path: a folder in `<output_dir>/checkpoints` of a run, such as `step=500`, `last` or `best`; the
-            output_dir, for the newest of them that is whole; or a `.ckpt` file of an earlier version.
+        ckpt_path: a folder in `<output_dir>/checkpoints` of a run, such as `step=500`, `last` or `best`; or the
+            output_dir, for the newest of them that is whole.
         output_dir: the folder to write: absent, empty, or an earlier model, which is replaced as a whole.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
 
@@ -75,3 +78,26 @@ def _documents(checkpoint: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
 
 def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in hparams.items() if not name.startswith("_")}
+
+
+def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output_dir: Path) -> None:
+    """Write `model/` and the end of the summary, and say it. With several ranks each of them calls it.
+
+    module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer.
+    """
+    results = summary.choose_weights(trainer, module)
+    tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
+    texts = documents(
+        _written_config(trainer),
+        results,
+        {"rows": str(data.reports["train"])},
+        has_chat_template=tokenizer.chat_template is not None,
+    )
+    folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)
+    summary.close(trainer, module, folder)
+
+
+def _written_config(trainer: Any) -> dict[str, Any]:
+    """What `config.yaml` of the run holds."""
+    saved = next(callback for callback in trainer.callbacks if isinstance(callback, SaveMaskedConfig))
+    return yaml.safe_load(saved.text())

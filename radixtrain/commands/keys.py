@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from radixtrain.commands import COMMANDS
 
-__all__ = ["Key", "keys_of", "trainer_keys"]
+__all__ = ["Key", "keys_of", "trainer_keys", "with_values"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null"}
@@ -180,3 +181,15 @@ def _calls(method: str) -> list[ast.Call]:
     assert found is not None
     calls = [node for node in ast.walk(found[0]) if isinstance(node, ast.Call)]
     return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == method]
+
+
+def with_values(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `true` after each such key that no value follows. arguments: the command and those after it.
+
+    Keys of Lightning's trainer are left as they are.
+    """
+    switches = {f"--{key.name}" for key in keys_of(arguments[0]) if key.kind == "true, false"}
+    given: list[str] = []
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
+        given += [word, "true"] if word in switches and following.startswith("--") else [word]
+    return given

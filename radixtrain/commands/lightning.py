@@ -22,14 +22,18 @@ from radixtrain.commands.before_reading import (
     checkpoint_to_evaluate,
 )
 from radixtrain.commands.environment import warn_of_variables
-from radixtrain.commands.exporting import export_run
-from radixtrain.commands.limits import check_interval
+from radixtrain.commands.export import export_run
 from radixtrain.commands.loggers import errors_of_wandb, loggers_of
 from radixtrain.commands.own_keys import add_own_keys
 from radixtrain.commands.quiet import quiet
 from radixtrain.commands.repeated_keys import refuse_repeated_keys
 from radixtrain.commands.run_callbacks import RunCallbacks
-from radixtrain.commands.trainer_settings import REFUSED_BY_LIGHTNING, check_settings, check_trainer_settings
+from radixtrain.commands.trainer_settings import (
+    REFUSED_BY_LIGHTNING,
+    check_interval,
+    check_settings,
+    check_trainer_settings,
+)
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line

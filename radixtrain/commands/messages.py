@@ -48,8 +48,6 @@ def usage_message(text: str, command: str) -> str:
     line = " ".join(text.split())
     if unknown := re.match(r"unrecognized arguments: (.*)", line):
         return _unknown_keys(unknown[1], command)
-    if section := re.match(rf"Group '({'|'.join(COMMANDS)})' does not accept option '([^']+)'", line):
-        return f"a configuration file has no section {section[1]}: write what is in it, {section[2]}, at the top level"
     if in_a_file := re.search(r"does not accept option '([^']+)'|^Option '([^']+)' is not accepted", line):
         return _unknown_keys(f"--{in_a_file[1] or in_a_file[2]}", command)
     if lacking := re.match(r"argument (?:-\w/)?--(\S+): expected one argument", line):

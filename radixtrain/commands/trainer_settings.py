@@ -1,19 +1,24 @@
-"""Lightning's settings that radixtrain fills in, and those that it refuses because they would change a step."""
+"""Settings that would change a step, and values of the right type that no run can use: refused by the key's name."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from radixtrain.commands.limits import check_limits
+from radixtrain.commands.keys import keys_of, trainer_keys
 from radixtrain.commands.loggers import TRACKING, check_loggers
-from radixtrain.errors import UserError
+from radixtrain.distributed import ranks
+from radixtrain.errors import UserError, first_line
 from radixtrain.redaction import check_unmasked
 
 __all__ = [
     "REFUSED_BY_LIGHTNING",
     "as_list",
+    "check_interval",
+    "check_limits",
     "check_seed",
     "check_settings",
     "check_trainer_settings",
@@ -23,6 +28,20 @@ __all__ = [
 # What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
 # CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
 REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
+# The least value of integers. All but those in NEVER_NULL may be null, which turns off what the key says.
+LEAST = {
+    "save_every_steps": 1,
+    "save_total_limit": 1,
+    "early_stopping": 1,
+    "ddp_timeout": 1,
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.log_every_n_steps": 0,
+    "trainer.reload_dataloaders_every_n_epochs": 0,
+}
+MOST_DEVICES = 1_000
+MOST_SECONDS = 2_000_000  # gloo counts milliseconds in 32 bits
+NEVER_NULL = ("save_total_limit", "ddp_timeout")
+ABOVE_ZERO = ("save_every_minutes", "trainer.val_check_interval")
 
 
 def check_trainer_settings(config: Any) -> None:
@@ -67,3 +86,71 @@ def data_seed(seed: Any) -> int:
 
 def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value is not None else []
+
+
+def check_limits(config: Any) -> None:
+    """UserError for a null that a key does not take, and for a number that is too small or not finite.
+
+    config: of a command of Lightning.
+    """
+    _check_nulls(config)
+    for key, least in LEAST.items():
+        value = config.get(key)
+        if value is not None and value < least:
+            also = "" if key in NEVER_NULL else ", or null"
+            raise UserError(f"{key} must be at least {least}{also}; got {value}")
+    if (config.get("ddp_timeout") or 0) > MOST_SECONDS:
+        raise UserError(f"ddp_timeout must be at most {MOST_SECONDS:,} seconds; got {config.ddp_timeout}")
+    for key in ABOVE_ZERO:
+        value = config.get(key)
+        if isinstance(value, int | float) and not (0 < value < math.inf):
+            raise UserError(f"{key} must be above 0, or null; got {value}")
+    _check_devices(config.get("trainer.devices"))
+    _check_max_time(config.get("trainer.max_time"))
+
+
+def _check_nulls(config: Any) -> None:
+    """jsonargparse takes null for every key, whatever its type."""
+    for key in (*keys_of("fit"), *trainer_keys()):
+        takes_null = key.default in (None, "", "null") or "null" in key.kind or "Optional" in key.kind
+        if not takes_null and key.name in config and config[key.name] is None:
+            raise UserError(f"{key.name}: expected {key.kind}, got null; without the key it is {key.default}")
+
+
+def _check_devices(devices: Any) -> None:
+    """Before Lightning makes a list of them, for which a large number takes all memory."""
+    number = int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
+    if isinstance(number, int) and number > MOST_DEVICES:
+        raise UserError(f"trainer.devices {number:,}: at most {MOST_DEVICES:,} on a machine")
+
+
+def _check_max_time(max_time: Any) -> None:
+    try:
+        Timer(max_time)
+    except (MisconfigurationException, ValueError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"trainer.max_time must be DD:HH:MM:SS, or a mapping such as {{hours: 2}}; got {max_time} "
+            f"({first_line(error)})"
+        ) from None
+
+
+def check_interval(trainer: Any, steps_per_epoch: int) -> None:
+    """UserError if `trainer.val_check_interval` is longer than an epoch that ends its count, or several ranks' time.
+
+    Lightning has each rank ask its own clock, and ranks that do not agree wait for each other until one gives up.
+    """
+    interval = getattr(trainer, "val_check_interval", None)  # none if it is a time
+    if interval is None and ranks().size > 1:
+        raise UserError(
+            "trainer.val_check_interval: a time works on one device only, since the clocks of several differ; set a "
+            "number of steps"
+        )
+    if trainer.check_val_every_n_epoch is None or isinstance(interval, float) or not isinstance(interval, int):
+        return
+    limit = trainer.limit_train_batches
+    length = min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
+    if interval > length > 0:
+        raise UserError(
+            f"trainer.val_check_interval {interval}: an epoch has {length} steps; set a smaller one, or "
+            f"trainer.check_val_every_n_epoch: null to count on over the epochs"
+        )

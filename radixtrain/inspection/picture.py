@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from radixtrain.inspection.marks import LOSS, marked, number, visible
 from radixtrain.inspection.runs import Prediction, Run, RunTree
+from radixtrain.inspection.tokens import LOSS, marked, number, visible
 
 __all__ = ["asked_for", "draw", "named_rows"]
 

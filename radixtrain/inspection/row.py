@@ -1,11 +1,15 @@
-"""One row of a file through every stage: what was read, rendered, tokenised, masked, and where it is computed."""
+"""`radixtrain inspect --row`: one row of a file, from its columns to its tokens and its place in a micro-batch."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -13,23 +17,23 @@ from rich.text import Text
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.formats import Row, UnreadRow
+from radixtrain.data.files.sources import as_sources
+from radixtrain.data.formats import Row, UnreadRow, open_rows
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
-from radixtrain.inspection.cells import token_cells
-from radixtrain.inspection.found import FoundRow, find_row
-from radixtrain.inspection.marks import marked, visible
+from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
 from radixtrain.inspection.picture import named_rows
-from radixtrain.inspection.place import Place, places_of
-from radixtrain.inspection.tokens import sample_tokens
+from radixtrain.inspection.runs import paths_of
+from radixtrain.inspection.tokens import marked, sample_tokens, token_cells, visible
 
-__all__ = ["row_stages"]
+__all__ = ["FoundRow", "Place", "SharedRows", "find_row", "places_of", "row_stages"]
 
 MOST_CHARS = 800  # of a field, and of a rendered text
 REFUSED = "bold red"
+SPLITS = ("train", "validation", "test", "predict")
 
 
 def row_stages(data: SFTData, row: int | str, full: bool = False) -> Iterator[RenderableType]:
@@ -196,3 +200,104 @@ def _shortened(text: str, full: bool) -> Text:
     half = MOST_CHARS // 2
     gap = (f" ⋯ {len(text) - 2 * half:,} characters ⋯ ", "dim")
     return Text.assemble(visible(text[:half]), gap, visible(text[-half:]).removesuffix("\n"))
+
+
+class FoundRow(NamedTuple):
+    """A row of a split. number: counted from 1 over all of the split's sources; bad rows count too."""
+
+    split: str
+    number: int
+    content: Row | UnreadRow | DataError
+
+    @property
+    def where(self) -> str:
+        return self.content.where
+
+
+def find_row(data: SFTData, row: int | str) -> FoundRow:
+    """The row, whether or not it can be used. The files are read up to it.
+
+    row: N for the N-th row of `train_file`; or `file:line` or `file:row N` as errors name it, with or without the
+        folders, of any file of the configuration.
+
+    Raises UserError if there is no such row, and as `open_rows`.
+    """
+    if not data.hparams.train_file:
+        raise UserError("data.train_file is missing: name the file that the row is in")
+    if isinstance(row, str) and not row.isdigit():
+        return _find_named(data, row)
+    number, rows = int(row), _rows_of(data, "train")
+    found = next(islice(rows, number - 1, None), None) if number >= 1 else None
+    if found is None:
+        num_rows = sum(1 for _ in _rows_of(data, "train"))
+        raise UserError(f"row: data.train_file has the rows 1 to {num_rows}, got {number}")
+    return FoundRow("train", number, found)
+
+
+def _find_named(data: SFTData, row: str) -> FoundRow:
+    for split in SPLITS:
+        for number, content in enumerate(_rows_of(data, split), start=1):
+            if content.where == row or content.where.endswith(f"{os.sep}{row}"):
+                return FoundRow(split, number, content)
+    raise UserError(f"row: no row {row!r} in the files of the configuration; expected a number or file:line")
+
+
+def _rows_of(data: SFTData, split: str) -> Iterator[Row | UnreadRow | DataError]:
+    files = data.hparams[f"{split}_file"]
+    for source in as_sources(files, data.hparams.columns) if files else ():
+        yield from open_rows(source)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Neighbouring rows of a sample that the same sequences share.
+
+    rows: the first, and one past the last. others: the other sequences, by `file:line`; empty if they are its own.
+    """
+
+    rows: tuple[int, int]
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One sample of a row in the first epoch. sequence: its index in the micro-batch. shared: its rows, in order."""
+
+    part: MicroBatch
+    sequence: int
+    shared: tuple[SharedRows, ...]
+
+
+def places_of(data: SFTData, where: str) -> list[Place]:
+    """Where the samples of a row are computed in the first epoch; none if it is not trained on.
+
+    data: after `setup("inspect")`. where: `file:line` of the row.
+    """
+    conversation = _conversation_of(data, where)
+    steps = enumerate(data.train_steps())
+    step = next((number for number, members in steps if conversation in members), None)
+    if step is None:
+        return []
+    return [
+        Place(part, sequence, tuple(_shared_rows(part, sequence)))
+        for part in micro_batches(data, step)
+        for sequence, sample in enumerate(part.samples)
+        if sample.where == where
+    ]
+
+
+def _conversation_of(data: SFTData, where: str) -> int | None:
+    conversations = data.conversations["train"]
+    return next((i for i in range(len(conversations)) if conversations[i][0].where == where), None)
+
+
+def _shared_rows(part: MicroBatch, sequence: int) -> Iterator[SharedRows]:
+    """A run ends where the rows jump or where other sequences share them."""
+    paths = paths_of(part)
+    own = paths[sequence]
+    has = np.stack([np.isin(own, path) for path in paths])
+    ends = np.flatnonzero((np.diff(own) != 1) | (has[:, 1:] != has[:, :-1]).any(axis=0)) + 1
+    for start, end in pairwise([0, *ends.tolist(), len(own)]):
+        others = [i for i in np.flatnonzero(has[:, start]).tolist() if i != sequence]
+        names = tuple(part.samples[other].where for other in others)
+        yield SharedRows((int(own[start]), int(own[end - 1]) + 1), names)

@@ -1,11 +1,14 @@
-"""Tokens with their text, whether they bear loss, and how much."""
+"""The tokens of a sample as text or one by one. Loss stands in brackets, so that it reads as well without colour."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from rich.columns import Columns
+from rich.text import Text
 
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
@@ -15,7 +18,29 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Token", "sample_tokens", "token_texts"]
+__all__ = [
+    "CLOSE",
+    "LOSS",
+    "OPEN",
+    "SPECIAL",
+    "Token",
+    "hidden",
+    "marked",
+    "marked_text",
+    "number",
+    "sample_tokens",
+    "shorten",
+    "token_cells",
+    "token_texts",
+    "visible",
+]
+
+LEAST_RUN = 40  # characters that a shortened run keeps
+JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji need them
+PICTURES = {code: chr(0x2400 + code) for code in range(32)}
+AROUND = 5  # tokens that are shown on both sides of each place where the loss begins or ends
+MOST_CHARS = 16
+PART = "◌"  # stands for a part of a character, which the token that completes it shows
 
 
 class Token(NamedTuple):
@@ -50,3 +75,172 @@ def token_texts(ids: IntArray | Sequence[int], tokenizer: PreTrainedTokenizerBas
     read = [token for token, is_known in zip(ids, known, strict=True) if is_known]
     texts = iter(decode_runs(tokenizer, read, range(len(read) + 1)))
     return [next(texts) if is_known else f"<{token}>" for token, is_known in zip(ids, known, strict=True)]
+
+
+LOSS, SPECIAL, HIDDEN = "bold green", "cyan", "dim"
+OPEN, CLOSE = "⟦", "⟧"
+PICTURES |= {ord("\n"): "↵\n", ord("\t"): "⇥", 0x7F: "␡"}
+
+
+def marked(
+    tokens: Sequence[Token], max_chars: int | None = None, usual_weight: float = 1.0, breaks: bool = True
+) -> Text:
+    """The text of the tokens with `⟦ ⟧` around those that bear loss, and their weight after it if it is unusual.
+
+    max_chars: long runs are shortened in the middle until about this many are left; None shows all.
+    breaks: False shows line breaks only as `↵`, and does not break the line there.
+    """
+    runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.bears_loss)]
+    first, last = _shown_runs(len(runs), max_chars)
+    limit = None if max_chars is None else _limit([_num_chars(run) for run in runs[:first] + runs[last:]], max_chars)
+    text = Text()
+    for run in runs[:first]:
+        text.append_text(_run(run, limit, usual_weight))
+    if first < last:
+        left_out = [token for run in runs[first:last] for token in run]
+        text.append_text(hidden(len(left_out), sum(token.bears_loss for token in left_out)))
+    for run in runs[last:]:
+        text.append_text(_run(run, limit, usual_weight))
+    return text if breaks else Text("").join(text.split("\n"))
+
+
+def hidden(num_tokens: int, num_labelled: int = 0) -> Text:
+    """What stands in place of tokens that are not shown."""
+    plural = "" if num_tokens == 1 else "s"
+    labelled = f", {num_labelled:,} with loss" if num_labelled else ""
+    return Text(f" ⋯ {num_tokens:,} token{plural}{labelled} ⋯ ", style=HIDDEN)
+
+
+def visible(text: str) -> str:
+    """The text with its line breaks, control characters and invisible characters shown."""
+    shown = text.translate(PICTURES)
+    return "".join(c if c == "\n" or c in JOINERS or c.isprintable() else _escaped(c) for c in shown)
+
+
+def number(value: float) -> str:
+    """A weight: whole ones without decimals."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+
+
+def shorten(run: Sequence[Token], max_chars: int) -> tuple[Sequence[Token], int, Sequence[Token]]:
+    """The first tokens, how many are left out, and the last tokens; all are first ones if they are short enough."""
+    if _num_chars(run) <= max_chars:
+        return run, 0, []
+    head = max(1, _num_that_fit(iter(run), max_chars // 2))
+    tail = min(len(run) - head, _num_that_fit(reversed(run), max_chars // 2))
+    return run[:head], len(run) - head - tail, run[len(run) - tail :]
+
+
+def _run(run: Sequence[Token], limit: int | None, usual_weight: float) -> Text:
+    """Tokens that all bear loss, or none."""
+    head, num_hidden, tail = (run, 0, []) if limit is None else shorten(run, limit)
+    body = _joined(head)
+    if num_hidden:
+        body.append_text(hidden(num_hidden)).append_text(_joined(tail))
+    if not run[0].bears_loss:
+        return body
+    return Text.assemble((OPEN, LOSS), body, (CLOSE, LOSS), (_weight(run, usual_weight), LOSS))
+
+
+def _joined(tokens: Sequence[Token]) -> Text:
+    text = Text()
+    for token in tokens:
+        style = LOSS if token.bears_loss else SPECIAL if token.is_special else ""
+        text.append(visible(token.text), style=style)
+    return text
+
+
+def _weight(run: Sequence[Token], usual_weight: float) -> str:
+    lowest, highest = (reduce(token.weight for token in run) for reduce in (min, max))
+    if lowest == highest:
+        return "" if lowest == usual_weight else f"×{number(lowest)}"
+    return f"×{number(lowest)}…{number(highest)}"
+
+
+def _shown_runs(num_runs: int, max_chars: int | None) -> tuple[int, int]:
+    """The runs from the first number to the second one are left out."""
+    most = num_runs if max_chars is None else max(2, max_chars // LEAST_RUN)
+    return (num_runs, num_runs) if num_runs <= most else (most - most // 2, num_runs - most // 2)
+
+
+def _limit(lengths: list[int], max_chars: int) -> int:
+    """The most characters of a run with which all of them have at most `max_chars`, or `LEAST_RUN` if that is more."""
+    left = max_chars
+    for place, length in enumerate(sorted(lengths)):
+        share = left // (len(lengths) - place)
+        if length > share:
+            return max(share, LEAST_RUN)
+        left -= length
+    return max(max_chars, LEAST_RUN)
+
+
+def _num_that_fit(tokens: Iterator[Token], max_chars: int) -> int:
+    count = chars = 0
+    for token in tokens:
+        chars += len(token.text)
+        if chars > max_chars:
+            break
+        count += 1
+    return count
+
+
+def _num_chars(run: Sequence[Token]) -> int:
+    return sum(len(token.text) for token in run)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def marked_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, max_chars: int | None = 800) -> Text:
+    """The decoded sample. Tokens that bear loss stand in `⟦ ⟧`, followed by their loss weight if it is not 1.
+
+    max_chars: long runs with and without loss are shortened in the middle, with the number of tokens that are left
+        out; None shows all.
+
+    Line breaks are shown as `↵`, control characters as pictures, special tokens in another colour.
+    """
+    return marked(sample_tokens(sample, tokenizer), max_chars)
+
+
+def token_cells(sample: Sample, tokenizer: PreTrainedTokenizerBase, full: bool = False) -> Columns:
+    """`place id text` of each token, in columns. A label that is not the token itself follows it as `→id`.
+
+    full: show all; otherwise those around the places where the loss begins and ends, and the first and last ones.
+    """
+    tokens = sample_tokens(sample, tokenizer)
+    return Columns(_cells(sample, tokens, full), equal=True, column_first=False, padding=(0, 2))
+
+
+def _cells(sample: Sample, tokens: Sequence[Token], full: bool) -> Iterator[Text]:
+    shown = range(len(tokens)) if full else _shown(tokens)
+    before = -1
+    for place in shown:
+        if place > before + 1:
+            yield Text(f"⋯ {place - before - 1:,} tokens", style="dim")
+        yield _cell(place, int(sample.input_ids[place]), int(sample.labels[place]), tokens[place])
+        before = place
+
+
+def _shown(tokens: Sequence[Token]) -> list[int]:
+    """Places within `AROUND` of an end or of a change, and those that are the only one left out between two others."""
+    bears_loss = np.array([token.bears_loss for token in tokens], dtype=bool)
+    changes = [0, *(np.flatnonzero(np.diff(bears_loss)) + 1).tolist(), len(tokens)]
+    kept = np.zeros(len(tokens) + 2, dtype=bool)
+    kept[[0, -1]] = True
+    for change in changes:
+        kept[1 + max(0, change - AROUND) : 1 + change + AROUND] = True
+    kept[1:-1] |= kept[:-2] & kept[2:]
+    return np.flatnonzero(kept[1:-1]).tolist()
+
+
+def _cell(place: int, token_id: int, label: int, token: Token) -> Text:
+    shown = visible(token.text).replace("\n", "") or PART
+    shown = shown if len(shown) <= MOST_CHARS else f"{shown[: MOST_CHARS - 1]}…"
+    if not token.bears_loss:
+        style = SPECIAL if token.is_special else ""
+        return Text.assemble((f"{place:>5}", "dim"), f" {token_id:>6} ", (shown, style))
+    other = f"→{label}" if label != token_id else ""
+    weight = f"×{number(token.weight)}" if token.weight != 1 else ""
+    return Text.assemble((f"{place:>5}", "dim"), f" {token_id:>6} ", (f"{OPEN}{shown}{CLOSE}{other}{weight}", LOSS))

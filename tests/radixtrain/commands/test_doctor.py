@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from radixtrain.__main__ import main
-from radixtrain.commands import findings as module
-from radixtrain.commands.findings import NEEDED, OPTIONAL, Finding, findings
+from radixtrain.commands import doctor as module
+from radixtrain.commands.doctor import NEEDED, OPTIONAL, Finding, findings
 from radixtrain.data.tokenized.store import write_about
 from radixtrain.kernels.varlen import KERNELS
 from radixtrain.tree.cost_model import Rates

@@ -8,7 +8,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.__main__ import main
-from radixtrain.commands import loggers, wandb_login
+from radixtrain.commands import loggers
 from radixtrain.commands.loggers import errors_of_wandb, loggers_of
 from radixtrain.errors import UserError
 
@@ -22,7 +22,7 @@ def nobody(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     for name in ("NETRC", "HOME", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "nobody"))
-    monkeypatch.setattr(wandb_login, "getproxies", dict)
+    monkeypatch.setattr(loggers, "getproxies", dict)
     yield
     pytest.importorskip("wandb", reason="pip install radixtrain").teardown()  # it remembers the environment
 

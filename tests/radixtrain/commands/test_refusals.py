@@ -109,7 +109,7 @@ SETTINGS = {
     "--data.val_size=.nan": "data.val_size must be a share below 1",
     "--ckpt_path=best": "ckpt_path best: none in ",
     "--ckpt_path=": "ckpt_path",
-    "--ckpt_path={shop}/train.jsonl": "ckpt_path {shop}/train.jsonl: not a checkpoint of radixtrain",
+    "--ckpt_path={shop}/train.jsonl": "ckpt_path {shop}/train.jsonl: a file; a checkpoint of radixtrain is a folder",
     "--ckpt_path={shop}": "ckpt_path {shop}: no whole checkpoint in {shop}",
 }
 TRAINER = {
@@ -217,7 +217,7 @@ def test_exports(said_of: Any, tmp_path: Path) -> None:
     for name, expected in (
         (tmp_path / "none.ckpt", "no such checkpoint"),
         ("last", "ckpt_path last: of which run? write RUN/checkpoints/last"),
-        (tmp_path / "x.ckpt", "not a checkpoint of radixtrain"),
+        (tmp_path / "x.ckpt", "a file; a checkpoint of radixtrain is a folder"),
     ):
         assert expected in said_of(1, ["export", f"--ckpt_path={name}", f"--output_dir={tmp_path / 'out'}"])
 

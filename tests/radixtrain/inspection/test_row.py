@@ -10,9 +10,7 @@ from rich.console import Group
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.inspection.found import find_row
-from radixtrain.inspection.place import places_of
-from radixtrain.inspection.row import row_stages
+from radixtrain.inspection.row import find_row, places_of, row_stages
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.data.sample import Sample
-from radixtrain.inspection.marks import LOSS
-from radixtrain.inspection.sample import marked_text
-from radixtrain.inspection.tokens import sample_tokens, token_texts
+from radixtrain.inspection.tokens import LOSS, marked_text, sample_tokens, token_texts
 
 Build = Callable[..., Sample]
 

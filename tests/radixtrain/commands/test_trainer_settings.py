@@ -14,10 +14,9 @@ import lightning as L
 import pytest
 from jsonargparse import Namespace
 
-from radixtrain.commands import limits
+from radixtrain.commands import trainer_settings
 from radixtrain.commands.keys import keys_of
-from radixtrain.commands.limits import check_interval, check_limits
-from radixtrain.commands.trainer_settings import check_seed
+from radixtrain.commands.trainer_settings import check_interval, check_limits, check_seed
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import Ranks
 from radixtrain.errors import UserError
@@ -147,7 +146,7 @@ def test_an_interval_of_time_is_for_one_device(monkeypatch: pytest.MonkeyPatch) 
     """Each rank would ask its own clock."""
     by_time, by_steps = (L.Trainer(**QUIET, val_check_interval=each) for each in ("00:00:10:00", 4))
     check_interval(by_time, steps_per_epoch=5)
-    monkeypatch.setattr(limits, "ranks", lambda: Ranks(rank=0, size=2))
+    monkeypatch.setattr(trainer_settings, "ranks", lambda: Ranks(rank=0, size=2))
     check_interval(by_steps, steps_per_epoch=5)
     with pytest.raises(UserError, match=r"trainer\.val_check_interval: a time works on one device only"):
         check_interval(by_time, steps_per_epoch=5)
