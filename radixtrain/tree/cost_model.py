@@ -3,8 +3,8 @@
     seconds = U row_flops flop + calls call + rectangles N rectangle + pairs N H pair + elements element
 
 for one layer. In a hybrid model attention counts for the layers that attend, and recurrent layers cost what their
-`RunCost` says of their calls, rows, chunks and states. The rates of a machine are measured in
-`radixtrain/hf/rates.py`; the work of a plan is counted here:
+`RunCost` says of their calls, rows, chunks and states. `radixtrain/hf/step_cost.py` has fixed rates,
+`radixtrain/hf/calibration.py` measures those of a machine, and the work of a plan is counted here:
 
 - calls: of the attention kernel;
 - rectangles: of queries and keys that they compute, N query heads each;
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -70,12 +69,6 @@ class Rates:
     element: float
     flop: float
     runs: RunCost | None = None
-
-    @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Rates:
-        """What `dataclasses.asdict` made of rates."""
-        runs = found.get("runs")
-        return cls(**{**found, "runs": None if runs is None else RunCost(**runs)})
 
 
 @dataclass(frozen=True)

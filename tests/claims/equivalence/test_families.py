@@ -15,12 +15,12 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import CORE, CORE_MULTIMODAL, FAMILIES, MULTIMODAL, NOT_TRIED, QUICK, REST, WHOLE, Family
+from families_table import FAMILIES_PAGE, rows_of_page
 from tiers import FULL, cases
 from transformers.models.auto import modeling_auto
 
@@ -32,7 +32,6 @@ from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
 FEATURES = [
     {"input_ids": [7, 8, 9, 10, 11, 12, 1, 2, 3], "labels": [-100, -100, -100, -100, 11, 12, 1, 2, 3]},
@@ -64,13 +63,6 @@ REASONS = {
 }
 
 
-def table(group: str) -> dict[str, list[str]]:
-    """The page's rows of a group, by family."""
-    block = PAGE.read_text(encoding="utf-8").split(f"<!-- {group}: begin -->")[1].split(f"<!-- {group}: end -->")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.strip().splitlines()[2:]]
-    return {row[0]: row for row in rows}
-
-
 TRIED = {
     **{("text", family.name): family for family in [*CORE, *REST]},
     **{("multimodal", family.name): family for family in [*CORE_MULTIMODAL, *MULTIMODAL]},
@@ -85,7 +77,7 @@ def test_equal_or_refused(
     model = family.build()
     reason = refusal_of(model)
     if reason:
-        check_row(group, [name, family.what, f"refused: {few_words(reason)}", "-", "-"], record_property)
+        check_row(group, [name, family.what, f"refused: {few_words(reason)}"], record_property)
         return
     mixers = mixers_of(parts_of(model).decoder)
     report = verify_equivalence(model, FEATURES, collator=FORKING if mixers else None)
@@ -101,7 +93,7 @@ def test_equal_or_refused(
     if mixers:
         assert ("computes every sequence from its first token on" in caplog.text) == (WHOLE in family.what)
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
-        assert WRITING or table("recurrent")[of_group(group, name)][1] == kinds
+        assert WRITING or rows_of_page("recurrent")[of_group(group, name)][1] == kinds
     else:
         assert report.passed, str(report)
 
@@ -112,7 +104,7 @@ def of_group(group: str, name: str) -> str:
 
 @FULL
 @pytest.mark.parametrize(
-    ("group", "name"), [each for each in TRIED if WRITING or of_group(*each) in table("recurrent")]
+    ("group", "name"), [each for each in TRIED if WRITING or of_group(*each) in rows_of_page("recurrent")]
 )
 def test_rounding_of_layers_with_a_state(group: str, name: str, record_property: Callable[[str, Any], None]) -> None:
     """Cells of the table of families with a recurrent state: how exact models with several weights are.
@@ -168,7 +160,7 @@ def few_words(reason: str) -> str:
 
 
 def test_the_table_has_these_families_and_no_others() -> None:
-    assert WRITING or {(group, name) for group in ("text", "multimodal") for name in table(group)} == set(TRIED)
+    assert WRITING or {(group, name) for group in ("text", "multimodal") for name in rows_of_page(group)} == set(TRIED)
 
 
 def test_no_class_of_transformers_is_left_out() -> None:
@@ -176,7 +168,7 @@ def test_no_class_of_transformers_is_left_out() -> None:
     classes = {name for each in maps for name in each.values()}
     left_out = {name for names in NOT_TRIED.values() for name in names.split()}
     assert sorted(classes) == sorted({family.model_class for family in FAMILIES} | left_out)
-    assert not [name for name in left_out if f"`{name}`" not in PAGE.read_text(encoding="utf-8")]
+    assert not [name for name in left_out if f"`{name}`" not in FAMILIES_PAGE.read_text(encoding="utf-8")]
 
 
 # One of each kind of layer that reaches a strategy with other arguments.
@@ -235,7 +227,7 @@ def named(name: str) -> Family:
 def check_row(group: str, row: list[str], record_property: Callable[[str, Any], None]) -> None:
     """The page says the same, but for its figures; or it is being written."""
     record_property("family", json.dumps([len(FAMILIES), group, *row]))
-    said, found = ([re.sub(NUMBER, "", cell) for cell in cells] for cells in (table(group).get(row[0], []), row))
+    said, found = ([re.sub(NUMBER, "", cell) for cell in cells] for cells in (rows_of_page(group).get(row[0], []), row))
     assert WRITING or said == found, (
         f"docs/families.md has {said}, this run found {row}; RADIXTRAIN_WRITE_TABLE=1 writes it"
     )

@@ -5,12 +5,10 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiers import FULL
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.hf.sharing_report import NUM_CALLS, SharingReport
@@ -99,29 +97,6 @@ def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 1
     run(model, ordinary(), 1)
     assert len(caplog.records) == 2
-
-
-@FULL
-def test_dpo(tiny_qwen3: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """TRL's trainer makes its batches itself, and runs a reference model, which is not counted."""
-    trl = pytest.importorskip("trl", reason="pip install 'radixtrain[dev]'")
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(50)}, unk_token="2"))
-    settings = {"max_steps": NUM_CALLS, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no"}
-    rows = [{"prompt": "7 8 9", "chosen": "1 2", "rejected": str(n)} for n in range(3, 9)]
-    trainer = trl.DPOTrainer(
-        model=prepare_model(tiny_qwen3()),
-        ref_model=tiny_qwen3(),
-        args=trl.DPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, **settings),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
-    )
-    with caplog.at_level(logging.WARNING, logger="radixtrain"):
-        trainer.train()
-    assert [ORDINARY in record.getMessage() for record in caplog.records if "radix" in record.name] == [True]
 
 
 def test_lines():

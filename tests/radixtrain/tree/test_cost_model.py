@@ -1,7 +1,6 @@
 """The counted work of each strategy against the calls that its kernel gets, and the choice that follows from it."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -214,11 +213,6 @@ class TestRecurrentLayers:
             assert {name: batch[name] for name in runs} == runs
         for options in ({}, {"step_cost": cost(call=1.0)}):
             assert not [name for name in RadixCollator(**options)(features) if name.startswith("radix_runs")]
-
-    def test_kept_rates(self):
-        for rates in (Rates(**FREE), Rates(**FREE, runs=RunCost(chunk_rows=256, can_fork=False))):
-            assert Rates.from_dict(json.loads(json.dumps(asdict(rates)))) == rates
-        assert Rates.from_dict(FREE) == Rates(**FREE), "as checkpoints were before there were runs"
 
 
 class TestInACollator:
