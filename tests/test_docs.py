@@ -102,10 +102,10 @@ def test_a_row_is_what_the_page_says(
 
 
 def test_every_row_of_the_page_is_tried() -> None:
-    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS), re.MULTILINE)) > 25
+    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS), re.MULTILINE)) > 15
     outcomes = "".join(example.values[2] for example in EXAMPLES)
     formats = "".join(example.values[1] for example in EXAMPLES)
-    assert outcomes.count("error: ") > 12 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
+    assert outcomes.count("error: ") > 5 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
     for key in ("messages", "conversations", "prompt", "text", "input_ids", "reasoning_content", "tool_calls"):
         assert f'"{key}"' in formats
 

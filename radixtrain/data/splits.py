@@ -12,7 +12,7 @@ import numpy as np
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import KEY, as_sources
 from radixtrain.data.formats import open_rows
-from radixtrain.data.rendering.history import warn_of_rewritten_history
+from radixtrain.data.rendering.template import warn_of_rewritten_history
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
