@@ -16,7 +16,7 @@ from radixtrain.data.prompts import Prompt
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predictions import PredictingRows, predict
+from radixtrain.hf.predictions import predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import FIXED_RATES, step_cost_of
 from radixtrain.redaction import masked
@@ -210,9 +210,8 @@ class RadixModule(L.LightningModule):
         check_weights(self, checkpoint)
         self.strict_loading = not is_partial(checkpoint)
         if self.trainer.state.fn == "fit":
-            self.resumed = {
-                key: each for key, each in checkpoint.items() if key not in ("state_dict", "optimizer_states")
-            }
+            tensors = ("state_dict", "optimizer_states")
+            self.resumed = {key: value for key, value in checkpoint.items() if key not in tensors}
             restore_position(checkpoint, self)
 
     def configure_optimizers(self) -> Any:
@@ -232,10 +231,10 @@ class RadixModule(L.LightningModule):
         optimizer: Any = self.optimizers()
         scheduler: Any = self.lr_schedulers()
         optimizer.zero_grad()
-        loss, size, last = torch.zeros((), device=self.device), ranks().size, len(step.micro_batches) - 1
-        for place, batch in enumerate(step.micro_batches):
+        loss, size = torch.zeros((), device=self.device), ranks().size
+        for index_in_step, batch in enumerate(step.micro_batches, start=1):
             share = self.loss_sum(batch) / (step.num_labels / size)
-            backward(self, share, is_last=place == last)
+            backward(self, share, is_last=index_in_step == len(step.micro_batches))
             loss += share.detach()
         loss, grad_norm = ranks().sum(loss) / size, self._clip()
         if self.guard.allows(self, loss, grad_norm, step.where, self.global_step):
@@ -272,7 +271,8 @@ class RadixModule(L.LightningModule):
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""
-        return self._predict(batch).loss_sum()
+        assert self.model is not None
+        return predict(self.model, batch, self._has_plain_head()).loss_sum()
 
     def on_train_start(self) -> None:
         check_weights_finite(self, "fit cannot start")
@@ -350,10 +350,6 @@ class RadixModule(L.LightningModule):
         if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
             self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
 
-    def _predict(self, batch: dict[str, Any]) -> PredictingRows:
-        assert self.model is not None
-        return predict(self.model, batch, self._has_plain_head())
-
     def _has_plain_head(self) -> bool:
         assert self.model is not None
         if self.plain_head is None:  # a model that `configure_model` did not load
@@ -362,7 +358,6 @@ class RadixModule(L.LightningModule):
 
     def _clip(self) -> Tensor:
         limit = self.hparams.max_grad_norm or float("inf")
-        reached = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        norm = whole(nn.utils.get_total_norm([each.grad for each in reached if each.grad is not None]))
-        nn.utils.clip_grads_with_norm_(reached, limit, norm)
+        norm = whole(nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+        nn.utils.clip_grads_with_norm_(self.parameters(), limit, norm)
         return norm

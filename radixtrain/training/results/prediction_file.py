@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.speed import Speed
 
 __all__ = ["PredictionWriter"]
+
+NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 
 class PredictionWriter(L.Callback):
@@ -66,31 +68,21 @@ class PredictionWriter(L.Callback):
         os.replace(self.partial, self.path)
         sync_folder(self.path.parent)
         print_line("predictions", f"{self.path} ({self.num_sequences} sequences)")
-        speed = self.speed
         if module.hparams.generate:
             print_line("r", str(module.answers.speed))
-        if speed.seconds:
-            per_second = (
-                count / speed.seconds for count in (self.num_sequences, speed.num_tokens, speed.num_computed_tokens)
-            )
-            rates = "{:,.1f} sequences/s, {:,.0f} tokens/s effective, {:,.0f} computed".format(*per_second)
-            r = f"{speed.r:.2f} tokens per computed token"
-            print_line("r", f"{r}; {rates}, {speed.seconds:.0f} s")
+        if self.speed.seconds:
+            effective, computed = self.speed.rates
+            per_second = f"{self.num_sequences / self.speed.seconds:,.1f} sequences/s"
+            rates = f"{per_second}, {effective:,.0f} tokens/s effective, {computed:,.0f} computed"
+            print_line("r", f"{self.speed.r:.2f} tokens per computed token; {rates}, {self.speed.seconds:.0f} s")
 
 
 def _as_json(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:
-        name = next(name for name, value in record.items() if not _is_finite(value))
+        name = next(name for name, value in record.items() if NOT_FINITE.search(json.dumps(value)))
         raise UserError(
             f"predict: {name} of {record['row']} is not finite, which JSON cannot hold; 16 bits may overflow, so try "
             f"model.dtype: float32"
         ) from None
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether all numbers in a value of a record are finite."""
-    if isinstance(value, list | dict):
-        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, float) or math.isfinite(value)

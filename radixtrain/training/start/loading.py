@@ -57,7 +57,8 @@ def load_trainable(settings: Any) -> Any:
 def with_training_options(model: Any, settings: Any) -> Any:
     """The model with checkpointing and adapters as the settings say. UserError for a router loss."""
     if settings.activation_checkpointing:
-        _enable_activation_checkpointing(model)
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older
+        enable({"use_reentrant": False})
     if settings.use_peft:
         model = with_adapters(model, settings)
     _check_router_loss(model)
@@ -150,11 +151,6 @@ def auto_class(model_name_or_path: str) -> Any:
 
 def _names(classes: Any) -> set[str]:
     return {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))}
-
-
-def _enable_activation_checkpointing(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older 5.x
-    enable({"use_reentrant": False})
 
 
 def _check_router_loss(model: nn.Module) -> None:

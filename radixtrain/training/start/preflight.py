@@ -1,4 +1,4 @@
-"""What can be known to go wrong before a row is read: the weights, the room for what a run writes, misspelt metrics."""
+"""Checks before a row is read: the weights, room on the disk, and the metrics that callbacks watch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 
 from radixtrain.checkpoints.space import existing
-from radixtrain.errors import UserError, did_you_mean
+from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.report.formatting import bytes_text
 from radixtrain.training.answers.metrics import OWN_METRICS
 
@@ -108,12 +109,9 @@ def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ck
 
     model_folder: where `fit` leaves the model.
     """
-    if ckpt_path is not None or not (model_folder / "config.json").is_file():
-        return ""
-    if (
-        subcommand not in ("validate", "test", "predict")
-        or Path(model_name_or_path).resolve() == model_folder.resolve()
-    ):
+    is_evaluation = subcommand in ("validate", "test", "predict") and ckpt_path is None
+    is_other = Path(model_name_or_path).resolve() != model_folder.resolve()
+    if not (is_evaluation and is_other and (model_folder / "config.json").is_file()):
         return ""
     return (
         f"{subcommand} takes the weights of {model_name_or_path}; for those of the run in {model_folder.parent} set "
@@ -122,61 +120,49 @@ def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ck
 
 
 def _weight_files(model_name_or_path: str) -> list[Path] | None:
-    folder = Path(model_name_or_path)
-    if folder.is_dir():
-        return None if (folder / "adapter_config.json").is_file() else _of_folder(folder, model_name_or_path)
-    try:
-        found = [try_to_load_from_cache(model_name_or_path, name) for name in (WHOLE, SHARDED)]
-    except HFValidationError:  # not a name that the hub could have
-        raise UserError(f"model.model_name_or_path: no such folder: {model_name_or_path}") from None
-    cached = [Path(path) for path in found if isinstance(path, str)]
-    if cached:
-        return _of_folder(cached[0].parent, model_name_or_path)
-    if constants.HF_HUB_OFFLINE:
-        raise UserError(
-            f"model.model_name_or_path {model_name_or_path!r}: no such folder, no downloaded weights of that name, and "
-            f"HF_HUB_OFFLINE forbids to download them"
-        )
-    return None
-
-
-def _of_folder(folder: Path, name: str) -> list[Path]:
+    name, folder = f"model.model_name_or_path {model_name_or_path!r}", Path(model_name_or_path)
+    if not folder.is_dir():
+        try:
+            cached = [try_to_load_from_cache(model_name_or_path, file) for file in (WHOLE, SHARDED)]
+        except HFValidationError:  # not a name that the hub could have
+            raise UserError(f"model.model_name_or_path: no such folder: {model_name_or_path}") from None
+        downloaded = next((Path(path).parent for path in cached if isinstance(path, str)), None)
+        if downloaded is None and constants.HF_HUB_OFFLINE:
+            raise UserError(
+                f"{name}: no such folder, no downloaded weights of that name, and HF_HUB_OFFLINE forbids to download "
+                f"them"
+            )
+        if downloaded is None:
+            return None
+        folder = downloaded
+    elif (folder / "adapter_config.json").is_file():
+        return None
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
     if not (folder / SHARDED).is_file():
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(pattern))
         hint = f"; {others[0]} is of another format: convert it to safetensors" if others else ""
-        raise UserError(f"model.model_name_or_path {name!r}: no weights ({WHOLE} or {SHARDED}) in the folder{hint}")
-    shards = _shards(folder / SHARDED)
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
-        raise UserError(
-            f"model.model_name_or_path {name!r}: {len(missing)} of {len(shards)} files of the weights are missing, "
-            f"{missing[0]} is the first; copy or download the model again"
-        )
-    return [folder / shard for shard in sorted(shards)]
-
-
-def _shards(index: Path) -> set[str]:
-    """The files that the index of sharded weights names."""
+        raise UserError(f"{name}: no weights ({WHOLE} or {SHARDED}) in the folder{hint}")
     try:
-        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        index = json.loads((folder / SHARDED).read_text(encoding="utf-8"))
+        shards = sorted({str(shard) for shard in index["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{index}: expected a JSON object with a weight_map; copy or download it again") from None
+        raise UserError(
+            f"{folder / SHARDED}: expected a JSON object with a weight_map; copy or download it again"
+        ) from None
+    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise UserError(
+            f"{name}: {len(missing)} of {len(shards)} files of the weights are missing, {missing[0]} is the first; "
+            f"copy or download the model again"
+        )
+    return [folder / shard for shard in shards]
 
 
 def _num_parameters(path: Path) -> int:
-    """From the header of a safetensors file: its length (8 bytes), then JSON; the tensors follow, to the file's end."""
-    size = path.stat().st_size
+    """From the header of a safetensors file."""
     try:
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(header_size, size)))
-        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-        end = 8 + header_size + max(entry["data_offsets"][1] for entry in tensors)
-        number = sum(math.prod(entry["shape"]) for entry in tensors)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path}: the weights cannot be read, the file is damaged; copy or download it again") from None
-    if size != end:
-        raise UserError(f"{path}: the weights are incomplete, {size:,} of {end:,} bytes; copy or download it again")
-    return number
+        with safe_open(path, "pt") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = f"the file is incomplete or damaged ({first_line(error)}); copy or download it again"
+        raise UserError(f"{path}: the weights cannot be read, {reason}") from None

@@ -51,12 +51,9 @@ class TestWeights:
     def test_a_file_that_is_damaged(self, folder):
         path = folder / "model.safetensors"
         whole = path.read_bytes()
-        for content, said in (
-            *((whole[:-cut], "are incomplete|cannot be read") for cut in (1, 60, 200)),
-            *((x, "cannot be read, the file is damaged") for x in (b"", b"abc", b"\xff" * 100, LENGTH + b"[]")),
-        ):
+        for content in (*(whole[:-cut] for cut in (1, 60, 200)), b"", b"abc", b"\xff" * 100, LENGTH + b"[]"):
             path.write_bytes(content)
-            with pytest.raises(UserError, match=f"^{path}: the weights ({said})"):
+            with pytest.raises(UserError, match=f"^{path}: the weights cannot be read, the file is incomplete or dam"):
                 num_stored_parameters(str(folder))
 
     def test_another_format(self, tmp_path):
