@@ -43,7 +43,7 @@ def predict(arguments: Any, tmp_path: Path) -> Predict:
 
     def run(rows: list[dict[str, Any]], **flags: Any) -> list[dict[str, Any]]:
         (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        settings = {"data__train_file": None, "data__min_shared_tokens": 1}  # no calibration
+        settings = {"data__train_file": None, "data__min_shared_tokens": 1}
         given = {"data__predict_file": tmp_path / "rows.jsonl", **settings, **flags}
         assert main(arguments("predict", **given)) == 0
         lines = (tmp_path / "out" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()

@@ -93,12 +93,6 @@ class TestLines:
             lines.on_predict_batch_end(trainer, MODULE, None, None, index, 0)
         assert capsys.readouterr().err.splitlines() == [f"predict {n}/25" for n in (1, 5, 9, 13, 17, 21, 25)]
 
-    def test_none_if_disabled(self, trainer, clock, capsys):
-        lines = ProgressLines()
-        lines.disable()
-        lines.print("x")
-        assert capsys.readouterr().err == ""
-
 
 def test_the_bar_shows_losses_at_100_columns(trainer, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import FULL
 
 from radixtrain.__main__ import main
 
@@ -32,16 +31,6 @@ def test_the_command(
     page = tmp_path / "out" / "report.html"
     assert str(page) in text and "<html" in page.read_text(encoding="utf-8")[:200]
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html"]
-
-
-@FULL
-def test_adapters_and_checkpointing(
-    arguments: Arguments, without_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
-    flags = {"model__use_peft": True, "model__activation_checkpointing": True, "max_seconds": 0.5}
-    assert main(arguments("report", model__model_name_or_path=without_weights, **flags)) == 0
-    assert "A training step is predicted to run at" in " ".join(capsys.readouterr().out.split())
 
 
 def test_nothing_is_predicted_if_no_time_is_given(

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from safetensors.torch import load_file
 from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.training.answers.evaluate_generation import (
-    MOST_ROWS_LOGGED,
     EvaluateGeneration,
     Judged,
-    log_table,
     write_table,
 )
 from radixtrain.verification.oracle import float64_arithmetic
@@ -29,7 +26,7 @@ GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__ma
 @pytest.fixture
 def run(arguments, shop):
     """Runs a command with validation rows and returns its exit code."""
-    defaults = {"data__validation_file": shop / "validation.jsonl", "data__min_shared_tokens": 1}  # no calibration
+    defaults = {"data__validation_file": shop / "validation.jsonl", "data__min_shared_tokens": 1}
 
     def run(command="fit", **flags):
         return main(arguments(command, **{**defaults, **flags}))
@@ -136,16 +133,6 @@ def test_validate(run, shop, tmp_path, capsys):
 
 
 @FULL
-def test_a_function_of_the_user(run, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    source = "def words(answers, targets, rows):\n    return [len(r['prompt']) for r in rows]\n"
-    (tmp_path / "of_a_user.py").write_text(source)
-    flags = {"evaluate_generation__metric": "of_a_user.words", "evaluate_generation__max_new_tokens": 1}
-    assert run(trainer__max_steps=5, **flags) == 0
-    assert min(logged(tmp_path / "out", "eval_words").values()) > 100
-
-
-@FULL
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_gets_a_table(run, tmp_path):
     logger = {"trainer__logger": "lightning.pytorch.loggers.WandbLogger", "trainer__logger.save_dir": tmp_path / "out"}
@@ -227,18 +214,6 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert header == ["row", "prompt", "answer", "target", "score", "finish_reason"]
     assert rows == [[str(value) for value in row] for row in ROWS]
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_only_wandb_receives_it(tmp_path, monkeypatch):
-    received = []
-    monkeypatch.setattr(
-        WandbLogger, "log_table", lambda self, key, columns, data: received.append((key, columns, data))
-    )
-    logger = WandbLogger(save_dir=tmp_path, offline=True)
-    log_table([CSVLogger(tmp_path), logger], "answers", ROWS * MOST_ROWS_LOGGED)
-    [(key, columns, data)] = received
-    assert key == "answers" and columns == list(Judged._fields) and len(data) == MOST_ROWS_LOGGED
-    assert data[1] == list(ROWS[1])
 
 
 KINDS = {
