@@ -99,13 +99,15 @@ class ProgressLines(ProgressBar):
         self.step = self.first_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
-        step, total = trainer.global_step, _num_steps(trainer, pl_module)
+        step, total = trainer.global_step, num_steps_of_run(trainer, getattr(pl_module, "steps_per_epoch", None))
         if step == self.step:  # it was left out, since it was not finite
             return
         self.step = step
         is_end = step in (self.first_step + 1, total)
         if is_end or (step % trainer.log_every_n_steps == 0 and self._is_time()):
-            self._say(f"step {step}{_of(total)}", _shown(trainer, leave_out="eval_"), self._eta(step, total))
+            metrics = {k: v for k, v in trainer.callback_metrics.items() if not k.startswith("eval_")}
+            shown = [f"{name} {value}" for name, value in _readable(metrics).items()]
+            self._say(f"step {step}{_of(total)}", *shown, self._eta(step, total))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
@@ -133,18 +135,13 @@ class ProgressLines(ProgressBar):
     def _eta(self, step: int, total: int) -> str:
         """Of the steps that are left, at the pace of this run so far, its validations included."""
         pace = (time.perf_counter() - self.started) / (step - self.first_step)
-        return f"eta {_clock(pace * (total - step))}" if total > step else ""
+        return f"eta {tqdm.format_interval(round(pace * (total - step)))}" if total > step else ""
 
     def _say(self, *parts: str) -> None:
         if self.is_on:
             self.last_line = time.perf_counter()
             sys.stderr.write("  ".join(part for part in parts if part) + "\n")
             sys.stderr.flush()
-
-
-def _num_steps(trainer: L.Trainer, module: L.LightningModule) -> int:
-    """Optimizer steps of the whole run; -1 if it has no end."""
-    return num_steps_of_run(trainer, getattr(module, "steps_per_epoch", None))
 
 
 def _readable(metrics: Any) -> dict[str, str]:
@@ -154,18 +151,5 @@ def _readable(metrics: Any) -> dict[str, str]:
     return {short: form.format(float(metrics[name])) for name, (short, form) in forms.items() if name in metrics}
 
 
-def _shown(trainer: L.Trainer, leave_out: str) -> str:
-    """The metrics on one line. leave_out: names that begin with it are not shown."""
-    metrics = {name: value for name, value in trainer.callback_metrics.items() if not name.startswith(leave_out)}
-    return "  ".join(f"{name} {value}" for name, value in _readable(metrics).items())
-
-
 def _of(total: int) -> str:
     return f"/{total}" if total > 0 else ""
-
-
-def _clock(seconds: float) -> str:
-    """`4:12`, or `1:04:12` from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -121,11 +121,11 @@ class Best(L.Callback):
     def _take(self, resumed: Path) -> None:
         """Look for the best checkpoint of before, from the one that the run resumes from."""
         path = resumed.resolve().parent / (self._loaded["path"] or resumed.resolve().name)
-        said = f"{self.monitor} {self._loaded['metrics'][self.monitor]:.4f} at step {self._loaded['step']}"
+        best = f"{self.monitor} {self._loaded['metrics'][self.monitor]:.4f} at step {self._loaded['step']}"
         try:
             verify_checkpoint(path)
         except (UserError, OSError) as error:
-            logger.warning("save_best: the best so far, %s, is lost, and starts anew: %s", said, error)
+            logger.warning("save_best: the best so far, %s, is lost, and starts anew: %s", best, error)
             return
         self.validation = Validation(self._loaded["step"], self._loaded["metrics"])
         self._keep(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -94,18 +95,16 @@ def _is_of_hub(name: str) -> bool:
 def _sources(files: Any) -> list[str]:
     """What `data.train_file` names: a path, or a list of paths and of mappings with a `path`."""
     listed = files if isinstance(files, list | tuple) else [files] if files else []
-    return [str(each["path"]) if isinstance(each, Mapping) else str(each) for each in listed]
+    return [str(source["path"]) if isinstance(source, Mapping) else str(source) for source in listed]
 
 
 def versions() -> dict[str, str]:
     """Of the packages that made the model, by their names."""
-    found: dict[str, str] = {}
+    installed = {}
     for package in ("radixtrain", "torch", "transformers", "lightning", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 def _as_yaml(value: Any) -> str:

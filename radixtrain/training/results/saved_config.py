@@ -1,4 +1,4 @@
-"""What a run writes of its settings, config.yaml and in the files of loggers: without the secrets among them."""
+"""`config.yaml` and the settings that loggers write: both without secrets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SaveMaskedConfig(SaveConfigCallback):
     In `fit` it is written when training starts, so that a run that is refused replaces no file of the one before.
     """
 
-    def __init__(self, parser: Any, config: Any, config_filename: str = "config.yaml", **options: Any):
-        super().__init__(parser, config, config_filename, **{**options, "save_to_log_dir": False})
+    def __init__(self, parser: Any, config: Any, **options: Any):
+        super().__init__(parser, config, **options, save_to_log_dir=False)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -53,13 +53,13 @@ class SaveMaskedConfig(SaveConfigCallback):
 def log_folder(trainer: Any) -> Path:
     """Lightning's `trainer.log_dir`, which is a broadcast; this one rank may call without the others."""
     first = trainer.loggers[0] if trainer.loggers else None
-    found = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
-    return Path(found or trainer.default_root_dir)
+    folder = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
+    return Path(folder or trainer.default_root_dir)
 
 
 def own_log_folders(trainer: Any) -> list[Path]:
     """Those that only a logger of this trainer writes into: of CSV files and of TensorBoard."""
-    return [Path(each.log_dir) for each in trainer.loggers if isinstance(each, CSVLogger | TensorBoardLogger)]
+    return [Path(log.log_dir) for log in trainer.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]
 
 
 def mask_what_is_logged(loggers: Any) -> None:
@@ -68,6 +68,6 @@ def mask_what_is_logged(loggers: Any) -> None:
     loggers: `trainer.logger` of the parsed configuration: none, true, a mapping, or a list of these.
     """
     for logger in loggers if isinstance(loggers, list) else [loggers]:
-        for given in (logger.get("init_args"), logger.get("dict_kwargs")) if hasattr(logger, "get") else ():
-            for name in LOGGED & set((given or {}).keys()):
-                given[name] = masked(given[name], name)
+        for arguments in (logger.get("init_args"), logger.get("dict_kwargs")) if hasattr(logger, "get") else ():
+            for name in LOGGED & set((arguments or {}).keys()):
+                arguments[name] = masked(arguments[name], name)

@@ -1,4 +1,4 @@
-"""LoRA and its kin on a loaded model, the 4-bit weights under them (QLoRA), and both merged again at the end."""
+"""LoRA, DoRA and QLoRA: adapters on a loaded model, and merged into its weights at the end."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def with_adapters(model: nn.Module, settings: Any) -> Any:
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(_why_not_adapted(error, settings.lora_target_modules, linear)) from None
-    _check_all_found(settings.lora_target_modules, adapted.base_model.targeted_module_names, linear)
+    _check_all_targeted(settings.lora_target_modules, adapted.base_model.targeted_module_names, linear)
     check_not_shared(adapted)
     return adapted
 
@@ -101,10 +101,10 @@ def merged(model: Any) -> Any:
     return plain.merge_and_unload()
 
 
-def _check_all_found(targets: Any, found: list[str], linear: list[str]) -> None:
+def _check_all_targeted(targets: Any, targeted: list[str], linear: list[str]) -> None:
     """Refuse a name without a layer: PEFT passes over it in silence if another one has some."""
     names = targets if isinstance(targets, list) else []
-    missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in found)]
+    missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in targeted)]
     if missing:
         raise UserError(
             f"model.lora_target_modules: no layer has the name {missing[0]!r}{did_you_mean(missing[0], linear)}"

@@ -115,20 +115,20 @@ def _check_loaded(model: Any, loaded: Mapping[str, Any], model_name_or_path: str
 
     loaded: transformers' loading info. A head tied to the embedding is not missing, nor what a class computes itself.
     """
-    place, name = f"model.model_name_or_path {model_name_or_path!r}", type(model).__name__
+    source, name = f"model.model_name_or_path {model_name_or_path!r}", type(model).__name__
     mismatched = sorted(loaded["mismatched_keys"])
     if mismatched:
-        weight, there, here = mismatched[0]
+        weight, stored, expected = mismatched[0]
         raise UserError(
-            f"{place}: {weight} is {list(there)} in the checkpoint and {list(here)} in {name} as config.json describes "
-            f"it{_and_more(mismatched)}; the two are not of one model"
+            f"{source}: {weight} is {list(stored)} in the checkpoint and {list(expected)} in {name} as config.json "
+            f"describes it{_and_more(mismatched)}; the two are not of one model"
         )
     missing, unread = sorted(loaded["missing_keys"]), sorted(loaded["unexpected_keys"])
     if missing:
         hint = f"; it has {unread[0]}, which {name} does not" if unread else ""
         raise UserError(
-            f"{place}: the checkpoint has no {missing[0]}{_and_more(missing)}, and {name} would be trained from random "
-            f"numbers there{hint}"
+            f"{source}: the checkpoint has no {missing[0]}{_and_more(missing)}, and {name} would be trained from "
+            f"random numbers there{hint}"
         )
     if unread:
         logger.warning("%s has no place for %s%s of the checkpoint", name, unread[0], _and_more(unread))
@@ -150,7 +150,7 @@ def auto_class(model_name_or_path: str) -> Any:
 
 
 def _names(classes: Any) -> set[str]:
-    return {each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))}
+    return {model.__name__ for model in (classes if isinstance(classes, tuple) else (classes,))}
 
 
 def _check_router_loss(model: nn.Module) -> None:

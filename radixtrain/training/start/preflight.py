@@ -78,18 +78,18 @@ def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: s
         if not isinstance(watched, str):
             continue
         ours = getattr(callback, "configured_by", "")  # our own callbacks judge validations
-        place = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
+        key = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
         if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
             metric = watched.removeprefix("eval_")
-            raise UserError(f"{place}: {watched} is not logged: set evaluate_generation.metric: {metric}")
+            raise UserError(f"{key}: {watched} is not logged: set evaluate_generation.metric: {metric}")
         if watched not in logged:
             possible = [name for name in logged if not ours or name.startswith("eval_")]
             meant = did_you_mean(watched, possible, f"; a run logs {', '.join(possible)}")
-            raise UserError(f"{place}: no metric {watched!r}{meant}")
+            raise UserError(f"{key}: no metric {watched!r}{meant}")
         if ours and not watched.startswith("eval_"):
-            raise UserError(f"{place}: {watched} is not measured by a validation; {VALIDATION_METRICS}")
+            raise UserError(f"{key}: {watched} is not measured by a validation; {VALIDATION_METRICS}")
         if watched == "eval_loss" and not has_validation:
-            raise UserError(f"{place}: eval_loss needs rows for it: set data.validation_file or data.val_size")
+            raise UserError(f"{key}: eval_loss needs rows for it: set data.validation_file or data.val_size")
 
 
 def check_judges(callbacks: Iterable[Any], settings: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -44,6 +44,7 @@ LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora
 FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
 SCORES = ("scores", "next_tokens", "normalize_embeddings", "generate")
 SHARING = ("attention", "kernel", "allow_dropout")
+STOCK = ("attn_implementation",)
 COLLATING = ("min_shared_tokens", "pad_to_multiple_of")
 CHATS = ("split_turns", "assistant_only_loss", "chat_template_path", "chat_template_kwargs")
 VALIDATING = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps")
@@ -183,10 +184,32 @@ def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
 
     A key counts as set if it does not have its default. Rows are no chats if no source begins with one.
     """
+    of_model, of_data = model.hparams, data.hparams
+    set_keys = {"model": _set_keys(model), "data": _set_keys(data), "trainer": _set_trainer_keys(trainer)}
+    no_warmup = "the schedule constant has no warm-up; constant_with_warmup has one"
+    no_chats = bool(set_keys["data"].intersection(CHATS)) and not any(
+        map(_begins_with_a_chat, as_sources(of_data.train_file, of_data.columns))
+    )
+    rules: list[tuple[str, tuple[str, ...], bool, str]] = [  # section, keys, whether they are unread, why
+        ("model", LORA, not of_model.use_peft, "only with use_peft: true"),
+        ("model", FOUR_BITS, not of_model.load_in_4bit, "only with load_in_4bit: true"),
+        ("model", SHARING, not of_model.dedup, "not with dedup: false"),
+        ("model", STOCK, of_model.dedup and of_model.attn_implementation != "eager", "only with dedup: false"),
+        ("model", ("warmup_steps",), of_model.lr_scheduler_type == "constant", no_warmup),
+        ("model", SCORES, True, "only for predict"),
+        ("data", ("val_size",), bool(of_data.validation_file), "beside validation_file"),
+        ("data", COLLATING, not of_data.dedup, "not with dedup: false"),
+        ("data", ("excess_length_strategy",), of_data.max_length is None, "only with max_length"),
+        ("data", CHATS, no_chats, "the rows are no chats"),
+        ("data", ("test_file",), True, "only for test and predict"),
+        ("data", ("predict_file",), True, "only for predict"),
+        ("trainer", VALIDATING, not (of_data.validation_file or of_data.val_size), "there are no rows to validate on"),
+    ]
     return [
-        *(f"model.{text}" for text in _of_model(model.hparams, _set_keys(model))),
-        *(f"data.{text}" for text in _of_data(data.hparams, _set_keys(data))),
-        *(f"trainer.{text}" for text in _of_trainer(trainer, data.hparams)),
+        f"{section}.{name} ({reason})"
+        for section, names, is_unread, reason in rules
+        for name in names
+        if is_unread and name in set_keys[section]
     ]
 
 
@@ -196,40 +219,9 @@ def _set_keys(owner: Any) -> set[str]:
     return {name for name, value in owner.hparams.items() if name in parameters and value != parameters[name].default}
 
 
-def _of_model(settings: Any, given: set[str]) -> Iterator[str]:
-    if not settings.use_peft:
-        yield from _each(LORA, given, "only with use_peft: true")
-    if not settings.load_in_4bit:
-        yield from _each(FOUR_BITS, given, "only with load_in_4bit: true")
-    if not settings.dedup:
-        yield from _each(SHARING, given, "not with dedup: false")
-    elif settings.attn_implementation != "eager":
-        yield from _each(("attn_implementation",), given, "only with dedup: false")
-    if settings.lr_scheduler_type == "constant":
-        yield from _each(("warmup_steps",), given, "the schedule constant has no warm-up; constant_with_warmup has one")
-    yield from _each(SCORES, given, "only for predict")
-
-
-def _of_data(settings: Any, given: set[str]) -> Iterator[str]:
-    if settings.validation_file:
-        yield from _each(("val_size",), given, "beside validation_file")
-    if not settings.dedup:
-        yield from _each(COLLATING, given, "not with dedup: false")
-    if settings.max_length is None:
-        yield from _each(("excess_length_strategy",), given, "only with max_length")
-    if given.intersection(CHATS) and not any(
-        map(_begins_with_a_chat, as_sources(settings.train_file, settings.columns))
-    ):
-        yield from _each(CHATS, given, "the rows are no chats")
-    yield from _each(("test_file",), given, "only for test and predict")
-    yield from _each(("predict_file",), given, "only for predict")
-
-
-def _of_trainer(config: Any, data: Any) -> Iterator[str]:
-    if not data.validation_file and not data.val_size:
-        defaults = {parameter.name: parameter.default for parameter in inspect.signature(L.Trainer).parameters.values()}
-        given = {name for name in VALIDATING if config.get(name) not in (None, defaults.get(name))}
-        yield from _each(VALIDATING, given, "there are no rows to validate on")
+def _set_trainer_keys(config: Any) -> set[str]:
+    defaults = inspect.signature(L.Trainer).parameters
+    return {name for name in VALIDATING if config.get(name) not in (None, defaults[name].default)}
 
 
 def _begins_with_a_chat(source: Any) -> bool:
@@ -243,7 +235,3 @@ def _begins_with_a_chat(source: Any) -> bool:
     except DataError:
         return True
     return any("messages" in each or isinstance(each.get("prompt"), list) for each in fields)
-
-
-def _each(names: tuple[str, ...], given: set[str], reason: str) -> Iterator[str]:
-    yield from (f"{name} ({reason})" for name in names if name in given)
