@@ -183,31 +183,28 @@ def share_by_unique_tokens(
     return min(close, key=lambda shares: sum(shares.costs))
 
 
-def share_by_padded_tokens(
-    sequences: Sequence[IntArray], num_ranks: int, max_tokens: int | None, cost: SequenceCost = UNIQUE_TOKENS
-) -> Shares:
+def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int | None) -> Shares:
     """The ordinary baseline: runs of the sequences, longest first, each cut by `cut_by_padded_tokens`."""
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     lengths = [len(sequences[index]) for index in order]
-    costs = cost(np.array(lengths, dtype=np.int64)).tolist()
 
     def end_of(start: int, limit: int) -> int:
         """Micro-batches are filled as long as the limit allows; a sequence costs as much as the longest beside it."""
         while start < len(order):
             full = len(order) if max_tokens is None else start + max(max_tokens // lengths[start], 1)
-            end = min(full, start + limit // costs[start], len(order))
-            limit -= (end - start) * costs[start]
+            end = min(full, start + limit // lengths[start], len(order))
+            limit -= (end - start) * lengths[start]
             start = end
             if end < full:
                 break
         return start
 
-    bounds = _even_runs(end_of, num_ranks, costs)
+    bounds = _even_runs(end_of, num_ranks, lengths)
     groups, paid = [], []
     for start, end in pairwise(bounds):
         cut = cut_by_padded_tokens([sequences[index] for index in order[start:end]], max_tokens)
         groups.append([[order[start + place] for place in group] for group in cut])
-        paid.append(sum(len(group) * costs[start + group[0]] for group in cut))
+        paid.append(sum(len(group) * lengths[start + group[0]] for group in cut))
     return Shares(groups, paid)
 
 

@@ -3,8 +3,8 @@
     seconds = U row_flops flop + calls call + rectangles N rectangle + pairs N H pair + elements element
 
 for one layer. In a hybrid model attention counts for the layers that attend, and recurrent layers cost what their
-`RunCost` says of their calls, rows, chunks and states. `radixtrain/hf/step_cost.py` has fixed rates,
-`radixtrain/hf/calibration.py` measures those of a machine, and the work of a plan is counted here:
+`RunCost` says of their calls, rows and states. The rates are those of `radixtrain/hf/step_cost.py`, the same on every
+machine, or measured by `radixtrain.calibrate`; the work of a plan is counted here:
 
 - calls: of the attention kernel;
 - rectangles: of queries and keys that they compute, N query heads each;
@@ -111,7 +111,7 @@ class StepCost:
     def row_seconds(self) -> float:
         """Of a row of a long sequence, without attention."""
         runs = self.run_cost
-        in_mixer = 0.0 if runs is None else self.mixer_share * (runs.row + runs.chunk / runs.chunk_rows)
+        in_mixer = 0.0 if runs is None else self.mixer_share * runs.row
         return self.row_flops * self.rates.flop + in_mixer
 
     def seconds(self, plan: PrefixPlan, strategy: str) -> float:

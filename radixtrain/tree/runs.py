@@ -57,22 +57,18 @@ class RunCost:
 
     call: of the layer, of any size.
     row: computed, a padded one included.
-    chunk: of `chunk_rows` rows of a run, a last one with fewer included: kernels pad each run to whole chunks.
     state: kept, or handed to a run.
     can_fork: False if no layer can start from a state, so that each path is one run.
     """
 
     call: float = 64.0
     row: float = 1.0
-    chunk: float = 0.0
-    chunk_rows: int = 64
     state: float = 8.0
     can_fork: bool = True
 
     def of_call(self, num_runs: Any, length: Any) -> Any:
         """What calls of these shapes cost without their states. num_runs, length: numbers, or arrays that broadcast."""
-        chunks = -(-length // self.chunk_rows)
-        return self.call + num_runs * (length * self.row + chunks * self.chunk)
+        return self.call + num_runs * length * self.row
 
 
 class RunCall(NamedTuple):

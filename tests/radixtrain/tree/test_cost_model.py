@@ -145,7 +145,6 @@ class TestRecurrentLayers:
         [
             ({"call": 1e-3, "row": 1.0}, 52 + 2e-3),
             ({"row": 1.0, "state": 1e-3}, 52 + 5e-3),
-            ({"row": 1.0, "chunk": 1.0, "chunk_rows": 16}, 52 + 3 + 4),
             ({"row": 1.0, "call": 1e6}, 4 * 43 + 1e6),
             ({"row": 1.0, "state": 1e6}, 4 * 43),
             ({"row": 1.0, "can_fork": False}, 4 * 43),
@@ -167,7 +166,7 @@ class TestRecurrentLayers:
         assert quarter - rows == pytest.approx(0.25 * (whole - rows)) and whole > rows
 
     def test_a_row_of_a_long_sequence(self):
-        runs = replace(self.FREE_RUNS, row=2.0, chunk=64.0)
+        runs = replace(self.FREE_RUNS, row=3.0)
         assert cost(row_flops=5.0, flop=1.0).row_seconds == 5.0
         assert cost(row_flops=5.0, flop=1.0, mixer_share=0.5, runs=runs).row_seconds == 5.0 + 0.5 * 3.0
 
