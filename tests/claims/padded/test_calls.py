@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
@@ -46,33 +45,6 @@ def scaled_in_place(model: Any, batch: PaddedBatch) -> Tensor:
     return logits[batch.kept].log_softmax(-1)[:, 3].mean()
 
 
-def hidden_states_changed_in_place(model: Any, batch: PaddedBatch) -> Tensor:
-    """By a hook between the backbone and the head, so that the head gets other numbers at the same places."""
-
-    def change(module: Any, args: Any, output: Any) -> None:
-        output[0].mul_(torch.linspace(1, 2, output[0].shape[1])[:, None])
-
-    handle = backbone_of(model).register_forward_hook(change)
-    try:
-        return of_one_call(model, batch)
-    finally:
-        handle.remove()
-
-
-def columns_by_index(model: Any, batch: PaddedBatch) -> Tensor:
-    """`logits_to_keep` as indices: the head gets a copy and no view."""
-    columns = torch.tensor([3, 4, 1])
-    logits = model(**batch.inputs, use_cache=False, logits_to_keep=columns).logits
-    return logits[batch.kept[:, columns]].log_softmax(-1)[:, 3].mean()
-
-
-def the_head_by_hand(model: Any, batch: PaddedBatch) -> Tensor:
-    """On every second row of the batch, column by column: a view with gaps."""
-    hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden[::2, 1:].transpose(0, 1))
-    return logits.transpose(0, 1)[batch.kept[::2, 1:]].log_softmax(-1)[:, 3].mean()
-
-
 def inputs_that_are_views(model: Any, batch: PaddedBatch) -> Tensor:
     views = {name: x.t().contiguous().t() for name, x in batch.inputs.items()}
     return model(**views, use_cache=False).logits[batch.kept].log_softmax(-1)[:, 3].mean()
@@ -92,9 +64,6 @@ CALLS = [
     of_one_call,
     of_two_calls,
     scaled_in_place,
-    hidden_states_changed_in_place,
-    columns_by_index,
-    the_head_by_hand,
     inputs_that_are_views,
     positional_arguments,
     tuples,
@@ -261,23 +230,3 @@ def test_the_cache_that_training_does_not_make(tiny_qwen3: Callable[..., Any]) -
         with pytest.raises(UserError, match="use_cache=True"):
             use()
     assert model(input_ids=ids, use_cache=False).past_key_values is None
-
-
-def test_what_passes_through_is_the_ordinary_result(tiny_qwen3: Callable[..., Any]) -> None:
-    """Bit for bit, in training and in evaluation, as if nothing had been installed; and the report counts it."""
-    ordinary, shared = tiny_qwen3(), share_prefixes(tiny_qwen3())
-    ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2]])
-    hole = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
-    calls = [
-        {"input_ids": ids, "attention_mask": hole},
-        {"input_ids": ids, "attention_mask": torch.zeros_like(ids)},
-        {"input_ids": ids, "use_cache": True},
-        {"inputs_embeds": ordinary.get_input_embeddings()(ids).detach()},
-        {"input_ids": ids, "attention_mask": torch.ones(2, 1, 4, 4, dtype=torch.bool).tril()},
-        {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]), "use_cache": False},
-        {"input_ids": ids, "attention_mask": hole * 0 + 1, "position_ids": torch.arange(4)[None] - 2},
-    ]
-    for call in calls:
-        assert torch.equal(ordinary(**call).logits, shared(**call).logits), call
-    report = sharing_report(shared)
-    assert report.num_shared == 0 and sum(report.not_shared.values()) == len(calls), report

@@ -185,11 +185,6 @@ class TestCaches:
 
         assert_untouched(lambda: qwen3().model, call, FROM_CONFIGURATION)
 
-    @pytest.mark.parametrize("use_cache", [True, False])
-    def test_generation(self, use_cache):
-        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
-        assert_untouched(lambda: qwen3().eval(), lambda model: [model.generate(**LEFT, **options)], None)
-
 
 class TestState:
     def test_another_attention(self):
@@ -273,21 +268,3 @@ class TestShared:
         model(**BATCH, **inputs)
         report = sharing_report(model)
         assert (report.num_shared, dict(report.not_shared)) == (1, {})
-
-    def test_left_padding_of_rotary_positions(self):
-        model = share_prefixes(qwen3())
-        model(**LEFT)
-        assert sharing_report(model).num_shared == 1
-
-    def test_left_padding_with_positions(self):
-        """As Hugging Face's generation counts them: 1 at padding."""
-        positions = LEFT["attention_mask"].cumsum(1).sub(1).masked_fill(LEFT["attention_mask"] == 0, 1)
-        model = share_prefixes(gpt2())
-        model(**LEFT, position_ids=positions)
-        assert sharing_report(model).num_shared == 1
-
-    def test_without_gradients_if_no_cache_is_wanted(self):
-        model = share_prefixes(qwen3(use_cache=False))
-        with torch.no_grad():
-            model(**BATCH)
-        assert sharing_report(model).num_shared == 1

@@ -10,7 +10,6 @@ from torch import Tensor
 import radixtrain.hf.attention_interface
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
@@ -84,59 +83,7 @@ class TestOptions:
         assert {each["kernel"] for each in asked} == {kernel}
 
 
-class TestRecurrentLayers:
-    """The runs are made with the plan, on the host."""
-
-    @pytest.fixture
-    def runs(self, monkeypatch) -> list[Any]:
-        """The runs of each layout that was made."""
-        made: list[Any] = []
-        make = TreeLayout.from_plan
-
-        def spy(*args: Any, **options: Any) -> TreeLayout:
-            layout = make(*args, **options)
-            made.append(layout.runs)
-            return layout
-
-        monkeypatch.setattr(TreeLayout, "from_plan", spy)
-        return made
-
-    def test_by_default(self, tiny_hybrid, runs):
-        model = share_prefixes(tiny_hybrid("LFM2").train())
-        model(**BATCH)
-        assert [len(each.calls) for each in runs] == [1], "by the default: nothing is worth a fork here"
-
-    @pytest.mark.parametrize("min_shared_tokens", [1, "auto"])
-    def test_layers_that_attend_need_none(self, tiny_qwen3, runs, min_shared_tokens):
-        share_prefixes(tiny_qwen3(), min_shared_tokens=min_shared_tokens)(**BATCH)
-        assert runs == [None]
-
-
 class TestOutputs:
-    @pytest.mark.parametrize("name", ["kept by mask", "left", "positions", "no mask"])
-    def test_hidden_states_of_every_layer(self, tiny_qwen3, name):
-        inputs = {
-            "kept by mask": BATCH,
-            "left": {each: value.flip(1) for each, value in BATCH.items()},
-            "positions": {**BATCH, "position_ids": torch.arange(5)[None] + 7},
-            "no mask": {"input_ids": IDS},
-        }[name]
-        kept = inputs.get("attention_mask", torch.ones_like(IDS)).bool()
-        model = tiny_qwen3()
-        with float64_throughout(model):
-            expected = model(**inputs, output_hidden_states=True)
-            found = share_prefixes(model)(**inputs, output_hidden_states=True)
-        assert sharing_report(model).num_shared == 1
-        assert len(found.hidden_states) == len(expected.hidden_states) == 3
-        pairs = [(expected.logits, found.logits), *zip(expected.hidden_states, found.hidden_states, strict=True)]
-        for one, other in pairs:
-            torch.testing.assert_close(other[kept], one[kept], rtol=1e-12, atol=1e-12)
-            assert one.shape == other.shape and one.dtype == other.dtype
-
-    def test_a_tuple(self, tiny_qwen3):
-        output = share_prefixes(tiny_qwen3()).model(**BATCH, return_dict=False, use_cache=False)
-        assert isinstance(output, tuple) and [each.shape for each in output] == [(3, 5, 32)]
-
     def test_several_streams_of_states(self):
         """Gemma 3n has four."""
         model = tiny_model(

@@ -117,3 +117,12 @@ class TestInstalling:
             model, features, collator=RadixCollator(run_cost=FREE_FORKS), precisions=["float64"]
         )
         assert report.passed, str(report)
+
+
+def test_the_same_bits_every_time(model: Any) -> None:
+    """Rows and states of several runs are added up in one order."""
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(**batch_of()).loss, list(model.parameters()))
+
+    assert all(map(torch.equal, gradients(), gradients()))
