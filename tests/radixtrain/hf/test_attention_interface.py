@@ -1,22 +1,16 @@
-"""The attention of one layer, as Hugging Face calls it: values of another width, and what its arguments ask for."""
+"""The attention of one layer, as Hugging Face calls it: values of another width, and what is missing in a call."""
 
-from itertools import pairwise
-
-import numpy as np
 import pytest
 import torch
 from tiers import FULL, cases
 from tiny_models import tiny_model
-from torch import Tensor, nn
+from torch import nn
 
-import radixtrain.hf.attention_interface
-from radixtrain import RadixCollator, build_prefix_plan, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
-from radixtrain.hf.attention_interface import RadixCall, radix_attention, radix_eager_attention
+from radixtrain.hf.attention_interface import radix_attention, radix_eager_attention
 from radixtrain.hf.windows import no_mask
-from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.plan import PrefixPlan
 
 FEATURES = [
     {"input_ids": [7, 8, 9, 1, 2, 3, 4, 5, 6], "labels": [7, 8, 9, 1, 2, 3, 4, 5, 6]},
@@ -27,73 +21,13 @@ FEATURES = [
 ]
 
 
-class TestValuesOfAnotherHeadDim:
-    """Narrower ones are in tests/claims/equivalence."""
-
-    @pytest.mark.parametrize("v_head_dim", [pytest.param(12, marks=FULL), 20])
-    def test_as_wide_as_the_queries_and_wider(self, v_head_dim):
-        model = tiny_model("DeepseekV3ForCausalLM", v_head_dim=v_head_dim)
-        report = verify_equivalence(model, FEATURES, precisions=["float64"])
-        assert report["float64"].worst.radix <= 1e-12 and report.conclusive, str(report)
-
-    @pytest.mark.parametrize("attention", EVERYWHERE)
-    @pytest.mark.parametrize("v_head_dim", cases([1, 3, 8, 13], quick=[3, 13]))
-    @pytest.mark.parametrize("scaling", cases([None, 0.7], quick=[None]))
-    def test_against_dense_attention(self, attention, v_head_dim, scaling):
-        """Scores are scaled by the head dim of the queries before padding, and outputs are as wide as the values."""
-        plan = nested_plan()
-        query, key, value = heads(plan.num_rows, 8, 8, v_head_dim)
-        call = RadixCall(TreeLayout.from_plan(plan), None, attention, "auto", window_may_bind=False)
-        output, _ = radix_attention(nn.Module(), query, key, value, None, radix_call=call, scaling=scaling)
-        expected = dense_attention(query, key, value, plan, 8**-0.5 if scaling is None else scaling)
-        assert output.shape == (1, plan.num_rows, 4, v_head_dim)
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-        towards = torch.randn(expected.shape, dtype=torch.float64)
-        actual_grads = torch.autograd.grad(output, (query, key, value), towards)
-        for actual, exact in zip(
-            actual_grads, torch.autograd.grad(expected, (query, key, value), towards), strict=True
-        ):
-            torch.testing.assert_close(actual, exact, rtol=0, atol=1e-12)
-
-    def test_the_padded_head_dim_as_scale_is_caught(self, monkeypatch):
-        """The comparison above can fail."""
-        attend = radixtrain.hf.attention_interface.tree_attention
-        monkeypatch.setattr(
-            radixtrain.hf.attention_interface,
-            "tree_attention",
-            lambda *args, **rest: attend(*args, **{**rest, "scale": None}),
-        )
-        with pytest.raises(AssertionError, match="not close"):
-            self.test_against_dense_attention("path", 13, None)
-
-    def test_queries_and_keys_that_do_not_fit(self):
-        plan = nested_plan()
-        call = RadixCall(TreeLayout.from_plan(plan), None, "auto", "auto", window_may_bind=False)
-        with pytest.raises(ValueError, match="head_dim must agree, got 12, 8 and 12"):
-            radix_attention(nn.Module(), *heads(plan.num_rows, 8, 4, 12), None, radix_call=call)
-
-
-def nested_plan() -> PrefixPlan:
-    sequences = [feature["input_ids"] for feature in FEATURES]
-    return build_prefix_plan(np.concatenate(sequences), np.cumsum([0, *map(len, sequences)]))
-
-
-def heads(num_rows: int, query: int, key: int, value: int) -> list[Tensor]:
-    """(1, heads, rows, head dim): four heads of queries, two of keys and values."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (4, num_rows, query), (2, num_rows, key), (2, num_rows, value)
-    return [torch.randn(1, *shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, plan: PrefixPlan, scale: float) -> Tensor:
-    """With a mask made from the sequences: a token sees its own row and those of the tokens before it."""
-    seen = torch.zeros(plan.num_rows, plan.num_rows, dtype=torch.bool)
-    for begin, end in pairwise(plan.cu_seqlens.tolist()):
-        rows = torch.from_numpy(plan.inverse_indices[begin:end].astype(np.int64))
-        seen[rows[:, None], rows[None]] |= torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
-    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+@pytest.mark.parametrize("v_head_dim", cases([1, 3, 12, 13, 20], quick=[3, 20]))
+@pytest.mark.parametrize("attention", cases(EVERYWHERE, quick=["path"]))
+def test_values_of_another_head_dim(attention, v_head_dim):
+    """Queries have 12: scores are scaled by theirs, whatever is padded. Other families: tests/claims/equivalence."""
+    model = tiny_model("DeepseekV3ForCausalLM", v_head_dim=v_head_dim)
+    report = verify_equivalence(model, FEATURES, attention=attention, precisions=["float64"])
+    assert report["float64"].worst.radix <= 1e-12 and report.conclusive, str(report)
 
 
 def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import backbone_of, parts_of
+from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
@@ -262,13 +262,6 @@ class TestRows:
         expected = alone[batch["radix_gather_indices"]][batch["radix_predictor_indices"]]
         assert relative_error(logits, expected) <= BAR
         assert len(hidden_rows(parts_of(model), inputs_of(batch))) == len(logits) < 12
-
-    def test_the_hook_goes_if_the_head_raises(self) -> None:
-        model = build("BERT")
-        model.cls.forward = None
-        with pytest.raises(TypeError):
-            logits_rows(parts_of(model), inputs_of(PaddedCollator()(FEATURES)))
-        assert not backbone_of(model)._forward_hooks
 
     def test_positions_that_start_after_the_padding_index(self) -> None:
         """RoBERTa counts its own from 1; positions that a feature has are used."""

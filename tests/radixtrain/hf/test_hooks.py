@@ -6,11 +6,9 @@ import pickle
 
 import pytest
 import torch
-from tiers import FULL
 
 from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.verification.oracle import float64_throughout
 
 N = -100
 FEATURES = [
@@ -96,10 +94,6 @@ class TestAroundTheHooks:
     def inputs(self):
         return {name: value for name, value in changed().items() if name not in ("labels", "shift_labels")}
 
-    def test_the_forward_method(self, model):
-        with pytest.raises(UserError, match=self.MESSAGE):
-            model.model.forward(**self.inputs())
-
     def test_another_model_of_the_same_configuration(self, model):
         other = type(model)(model.config)
         with pytest.raises(UserError, match=self.MESSAGE):
@@ -152,21 +146,3 @@ class TestGeneration:
             model(**changed())
         handle.remove()
         assert len(self.answers(model)) == 2
-
-
-@FULL
-def test_a_pickled_model_trains_in_a_fresh_process(model, fresh, tmp_path):
-    """It was `KeyError: radix`: nothing had registered the attention function, as an import of the oracle does."""
-    path = tmp_path / "model.pickle"
-    path.write_bytes(pickle.dumps((model, changed())))
-    returned, ran = fresh(f"""
-import pickle
-model, batch = pickle.load(open({str(path)!r}, "rb"))
-model(**batch)
-from radixtrain.verification.oracle import float64_throughout
-with float64_throughout(model):
-    print(model(**batch).loss.item())
-""")
-    assert returned == 0, ran.said()
-    with float64_throughout(model):
-        assert float(ran.printed()) == pytest.approx(model(**changed()).loss.item(), rel=1e-12)

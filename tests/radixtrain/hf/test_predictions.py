@@ -8,7 +8,7 @@ import torch
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.steps import PaddedCollator
-from radixtrain.hf.predictions import TARGET_KEYS, Targets, labelled_logprobs, predict
+from radixtrain.hf.predictions import TARGET_KEYS, labelled_logprobs, predict
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -72,31 +72,6 @@ def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:
     fused, own = (predict(model, batch, plain_head) for plain_head in (True, False))
     assert fused.loss_sum().item() == pytest.approx(own.loss_sum().item(), rel=1e-12)
     assert fused.logprobs().tolist() == pytest.approx(own.logprobs().tolist(), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "predictors", "labels", "weights"),
-    [
-        ("merged", [3, 2, 1, 7, 8, 9, 4, 5], [0, 4, 5, 5], [2, 9, 4, 5], [1, 2, 1, 1]),
-        ("listed", [3, 2, 1, 7, 8, 9, 4, 5], [0, 4, 4, 5, 5, 0], [2, 9, 9, 5, 4, 0], [1, 1, 1, 1, 1, 0]),
-        (
-            "padded",
-            [7, 8, 9, 5, 7, 8, 9, 4, 7, 8, 0, 0, 3, 2, 1, 0],
-            [1, 2, 5, 6, 12],
-            [9, 5, 9, 4, 2],
-            [1, 1, 1, 1, 1],
-        ),
-    ],
-)
-def test_targets(name: str, tokens: list[int], predictors: list[int], labels: list[int], weights: list[int]) -> None:
-    """A label that is not predicted, the last one of a list, is 0 with weight 0."""
-    batch = COLLATORS[name](FEATURES)
-    targets = Targets.of(batch)
-    assert batch["input_ids"].flatten().tolist() == tokens
-    assert batch["radix_predictor_indices"][targets.rows].tolist() == predictors
-    assert targets.labels.tolist() == labels
-    assert targets.weights.tolist() == weights
-    assert targets.weights.is_floating_point() is (name != "merged")
 
 
 @pytest.mark.parametrize("name", ["merged", "padded"])

@@ -85,13 +85,6 @@ def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
     assert error_of(windowed(family)) > 1e-3
 
 
-@FULL
-def test_activation_checkpointing_recomputes_the_same_window():
-    model = windowed("Mistral").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert error_of(model) <= BAR
-
-
 def test_router_logits_asked_for_by_the_call():
     """Of each original token."""
     model = prepare_model(tiny_model("Qwen3MoeForCausalLM"))
@@ -117,15 +110,6 @@ class TestWithoutAPlan:
         assert model(**RadixCollator()(FEATURES)).loss.isfinite()
         assert restore_model(model).config._attn_implementation == usual
         assert not backbone_of(model)._forward_hooks and not backbone_of(model)._forward_pre_hooks
-
-    def test_restore_does_not_change_a_model_that_was_never_prepared(self, tiny_qwen3):
-        model = tiny_qwen3()
-        assert restore_model(model) is model
-
-    def test_preparing_twice_counts_once(self, tiny_qwen3):
-        model = prepare_model(prepare_model(tiny_qwen3()), attention="path")
-        assert len(backbone_of(model)._forward_hooks) == 1
-        assert torch.isfinite(model(**RadixCollator()(FEATURES)).loss)
 
     def test_what_is_saved_is_an_ordinary_model(self, tiny_qwen3, tmp_path):
         prepare_model(tiny_qwen3()).save_pretrained(tmp_path)

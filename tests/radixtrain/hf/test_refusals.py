@@ -260,26 +260,3 @@ class TestDropout:
         inputs = RadixCollator()(FEATURES) if prepare is prepare_model else {"input_ids": torch.tensor([[7, 8]] * 2)}
         with pytest.raises(UserError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
             model(**inputs)
-
-    @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=FULL), 0.3])
-    def test_sft_trainer(self, tiny_qwen3, tmp_path, dropout):
-        trl = pytest.importorskip("trl", reason="pip install 'radixtrain[dev]'")
-        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
-        from datasets import Dataset
-        from tokenizers import Tokenizer, models
-
-        words = Tokenizer(models.WordLevel({str(n): n for n in range(50)}, unk_token="2"))
-        settings = {"max_steps": 1, "max_length": None, "report_to": "none", "use_cpu": True, "bf16": False}
-        trainer = trl.SFTTrainer(
-            model=prepare_model(tiny_qwen3()),
-            args=trl.SFTConfig(output_dir=str(tmp_path), save_strategy="no", **settings),
-            train_dataset=Dataset.from_list([{**row, "labels": row["input_ids"]} for row in FEATURES]),
-            data_collator=RadixCollator(),
-            processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1"),
-            peft_config=peft.LoraConfig(lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"),
-        )
-        if dropout:
-            with pytest.raises(UserError, match=r"dropout p=0\.3 at .*allow_dropout=\['lora_dropout'\]"):
-                trainer.train()
-        else:
-            assert trainer.train().training_loss > 0

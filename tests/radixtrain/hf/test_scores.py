@@ -16,7 +16,7 @@ from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.scores import SCORES, Scorer, _numbers, check_scores, needs_labels, needs_next_tokens
+from radixtrain.hf.scores import SCORES, Scorer, _numbers, check_scores
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.verification.report import TENSOR_FACTOR
@@ -171,17 +171,6 @@ def test_only_rows_that_are_read_come_back(
     model.model.register_forward_hook(lambda module, args, output: sizes.append(output[0].shape[1]))
     Scorer(scores, WORDS)(model, RadixCollator()(FEATURES), True)
     assert sizes == [num_rows]
-
-
-def test_an_embedding_needs_no_head_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare_model(granite())
-    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: pytest.fail("the head was called"))
-    assert len(Scorer(("embedding",))(model, RadixCollator()(FEATURES), False)) == len(FEATURES)
-
-
-def test_what_is_needed() -> None:
-    assert [name for name in SCORES if needs_labels([name])] == ["logprobs", "completion_logprob", "perplexity"]
-    assert all(name.startswith("next_token") == needs_next_tokens([name]) for name in SCORES)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,8 @@
 """Which modules carry a state, by their source."""
 
-import collections
-import inspect
 from functools import cache
-from typing import Any
 
 import pytest
-import transformers.models.gpt2.modeling_gpt2 as gpt2
-import transformers.models.qwen3.modeling_qwen3 as qwen3
 from families import FAMILIES
 from torch import nn
 
@@ -17,7 +12,6 @@ from radixtrain.hf.recurrent.mixers import (
     layer_around,
     mixers_of,
     num_attention_layers,
-    source_of_class,
     text_layers,
 )
 
@@ -123,15 +117,6 @@ def test_a_class_without_a_source_file():
     assert mixers_of(nn.ModuleList([namespace["Typed"]()])) == {}
 
 
-def test_the_layer_around_a_mixer():
-    """The outermost list has the layers; a mixer outside of every list has none."""
-    inner = nn.ModuleDict({"parts": nn.ModuleList([Protocol()])})
-    model = nn.ModuleDict({"mixer": Protocol(), "layers": nn.ModuleList([Mentions(), inner])})
-    assert layer_around(model, "mixer") is None
-    assert layer_around(model, "layers.0.inner") is model["layers"][0]
-    assert layer_around(model, "layers.1.parts.0") is inner
-
-
 @pytest.mark.parametrize(
     ("inside", "exact"),
     [
@@ -152,41 +137,3 @@ def test_a_module_that_takes_a_cache_may_mix_tokens(argument):
     namespace = {"nn": nn}
     exec(f"class Custom(nn.Module):\n    def forward(self, x, {argument}=None): return x", namespace)
     assert not forks_or_keeps_apart(nn.Sequential(namespace["Custom"]()))
-
-
-class Outer:
-    """Has a class inside."""
-
-    class Inner:
-        """Is inside."""
-
-
-def classes_of(module: Any) -> list[type]:
-    return [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
-
-
-@pytest.mark.parametrize("module", [qwen3, gpt2])
-def test_is_what_inspect_gives(module: Any) -> None:
-    classes = classes_of(module)
-    assert len(classes) > 8
-    for each in classes:
-        assert source_of_class(each) == inspect.getsource(each)
-
-
-def test_a_class_in_a_class() -> None:
-    source = source_of_class(Outer.Inner)
-    assert source is not None
-    assert "Is inside" in source
-    assert "Has a class inside" not in source
-
-
-def test_a_class_in_a_function() -> None:
-    class Local(nn.Module):
-        """Is local."""
-
-    assert "Is local" in (source_of_class(Local) or "")
-
-
-@pytest.mark.parametrize("without", [dict, collections.namedtuple("Pair", "a b"), type("Made", (), {})])
-def test_a_class_without_source(without: type) -> None:
-    assert source_of_class(without) is None
