@@ -12,7 +12,7 @@ import torch
 from noise import assert_within_noise
 from tiers import FULL
 from torch import Tensor, nn
-from trainer_harness import Build, Run, compare, count_calls, differences_of, run
+from trainer_harness import Build, Run, compare, differences_of, run
 
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
@@ -113,15 +113,3 @@ def test_a_missing_or_different_number_is_found():
     for one, other in ((1.0, 1.00000001), (0.0, 1e-9), (1.0, float("nan")), (float("inf"), 1.0)):
         with pytest.raises(AssertionError, match="loss, entry 0"):
             differences_of(entry(loss=one), entry(loss=other))
-
-
-def test_tokens_are_counted_by_their_prefixes(model):
-    """Two rows share two tokens, the third begins like them after its padding."""
-    counts: list[Any] = []
-    tiny = count_calls(model(), counts)
-    ids = torch.tensor([[7, 8, 9, 0], [7, 8, 5, 6], [0, 7, 8, 9]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 1, 1, 1]])
-    tiny(input_ids=ids, attention_mask=mask, use_cache=False)
-    tiny(input_ids=torch.tensor([[7, 8, 7, 8, 9]]), position_ids=torch.tensor([[0, 1, 0, 1, 2]]), use_cache=False)
-    tiny(input_ids=ids, attention_mask=mask, use_cache=True)
-    assert (counts[0].calls, counts[0].num_tokens, counts[0].num_unique) == (2, 10 + 5, 5 + 3)

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from trainer_harness import compare
 from trainer_loop import IGNORED, Batch, Loop, Metrics, Step, padded_batches, without_labels
 
-from radixtrain import restore_model, share_prefixes, sharing_report
-from radixtrain.verification.oracle import float64_arithmetic
-
 pytestmark = FULL
 
 
@@ -145,15 +142,3 @@ def test_value_heads(tiny_qwen3, table, make, step, side):
     found = compare(lambda share: Loop(make(share(inside(make, tiny_qwen3))), padded_batches(side), step))
     assert found.r > 2
     table(f"{make.__name__}, {side}", found)
-
-
-@pytest.mark.parametrize(("make", "step"), AROUND)
-def test_a_whole_module_can_be_given(tiny_qwen3, make, step):
-    """`share_prefixes` finds the one model inside."""
-    with float64_arithmetic():
-        model, (batch,) = make(inside(make, tiny_qwen3).double()), padded_batches(steps=1)
-        plain = step(model, batch)["loss"].item()
-        assert share_prefixes(model) is model
-        assert step(model, batch)["loss"].item() == pytest.approx(plain, rel=1e-12)
-        assert sharing_report(model).num_shared == 1 and sharing_report(model).compression_ratio > 2
-        assert step(restore_model(model), batch)["loss"].item() == pytest.approx(plain, rel=1e-12)

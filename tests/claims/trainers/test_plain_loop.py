@@ -19,14 +19,13 @@ from trainer_loop import (
     PROMPT,
     Batch,
     Loop,
-    Metrics,
     own_loss,
     padded,
     padded_batches,
     without_labels,
 )
 
-from radixtrain import restore_model, share_prefixes, sharing_report
+from radixtrain import share_prefixes, sharing_report
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
@@ -47,29 +46,9 @@ def test_default_call(tiny_qwen3, table, side, pad):
     table(f"plain loop, {side} padding{', pad == eos' * (pad == EOS)}", found)
 
 
-def head_on_every_position(model: Any, batch: Batch) -> Metrics:
-    """Backbone and head called by themselves; the loss leaves padding out."""
-    hidden = model.model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-    return {"loss": next_token_loss(model.lm_head(hidden), batch["labels"])}
-
-
-def logits_that_are_kept(model: Any, batch: Batch) -> Metrics:
-    """The last three positions only, which left padding makes tokens of every row."""
-    output = model(batch["input_ids"], attention_mask=batch["attention_mask"], logits_to_keep=4)
-    assert output.logits.shape[1] == 4
-    return {"loss": next_token_loss(output.logits, batch["labels"][:, -4:])}
-
-
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     rows, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return nn.functional.cross_entropy(rows, targets, ignore_index=IGNORED)
-
-
-@FULL
-@pytest.mark.parametrize(("step", "side"), [(head_on_every_position, "both"), (logits_that_are_kept, "left")])
-def test_own_use_of_the_head(tiny_qwen3, table, step, side):
-    found = compare(lambda share: Loop(share(tiny_qwen3()), padded_batches(side), step))
-    table(f"plain loop, {step.__name__.replace('_', ' ')}", found)
 
 
 @FULL
@@ -79,17 +58,6 @@ def test_a_label_on_the_first_padding_reads_the_last_token(tiny_qwen3):
     batch = padded(rows, [[*row, 7][:15] for row in rows], "right", pad=7)
     assert (batch["labels"][batch["attention_mask"] == 0] == 7).all()
     compare(lambda share: Loop(share(tiny_qwen3()), [batch], own_loss))
-
-
-@FULL
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(tiny_qwen3, table, reentrant):
-    def build(share: Callable[[Any], Any]) -> Loop:
-        model = share(tiny_qwen3())
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return Loop(model, padded_batches(), own_loss)
-
-    table(f"plain loop, checkpointing, use_reentrant={reentrant}", compare(build))
 
 
 @pytest.fixture
@@ -133,13 +101,3 @@ def test_autocast_in_bfloat16(tiny_qwen3):
 def flat_gradient(model: Any, batch: Batch) -> Tensor:
     tensors = gradients_of(model, lambda: [own_loss(model, batch)["loss"]]).tensors
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
-
-
-@FULL
-def test_restored(tiny_qwen3):
-    untouched, (batch,) = tiny_qwen3(), padded_batches("left", steps=1)
-    model = restore_model(share_prefixes(tiny_qwen3()))
-    assert model.config._attn_implementation == untouched.config._attn_implementation
-    outputs = [each(**batch) for each in (model, untouched)]
-    assert torch.equal(outputs[0].logits, outputs[1].logits), "the same operations"
-    assert outputs[0].past_key_values is not None

@@ -10,11 +10,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from tiers import FULL
-from trainer_harness import Run, Share, assert_as_near, compare, run
-
-from radixtrain import share_prefixes
+from trainer_harness import Share, compare
 
 ADAPTED = {"learning_rate": 1e-3}
 
@@ -46,20 +43,6 @@ class TestDPO:
         found = compare(build)
         assert found.counts[0] == found.counts[1]
         table("DPOTrainer, reference made by TRL", found)
-
-    @FULL
-    def test_a_reference_that_is_left_as_it_is(self, model, dpo, tmp_path, table):
-        """Made by TRL it takes over the attention of the policy by its name, without hooks, and computes as ever."""
-        model(1).save_pretrained(tmp_path / "start")
-
-        def build(share: Share) -> Any:
-            trainer = dpo(share(loaded_from(tmp_path / "start", model(0))))
-            trainer.ref_model.double()
-            return trainer
-
-        found = compare(build)
-        assert len(found.counts) == 1
-        table("DPOTrainer, reference untouched", found)
 
     @FULL
     @pytest.mark.parametrize("wrapped_by", ["user", "trl"])
@@ -123,18 +106,6 @@ class TestDPO:
         found = compare(lambda share: dpo(share(mixture(0)), share(mixture(1))))
         assert "aux_loss" in found.worst
         table("DPOTrainer, mixture of experts", found)
-
-    @FULL
-    def test_bfloat16(self, model, dpo):
-        """Under autocast."""
-
-        def trained(share: Share, dtype: torch.dtype) -> Run:
-            build = lambda share: dpo(share(model(0)), share(model(1)), bf16=dtype == torch.float32)  # noqa: E731
-            return run(build, share, dtype=dtype)
-
-        truth = trained(lambda model: model, torch.float64)
-        ordinary, shared = (trained(share, torch.float32) for share in (lambda model: model, share_prefixes))
-        assert_as_near(truth.gradients, ordinary.gradients, shared.gradients)
 
 
 def loaded_from(folder: Any, policy: Any) -> Any:

@@ -10,7 +10,6 @@ from tiers import FULL
 from trainer_harness import Share, compare, mean_log_probability
 
 from radixtrain import share_prefixes
-from radixtrain.errors import UserError
 
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -105,14 +104,6 @@ def test_metrics_on_whole_logits(model, sft, table):
     found = compare(lambda share: sft(share(model()), given=given, max_steps=1), evaluate=True)
     assert "eval_logp" in found.worst
     table("SFTTrainer, compute_metrics", found)
-
-
-@FULL
-def test_noise_on_embeddings_is_refused(model, sft):
-    """NEFTune draws for every copy of a token."""
-    trainer = sft(share_prefixes(model()), neftune_noise_alpha=5)
-    with pytest.raises(UserError, match="NEFTune"):
-        trainer.train()
 
 
 @FULL

@@ -15,8 +15,8 @@ import torch
 from tiers import FULL
 from tiny_models import tiny_qwen3
 from torch import nn
+from trainer_harness import settings
 
-import radixtrain.hf.hooks
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_arithmetic
@@ -61,51 +61,36 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 
 
-def settings(folder: Path, **others: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-5,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "bf16": False,
-        **others,
-    }
-
-
-def hugging_face(
-    model: nn.Module, collator: Any, folder: Path, kind: Any = None, arguments: Any = None, **others: Any
-) -> Any:
+def hugging_face(*given: Any, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    return (kind or Trainer)(
-        model=model,
-        args=TrainingArguments(**settings(folder, **(arguments or {}))),
-        train_dataset=rows(),
-        eval_dataset=rows(),
-        data_collator=collator,
-        processing_class=tokenizer(),
-        **others,
-    )
+    return trainer_of(Trainer, TrainingArguments, rows(), *given, **options)
 
 
-def trl(model: nn.Module, collator: Any, folder: Path, kind: Any = None, arguments: Any = None, **others: Any) -> Any:
+def trl(*given: Any, arguments: Any = None, **options: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    return (kind or SFTTrainer)(
-        model=model,
-        args=SFTConfig(**settings(folder, max_length=None, **(arguments or {}))),
-        train_dataset=Dataset.from_list(rows()),
-        eval_dataset=Dataset.from_list(rows()),
-        data_collator=collator,
-        processing_class=tokenizer(),
-        **others,
-    )
+    arguments = {"max_length": None, **(arguments or {})}
+    return trainer_of(SFTTrainer, SFTConfig, Dataset.from_list(rows()), *given, arguments=arguments, **options)
+
+
+def trainer_of(
+    trainer_class: Any,
+    config: Any,
+    data: Any,
+    model: nn.Module,
+    collator: Any,
+    folder: Path,
+    kind: Any = None,
+    arguments: Any = None,
+    **others: Any,
+) -> Any:
+    """kind: another class than the trainer's own."""
+    own = {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-5, **(arguments or {})}
+    given = {"data_collator": collator, "processing_class": tokenizer(), **others}
+    args = config(**settings(folder, **own))
+    return (kind or trainer_class)(model, args, train_dataset=data, eval_dataset=data, **given)
 
 
 def radix() -> tuple[Any, Any]:
@@ -131,31 +116,13 @@ TRAINERS = pytest.mark.parametrize("make_trainer", [hugging_face, pytest.param(t
 
 
 @TRAINERS
-class TestRefused:
-    def test_compute_metrics(self, tmp_path, make_trainer):
-        trainer = make_trainer(*radix(), tmp_path, **metrics())
-        with pytest.raises(UserError, match=REFUSED):
-            trainer.evaluate()
-
-    def test_compute_metrics_during_training(self, tmp_path, make_trainer):
-        arguments = {"eval_strategy": "steps", "eval_steps": 1}
-        trainer = make_trainer(*radix(), tmp_path, arguments=arguments, **metrics())
-        with pytest.raises(UserError, match=REFUSED):
-            trainer.train()
-
-    def test_predict(self, tmp_path, make_trainer):
-        trainer = make_trainer(*radix(), tmp_path)
-        with pytest.raises(UserError, match=REFUSED):
-            trainer.predict(trainer.eval_dataset)
-
-
-def test_what_is_refused_would_be_wrong(tmp_path, monkeypatch):
-    """Without the check: one row per batch. The tokens are counted correctly, the answers are not."""
-    monkeypatch.setattr(radixtrain.hf.hooks, "check_evaluation", lambda backbone: None)
-    wrong, right = (hugging_face(*arm(), tmp_path, **metrics()).predict(rows()) for arm in (radix, ordinary))
-    assert len(wrong.predictions) == 3 and len(right.predictions) == len(rows())
-    assert wrong.metrics["test_token_accuracy"] == right.metrics["test_token_accuracy"] > 0.3
-    assert wrong.metrics["test_exact_match"] == 0.0 < right.metrics["test_exact_match"]
+@pytest.mark.parametrize("how", ["evaluate", "train", "predict"])
+def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
+    """One row would be a batch: the tokens are counted correctly, the answers are not."""
+    arguments = {"eval_strategy": "steps", "eval_steps": 1} if how == "train" else {}
+    trainer = make_trainer(*radix(), tmp_path, arguments=arguments, **({} if how == "predict" else metrics()))
+    with pytest.raises(UserError, match=REFUSED):
+        getattr(trainer, how)(*([trainer.eval_dataset] if how == "predict" else []))
 
 
 class TestLossOnly:
@@ -184,18 +151,6 @@ class TestLossOnly:
         assert predicted.predictions is None
         assert predicted.metrics["test_loss"] == pytest.approx(expected, rel=BAR)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=BAR)
-
-    def test_is_a_mean_over_rows_of_the_mean_of_their_batch(self, tmp_path):
-        """The Trainer takes the mean of batches with every collator, not the mean over tokens."""
-        trainer = hugging_face(*radix(), tmp_path)
-        batches = [rows()[start : start + 4] for start in (0, 4, 8)]
-        ours = trainer.model.eval()
-        with torch.no_grad():
-            losses = [ours(**RadixCollator()(batch)).loss.item() for batch in batches]
-            whole = ours(**RadixCollator()(rows())).loss.item()
-        by_rows = np.average(losses, weights=[len(batch) for batch in batches])
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(by_rows, rel=BAR)
-        assert by_rows != pytest.approx(whole, rel=1e-3)
 
 
 class TestOrdinaryEvaluation:

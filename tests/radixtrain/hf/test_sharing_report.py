@@ -119,14 +119,6 @@ def test_lines():
     ]
 
 
-def test_before_the_first_call():
-    report = SharingReport()
-    assert report.compression_ratio == 1.0
-    first, second = str(report).splitlines()
-    assert first == "0 calls shared: 0 places, 0 tokens, 0 unique, r = 1.00; plans took 0.00 s"
-    assert second.startswith("the backbone was never called")
-
-
 def test_a_copy_counts_its_own_calls():
     report = SharingReport(num_shared=3, not_shared=Counter({"generate() runs": 2}))
     for copied in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):

@@ -29,15 +29,6 @@ class TestDimensions:
         assert cost.row_flops == 6 * (2 * 32 * (32 + 16) + 3 * 32 * 64)
         assert cost.rates == FIXED_RATES["cpu"] and cost.strategies == CHOICES
 
-    def test_latent_attention_counts_its_own_head_dims(self):
-        """Queries and keys are wider than values there, and tree attention runs with the wider."""
-        dims = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-        cost = step_cost_of(tiny_model("DeepseekV3ForCausalLM", **dims))
-        assert (cost.num_heads, cost.num_key_value_heads, cost.head_dim) == (4, 4, 24)
-
-    def test_a_width_that_the_configuration_does_not_say_is_four_times_the_hidden_size(self):
-        assert step_cost_of(tiny_model("BloomForCausalLM")).row_flops == 6 * (4 * 32 * 32 + 3 * 32 * 128)
-
     def test_the_mean_layer_of_a_hybrid_model(self):
         cost = step_cost_of(qwen3_5())
         assert (cost.attention_share, cost.mixer_share) == (0.25, 0.75)

@@ -105,14 +105,3 @@ class TestOutputs:
         given = {name: value.clone() for name, value in BATCH.items()}
         assert share_prefixes(tiny_qwen3().train())(**given, use_cache=False).past_key_values is None
         assert all(torch.equal(given[name], BATCH[name]) for name in BATCH)
-
-
-def test_whether_left_padding_matters_is_found_once(tiny_qwen3, monkeypatch):
-    """The check reads the source of every layer."""
-    asked: list[Any] = []
-    monkeypatch.setattr("radixtrain.hf.padded.sharing.why_padding_matters", asked.append)
-    model = share_prefixes(tiny_qwen3())
-    ids = torch.tensor([[0, 7, 8, 9], [7, 8, 9, 5]])
-    for _ in range(3):
-        model(input_ids=ids, attention_mask=(ids != 0).long())
-    assert sharing_report(model).num_shared == 3 and len(asked) == 1

@@ -6,7 +6,7 @@ it.
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -155,93 +155,38 @@ def delta_rule(stand_in: StandIn) -> Callable[..., Any]:
     return chunk_gated_delta_rule
 
 
-def chunk_scan(stand_in: StandIn) -> Callable[..., Any]:
-    """With the signature of mamba-ssm 2."""
-    from transformers.models.bamba import modeling_bamba as stock
-
-    def mamba_chunk_scan_combined(
-        x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any = None, z: Any = None, dt_bias: Any = None,
-        initial_states: Any = None, seq_idx: Any = None, cu_seqlens: Any = None, dt_softplus: bool = False,
-        dt_limit: Any = (0.0, float("inf")), return_final_states: bool = False, return_varlen_states: bool = False,
-    ) -> Any:  # fmt: skip
-        assert z is None and seq_idx is None and not return_varlen_states
-        given = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        given["return_final_states"] = return_final_states
-        kernel = stock.mamba2_chunk_scan
-        return stand_in.run(kernel, "initial_states", initial_states, x, dt, A, B, C, chunk_size, **given)
-
-    return mamba_chunk_scan_combined
-
-
-def convolution(stand_in: StandIn) -> Callable[..., Any]:
-    """With the signature of causal-conv1d 1; a mixer passes the columns of the state as rows before the first."""
-    from transformers.models.lfm2 import modeling_lfm2 as stock
-
-    def causal_conv1d_fn(
-        x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, initial_states: Any = None,
-        return_final_states: bool = False, final_states_out: Any = None, activation: Any = None,
-    ) -> Any:  # fmt: skip
-        assert seq_idx is None and not return_final_states
-        stand_in.calls += 1
-        return stock.causal_conv1d_fn(stand_in.reads(x), weight, bias, activation=activation)
-
-    return causal_conv1d_fn
-
-
-KERNELS: dict[str, tuple[str, str, Callable[[StandIn], Callable[..., Any]]]] = {
-    "Qwen3.5": ("fla.ops.gated_delta_rule", "qwen3_5", delta_rule),
-    "Bamba": ("mamba_ssm.ops.triton.ssd_combined", "bamba", chunk_scan),
-    "LFM2": ("causal_conv1d", "lfm2", convolution),
-}
-
-
 @pytest.fixture
-def with_kernel(
-    tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], tuple[Any, StandIn]]]:
-    """`with_kernel(kind)`: the tiny model on a kernel of a package that stands in for the real one."""
-    fresh: list[str] = []
-
-    def build(kind: str) -> tuple[Any, StandIn]:
-        path, family, make = KERNELS[kind]
-        stand_in, stock = StandIn(), tiny_hybrid(kind)
-        kernel = make(stand_in)
-        parts = path.split(".")
-        modules = [ModuleType(".".join(parts[: depth + 1])) for depth in range(len(parts))]
-        for parent, child in pairwise(modules):
-            setattr(parent, child.__name__.rpartition(".")[2], child)
-        setattr(modules[-1], kernel.__name__, kernel)
-        for module in modules:
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        name = f"transformers.models.{family}.modeling_{family}"
-        spec = importlib.util.spec_from_file_location(f"{name}_with_kernel", sys.modules[name].__file__)
-        assert spec and spec.loader
-        copied = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = copied
-        fresh.append(spec.name)
-        spec.loader.exec_module(copied)
-        model = getattr(copied, type(stock).__name__)(stock.config)
-        model.load_state_dict(stock.state_dict())
-        return model, stand_in
-
-    yield build
-    for name in fresh:
-        del sys.modules[name]
+def with_kernel(tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, StandIn]:
+    """The tiny Qwen3.5 on a kernel of a package that stands in for flash-linear-attention."""
+    stand_in, stock = StandIn(), tiny_hybrid("Qwen3.5")
+    kernel = delta_rule(stand_in)
+    modules = [ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule")]
+    for parent, child in pairwise(modules):
+        setattr(parent, child.__name__.rpartition(".")[2], child)
+    setattr(modules[-1], kernel.__name__, kernel)
+    name = "transformers.models.qwen3_5.modeling_qwen3_5"
+    spec = importlib.util.spec_from_file_location(f"{name}_with_kernel", sys.modules[name].__file__)
+    assert spec and spec.loader
+    copied = importlib.util.module_from_spec(spec)
+    for module in (*modules, copied):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec.loader.exec_module(copied)
+    model = getattr(copied, type(stock).__name__)(stock.config)
+    model.load_state_dict(stock.state_dict())
+    return model, stand_in
 
 
 class TestKernels:
-    @pytest.mark.parametrize("kind", KERNELS)
-    def test_a_good_one_forks(self, with_kernel: Any, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-        model, stand_in = with_kernel(kind)
+    def test_a_good_one_forks(self, with_kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
+        model, stand_in = with_kernel
         truth = float64_truth(model, FEATURES)
         assert stand_in.calls > 0
         assert tried(mixer_of(model)) == ""
         assert_exact(prepare_model(model), truth)
         assert not [each for each in caplog.records if each.name.startswith("radixtrain")]
 
-    @pytest.mark.parametrize("kind", ["Qwen3.5", "Bamba"])
-    def test_a_bad_one_cannot(self, with_kernel: Any, kind: str) -> None:
-        model, stand_in = with_kernel(kind)
+    def test_a_bad_one_cannot(self, with_kernel: Any) -> None:
+        model, stand_in = with_kernel
         for what, (state, reason) in BAD.items():
             for which in ("reads", "leaves"):
                 if (what, which) == SCALES:
@@ -250,12 +195,9 @@ class TestKernels:
                 assert (tried(mixer_of(model)) or "").startswith(reason), (what, which)
                 setattr(stand_in, which, lambda state: state)
 
-    @pytest.mark.parametrize("kind", cases(["Qwen3.5", "Bamba"], quick=["Qwen3.5"]))
-    def test_a_bad_one_is_exact_all_the_same(
-        self, with_kernel: Any, kind: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_bad_one_is_exact_all_the_same(self, with_kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
         """It computes whole sequences, and a warning names the reason."""
-        model, stand_in = with_kernel(kind)
+        model, stand_in = with_kernel
         truth = float64_truth(model, FEATURES)
         stand_in.reads, reason = BAD["detaches"]
         assert_exact(prepare_model(model), truth)
