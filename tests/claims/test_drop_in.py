@@ -248,13 +248,6 @@ def lora_config() -> Any:
     )
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    from peft import get_peft_model
-
-    torch.manual_seed(0)
-    return get_peft_model(model, lora_config())  # type: ignore[arg-type]
-
-
 TRAINERS = {
     "Trainer": hugging_face,
     "SFTTrainer": trl,
@@ -283,19 +276,16 @@ STREAMED = [partial(hugging_face, accelerator_config=WHOLE), partial(accelerate,
 
 @pytest.fixture
 def drop_in(tiny_qwen3, tmp_path) -> Callable[..., float]:
-    """`drop_in(train, rows, collator, wrap, other)`: how far a run with our collator is from the padded one: relative,
-    the worst over the losses and gradient norms of all steps.
+    """`drop_in(train, rows, other)`: how far a run with our collator is from the padded one: relative, the worst over
+    the losses and gradient norms of all steps.
 
-    wrap: makes of the model what is prepared. other: trains in the second run, instead of `train`.
+    other: trains in the second run, instead of `train`.
     """
 
-    def run(train: Any, rows: Any, collator: Any = None, wrap: Any = lambda model: model, other: Any = None) -> float:
-        def model() -> Any:
-            return wrap(tiny_qwen3().double())
-
+    def run(train: Any, rows: Any, other: Any = None) -> float:
         with float64_arithmetic():
-            padded = train(model(), stock_collator(), rows, tmp_path)
-            radix = (other or train)(prepare_model(model()), collator or RadixCollator(), rows, tmp_path)
+            padded = train(tiny_qwen3().double(), stock_collator(), rows, tmp_path)
+            radix = (other or train)(prepare_model(tiny_qwen3().double()), RadixCollator(), rows, tmp_path)
         assert radix.shape == padded.shape == (STEPS, 2)
         return float(np.abs(radix / padded - 1).max())
 
@@ -308,27 +298,9 @@ def test_same_loss_and_grad_norm(drop_in, rows, case):
 
 
 @FULL
-def test_adapters(drop_in, rows):
-    """In a Trainer the user puts them into the model, which is then prepared."""
-    train = partial(hugging_face, accumulation=3, gradient_checkpointing=True)
-    assert drop_in(train, rows, wrap=with_lora) <= BAR
-
-
-@FULL
 @pytest.mark.parametrize("train", STREAMED, ids=["Trainer", "Accelerate"])
 def test_rows_without_a_length(drop_in, rows, train):
     assert drop_in(train, Stream(rows)) <= BAR
-
-
-def targets_of(batch: Batch) -> list[tuple[int, int]]:
-    """Predictor and label of every prediction."""
-    return list(zip(batch["radix_predictor_indices"].tolist(), batch["labels"][0].tolist(), strict=True))
-
-
-def branch_labels(targets: list[tuple[int, int]]) -> set[int]:
-    """Predictors with several different labels."""
-    predictors = [predictor for predictor, _ in set(targets)]
-    return {predictor for predictor in predictors if predictors.count(predictor) > 1}
 
 
 @FULL
@@ -352,39 +324,7 @@ def test_float16(tiny_qwen3, rows, autocast):
     assert statistics.median(rung.median_ratio for rung in rungs) <= MEDIAN_FACTOR
 
 
-# Mistakes, which the comparison must see.
-
-
-def without_a_branch_label(rows: list[Row]) -> Batch:
-    """Of the several next tokens of a branch point, the first is forgotten."""
-    batch = RadixCollator()(rows)
-    predictors = [predictor for predictor, _ in targets_of(batch)]
-    first = predictors.index(min(branch_labels(targets_of(batch))))
-    return keep(batch, [index != first for index in range(len(predictors))])
-
-
-def with_shared_labels_once(rows: list[Row]) -> Batch:
-    """Identical predictions are counted once, whatever number of rows they stand for."""
-    batch = RadixCollator()(rows)
-    targets = targets_of(batch)
-    return keep(batch, [target not in targets[:index] for index, target in enumerate(targets)])
-
-
-def keep(batch: Batch, kept: list[bool]) -> Batch:
-    names = ("labels", "shift_labels", "radix_predictor_indices", "radix_label_indices")
-    return {**batch, **{name: batch[name][..., torch.tensor(kept)] for name in names}}
-
-
-def with_a_late_branch(rows: list[Row]) -> Batch:
-    """The tokens of the answers are one position too far from the prompt."""
-    batch = RadixCollator()(rows)
-    return {**batch, "position_ids": batch["position_ids"] + (batch["position_ids"] >= len(PROMPT))}
-
-
-@FULL
-@pytest.mark.parametrize("mistake", [without_a_branch_label, with_shared_labels_once, with_a_late_branch])
-def test_mistake_of_the_collator_is_seen(drop_in, rows, mistake):
-    assert drop_in(plain_loop, rows, mistake) > MISTAKE
+# A mistake, which the comparison must see. Those of a collator are in `equivalence/test_mutations.py`.
 
 
 @FULL

@@ -190,16 +190,6 @@ class TestTheChecks:
         monkeypatch.setattr(radixtrain.collators.radix, "packed_floats", moved)
         assert worst_error(model, branches(), clipped_ratio) > 0.01
 
-    def test_weights_that_are_counts(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(radixtrain.collators.radix, "packed_floats", lambda arrays: {})
-        assert worst_error(model, branches(), log_likelihood) > 0.01
-
-    def test_once_that_is_every(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        features = [{name: f[name] for name in ("input_ids", "labels", "loss_weights")} for f in branches()]
-        assert worst_error(model, features, log_likelihood, once=True, shared_targets="once") <= BAR
-        monkeypatch.setattr(radixtrain.collators.steps, "keep_once", lambda arrays: arrays)
-        assert worst_error(model, features, log_likelihood, once=True, shared_targets="once") > 0.01
-
     def test_once_of_each_micro_batch(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Copies that the cut parts count once in each part."""
         features = [{name: f[name] for name in ("input_ids", "labels", "loss_weights")} for f in branches()]

@@ -1,11 +1,9 @@
 """The benchmarks that read a file of chats, each on a few short rows: their figures by hand, and what they print."""
 
-import argparse
 import csv
 import importlib.util
 import json
 import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,36 +135,6 @@ class TestRanks:
         assert [cell.strip() for cell in row.split("|")[2:5]] == ["20", "2", "2"]
 
 
-class TestReportAccuracy:
-    """report_accuracy.py: what it reads from what the commands print."""
-
-    @FULL
-    def test_a_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The commands are replaced: what they would print and log is read."""
-        import report_accuracy
-
-        called = []
-
-        def run(command: str, flags: dict[str, Any], options: argparse.Namespace) -> str:
-            called.append((command, flags.get("dedup")))
-            if command == "fit":
-                rates = [999, 999, 999, 300, 320, 310] if flags["dedup"] == "true" else [999, 999, 999, 100, 101, 99]
-                folder = Path(flags["output_dir"]) / "logs" / "version_0"
-                folder.mkdir(parents=True)
-                lines = "".join(f"1.0,2.5,{rate}\n" for rate in rates)
-                (folder / "metrics.csv").write_text(f"loss,r,tokens_per_second\n{lines}")
-            return "A training step is predicted to run\nat 3.41x the speed"
-
-        monkeypatch.setattr(report_accuracy, "run", run)
-        path = tmp_path / "chats.jsonl"
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in islice(report_accuracy.nested_chats(2, 2, 2), 4)))
-        options = argparse.Namespace(output_dir=tmp_path / "out", layers=1, hidden=64, batch_size=4, steps=[6, 6])
-        found = report_accuracy.measured(path, options)
-        assert found == ("chats", 2.5, 3.41, 3.1) and found.error == pytest.approx(0.1)
-        assert called == [("report", None), ("fit", "true"), ("fit", "false")]
-        assert (tmp_path / "out" / "chats-1x64" / "start" / "config.json").is_file()
-
-
 @FULL
 class TestSplitTurns:
     """split_turns.py: what it generates is what its page says, and every arm runs."""
@@ -189,14 +157,3 @@ class TestSplitTurns:
             assert (whole[0], split[0]) == (2, 2 * questions * (benchmark.CALLS + 1))
             assert split[2] < 2.5 * whole[2] < split[1]
             assert (split[2] > 1.2 * whole[2]) == (questions > 1)
-
-    def test_every_arm_runs(
-        self, benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        for name in ("SYSTEM", "THINKING", "ANSWER", "RESULT", "QUESTION", "NUM_TOOLS"):
-            monkeypatch.setattr(benchmark, name, 2)
-        given = ["--questions", "1", "--conversations", "1", "--repeats", "1", "--hidden", "64", "--layers", "1"]
-        assert benchmark.main(given) == 0
-        printed = capsys.readouterr().out
-        assert [f"| 1 | {arm} | " in printed for arm in benchmark.ARMS] == [True] * 3
-        assert "| split, ordinary | 4 | " in printed
