@@ -33,7 +33,7 @@ class TestDimensions:
         cost = step_cost_of(qwen3_5())
         assert (cost.attention_share, cost.mixer_share) == (0.25, 0.75)
         assert cost.row_flops == 6 * (0.25 * 2 * 32 * (32 + 16) + 3 * 32 * 64)
-        assert cost.run_cost.row == pytest.approx(2e-11 * 24 * 32 * 32) and cost.run_cost.can_fork
+        assert cost.run_cost.row == pytest.approx(FIXED_RATES["cpu"].flop * 60 * 32 * 32) and cost.run_cost.can_fork
 
     def test_that_no_layer_forks_is_said(self, caplog):
         """The worker asks for no forks then, so no layer tries one and says why."""
