@@ -11,10 +11,10 @@ import pytest
 from changed_runs import FLOAT64
 from device_trajectories import BAR, metrics
 from launched_ranks import Launched
-from tiers import FULL
+from tiers import FULL, cases
 
-BATCHES = {"data__batch_size": 3, "data__max_tokens": 300, "data__max_length": 300}
-pytestmark = FULL
+# Of 21 rows, and of five prompts, the last step has a single one: a rank has none.
+BATCHES = {"data__batch_size": 4, "data__max_tokens": 300, "data__max_length": 300}
 
 
 @pytest.fixture
@@ -38,6 +38,7 @@ def figures(printed: str) -> dict[str, float]:
     return {row[0]: float(row[1]) for row in rows if len(row) == 2 and row[0].endswith("_loss")}
 
 
+@FULL
 @pytest.mark.parametrize("command", ["validate", "test"])
 def test_a_mean_over_all_labels(finished, rows, command):
     files = {"data__validation_file" if command == "validate" else "data__test_file": rows}
@@ -47,6 +48,7 @@ def test_a_mean_over_all_labels(finished, rows, command):
     assert two == pytest.approx(one, rel=BAR)
 
 
+@FULL
 def test_validations_of_a_run_with_shards(train, rows):
     """21 rows in steps of four: three of four ranks have no row of the last one."""
     flags = {**FLOAT64, "data__validation_file": rows, "trainer__max_steps": 2, "trainer__val_check_interval": 1}
@@ -59,24 +61,31 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_scores(finished, rows, tmp_path, strategy):
-    files = {"data__predict_file": rows, "command": "predict"}
+SCORES = [("ddp", "true"), ("ddp", "false"), ("fsdp2", "true")]
+
+
+@pytest.mark.parametrize(("strategy", "dedup"), cases(SCORES, SCORES[:1]))
+def test_scores(finished, rows, tmp_path, strategy, dedup):
+    """Embeddings are of every sequence, labelled or not."""
+    scores = {"model__scores": "[logprobs, perplexity, embedding]", "dedup": dedup}
+    files = {"data__predict_file": rows, "command": "predict", **scores}
     finished("one", **files)
     finished("two", ranks=2, strategy=strategy, **files)
     one, two = records(tmp_path / "one"), records(tmp_path / "two")
     assert [each["row"] for each in one] == [f"{rows}:{number}" for number in range(1, 22)]
     assert [(each["row"], each["tokens"]) for each in two] == [(each["row"], each["tokens"]) for each in one]
     for here, there in zip(two, one, strict=True):
-        assert here["logprobs"] == pytest.approx(there["logprobs"], rel=BAR)
+        for name in ("logprobs", "perplexity", "embedding"):
+            assert here[name] == pytest.approx(there[name], rel=BAR, abs=BAR), name
     assert not [*(tmp_path / "two").glob(".*")]
 
 
-def test_answers(finished, shop, tmp_path):
-    """Greedy ones, of prompts that the ranks share out: five rows in steps of three."""
+@pytest.mark.parametrize("dedup", cases(["true", "false"], ["true"]))
+def test_answers(finished, shop, tmp_path, dedup):
+    """Greedy ones, of prompts that the ranks share out."""
     files = {
         **{"data__predict_file": shop / "validation.jsonl", "model__generate": "true", "command": "predict"},
-        "evaluate_generation__max_new_tokens": 16,
+        **{"evaluate_generation__max_new_tokens": 16, "dedup": dedup},
     }
     finished("one", **files)
     finished("two", ranks=2, strategy="ddp", **files)
@@ -87,6 +96,7 @@ def test_answers(finished, shop, tmp_path):
         assert here == there
 
 
+@FULL
 def test_answers_of_a_run(train, shop):
     """The metric of generated answers after a validation is that of all of them."""
     flags = {

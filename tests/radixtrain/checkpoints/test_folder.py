@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_in_a_fork import kills_at_calls
-from tiers import FULL, TRIES
+from tiers import TRIES
 
 from radixtrain.checkpoints import folder as folders
-from radixtrain.checkpoints import space
 from radixtrain.checkpoints.atomic import remove
 from radixtrain.checkpoints.checksums import digest_of_file
 from radixtrain.checkpoints.folder import DamagedCheckpoint, read_checkpoint, verify_checkpoint, write_checkpoint
@@ -195,36 +193,26 @@ class TestFuzz:
 class TestKilled:
     """In the middle of a write: the old one or the new one, and nothing half-written."""
 
-    @pytest.mark.parametrize("disk", ["the disk of temporary files", pytest.param("another disk", marks=FULL)])
     @pytest.mark.parametrize("kind", ["fresh", "replacing"])
-    def test_anywhere(self, disk, kind, request, tmp_path, make_state):
-        folder = tmp_path if disk == "the disk of temporary files" else request.getfixturevalue("other_disk")
+    def test_anywhere(self, kind, tmp_path, make_state):
         states = {step: make_state(step, size=300) for step in (1, 2, 3)}
         files = {}
         for step in (3, 2, 1):
-            write_checkpoint(folder / f"step={step}", states[step])
-            files[step] = Manifest.read(folder / f"step={step}").files
-        remove(folder / "step=3")
+            write_checkpoint(tmp_path / f"step={step}", states[step])
+            files[step] = Manifest.read(tmp_path / f"step={step}").files
+        remove(tmp_path / "step=3")
         target, usual = ("step=2", ["step=1", "step=2"]) if kind == "replacing" else ("step=3", ["step=1", "step=2"])
-        for _ in kills_at_calls(lambda: write_checkpoint(folder / target, states[3]), number=25):
-            choice = newest_valid(folder)
+        for _ in kills_at_calls(lambda: write_checkpoint(tmp_path / target, states[3]), number=25):
+            choice = newest_valid(tmp_path)
             assert choice.path is not None and not choice.passed_over
-            tidy(folder)
-            assert names(folder) in (usual, sorted({*usual, target}))
-            for path in folder.iterdir():
+            tidy(tmp_path)
+            assert names(tmp_path) in (usual, sorted({*usual, target}))
+            for path in tmp_path.iterdir():
                 verify_checkpoint(path)
                 assert Manifest.read(path).files in files.values()
-            remove(folder / target)
+            remove(tmp_path / target)
             if kind == "replacing":
-                write_checkpoint(folder / target, states[2])
-
-    @pytest.fixture
-    def other_disk(self, tmp_path):
-        shared = Path("/dev/shm")
-        if not shared.is_dir() or os.stat(shared).st_dev == os.stat(tmp_path).st_dev:
-            pytest.skip("needs /dev/shm on another disk than the temporary files")
-        with tempfile.TemporaryDirectory(dir=shared) as folder:
-            yield Path(folder)
+                write_checkpoint(tmp_path / target, states[2])
 
 
 def test_nothing_goes_through_the_folder_of_temporary_files(tmp_path, make_state, monkeypatch):
@@ -275,30 +263,6 @@ class TestFullDisk:
         ):
             write_checkpoint(tmp_path / "step=1", make_state(size=600))
         assert names(tmp_path) == []
-
-    @pytest.fixture
-    def small_disk(self, tmp_path):
-        """Of 4 MB."""
-        path = tmp_path / "small"
-        path.mkdir()
-        try:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("mounting a small disk needs root")
-        yield path
-        subprocess.run(["umount", path], check=True)
-
-    @pytest.mark.parametrize("seen", ["beforehand", "while writing"])
-    def test_a_disk_that_is_small(self, small_disk, seen, make_state, text_of, monkeypatch):
-        if seen == "while writing":
-            monkeypatch.setattr(space, "MARGIN", -(1 << 40))
-        for step in (3, 5):
-            write_checkpoint(small_disk / f"step={step}", make_state(step))
-        free = shutil.disk_usage(small_disk).free
-        (small_disk / "filling").write_bytes(bytes(free - 2_500_000))
-        reason = rf"the disk at {small_disk} has 2\.4 MiB free.*step=5, the last whole one"
-        self.check(small_disk, small_disk / "step=9", reason, make_state, text_of, others=["filling"])
-        assert shutil.disk_usage(small_disk).free == 2_500_000 // 4096 * 4096
 
     def test_a_folder_that_cannot_be_written(self, tmp_path, make_state):
         (tmp_path / "file").write_text("x")

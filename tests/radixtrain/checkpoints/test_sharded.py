@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from forked_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,16 +67,3 @@ def test_a_part_is_like_that_of_another_tensor() -> None:
 
     assert on_ranks(3, work) == [[True] * len(WHOLE)] * 3
     assert part_like(WHOLE["even"], WHOLE["even"]) is WHOLE["even"]
-
-
-def test_a_rank_that_has_ended(tmp_path: Path) -> None:
-    """The one that writes says so at once, and leaves nothing."""
-
-    def work(rank: int) -> None:
-        state = {"state_dict": {name: sharded(tensor, 2) for name, tensor in WHOLE.items()}}
-        if rank == 0:
-            with pytest.raises(RuntimeError, match="onnection"):
-                write_checkpoint(tmp_path / "x", state)
-
-    on_ranks(2, work)
-    assert not list(tmp_path.iterdir())

@@ -1,12 +1,9 @@
 """Files of tensors: the library reads them, and writing them copies nothing."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiers import FULL
 
 from radixtrain.checkpoints.checksums import digest_of_file
 from radixtrain.checkpoints.tensors import CHUNK, DTYPES, read_tensors, write_tensors
@@ -65,24 +62,3 @@ def test_no_tensors_and_a_file_that_is_there_is_not_written_over(tmp_path):
     assert read_tensors(tmp_path / "x") == {}
     with pytest.raises(FileExistsError):
         write_tensors(tmp_path / "x", KINDS)
-
-
-def memory(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
-    return int(line.split()[1]) << 10
-
-
-@pytest.mark.parametrize("is_contiguous", [True, pytest.param(False, marks=FULL)])
-def test_writing_copies_no_weights(tmp_path, is_contiguous):
-    """The peak grows by two chunks and a little, of transposed ones too. A copy of one weight would be eight chunks."""
-    weights = {f"{index}": torch.full((15 << 10, 1 << 10), index, dtype=torch.float32) for index in range(2)}
-    weights = weights if is_contiguous else {name: weight.T for name, weight in weights.items()}
-    write_tensors(tmp_path / "warm", {"0": weights["0"]})
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
-    except OSError:
-        pytest.skip("the peak of the memory cannot be set back: no /proc/self/clear_refs that can be written")
-    before = memory("VmRSS")
-    write_tensors(tmp_path / "x", weights)
-    assert memory("VmHWM") - before < 3 * CHUNK * 4

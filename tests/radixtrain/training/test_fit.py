@@ -129,11 +129,12 @@ def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_pa
 
 
 def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
-    assert main(arguments(trainer__max_epochs=2)) == 0
+    assert main(arguments(trainer__max_epochs=2)) == 0  # ten steps
     saved = tmp_path / "out" / "checkpoints" / "last"
     for flags, message in (
         ({"data__batch_size": 5}, "belongs to other steps: batch_size was 4 and is 5"),
         ({"trainer__max_epochs": 1}, "ckpt_path: 2 epochs were begun, and trainer.max_epochs is 1; raise it to go on"),
+        ({"trainer__max_steps": 9}, "10 steps were begun, and trainer.max_steps is 9"),
     ):
         assert main(arguments(output_dir=tmp_path / "other", ckpt_path=saved, **flags)) == 1
         assert message in capsys.readouterr().err.splitlines()[-1]

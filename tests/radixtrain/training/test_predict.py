@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from noise import assert_within_noise
 from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +25,6 @@ THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of t
 QUESTIONS = [f"{INSTRUCTION}Where is the {thing}?" for thing in THINGS]
 WORDS = [" one", " two"]
 FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
-FLOAT32_EPS = float(np.finfo(np.float32).eps)
 
 Predict = Callable[..., list[dict[str, Any]]]
 
@@ -134,20 +131,6 @@ def test_the_embedding_of_a_text(predict: Predict, shop: Path, dedup: bool) -> N
     expected = [loop.embedding(loop.tokenizer(text)["input_ids"]) for text in QUESTIONS]
     rows = [{"text": text} for text in QUESTIONS]
     assert_equal(predict(rows, model__scores="[embedding]", **FLOAT64, dedup=dedup), expected)
-
-
-@FULL
-def test_in_float32_both_arms_are_as_far_from_the_truth(predict: Predict) -> None:
-    """The bar is measured: what the ordinary arm rounds."""
-
-    def embeddings(**flags: Any) -> np.ndarray:
-        rows = [{"text": text} for text in QUESTIONS]
-        return np.array([record["embedding"] for record in predict(rows, model__scores="[embedding]", **flags)])
-
-    shared, ordinary = embeddings(), embeddings(dedup=False)
-    with float64_arithmetic():
-        truth = embeddings(dedup=False, **FLOAT64)
-    assert_within_noise(shared, ordinary, truth, "embeddings")
 
 
 @float64_arithmetic()

@@ -1,8 +1,5 @@
 """Answers of both arms, in float64: the same, and nothing of the process is changed."""
 
-import random
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -95,24 +92,6 @@ def test_both_arms_end_where_they_should(model, tokenizer, prompts):
 
 
 @pytest.mark.parametrize("dedup", [True, False])
-def test_random_generators_and_modes_are_left_alone(model, tokenizer, prompts, dedup):
-    if dedup:
-        prepare_model(model)
-    model.train()
-    model.model.layers[0].mlp.eval()
-    modes = [module.training for module in model.modules()]
-
-    def state():
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
-
-    before = state()
-    answers(model, prompts, tokenizer, dedup, max_new_tokens=4, do_sample=True)
-    assert state() == before
-    assert [module.training for module in model.modules()] == modes
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("dedup", [True, False])
 def test_draws_depend_on_the_seed_only(model, tokenizer, prompts, dedup):
     def drawn(seed):
         options = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.5, "seed": seed}
@@ -121,14 +100,6 @@ def test_draws_depend_on_the_seed_only(model, tokenizer, prompts, dedup):
     first = drawn(1)
     torch.rand(1)
     assert drawn(1) == first != drawn(2)
-
-
-@pytest.mark.parametrize("dedup", [True, False])
-def test_an_unknown_option(model, tokenizer, prompts, dedup):
-    options = AnswerOptions(generation_kwargs={"top_pp": 0.5})
-    with pytest.raises(UserError, match="top_pp"):
-        check_answering(model, tokenizer, prompts, options, dedup)
-        answer_prompts(model, prompts, tokenizer, options, dedup)
 
 
 def test_a_model_with_a_recurrent_state_is_refused_before_it_runs(tiny_hybrid, tokenizer):
@@ -166,15 +137,6 @@ def test_prompts_that_do_not_fit_twice_leave_the_cache_alone(predicted, model, t
     monkeypatch.setattr(predictions, "MAX_TOKENS", 2 * max(len(each.token_ids) for each in prompts) - 1)
     assert len(predicted.records(model, prompts, tokenizer, dedup=True)) == len(prompts)
     assert predicted.cache.num_tokens == 0
-
-
-def test_the_closing_line(predicted, model, tokenizer, prompts):
-    for _ in range(2):
-        predicted.records(model, prompts, tokenizer, dedup=True)
-    speed = predicted.speed
-    assert speed.num_answers == 2 * len(prompts) and speed.num_new_tokens == 4 * len(prompts)
-    shape = r"\d\.\d\d tokens of prompts per computed token; [\d.,]+ answers/s, [\d,]+ new tokens/s, \d+ s"
-    assert re.fullmatch(shape, str(speed)) and float(str(speed).split()[0]) > 2
 
 
 @pytest.mark.parametrize(

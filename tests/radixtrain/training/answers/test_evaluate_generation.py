@@ -15,10 +15,7 @@ from tiers import FULL
 from radixtrain.__main__ import main
 from radixtrain.training.answers.evaluate_generation import (
     EvaluateGeneration,
-    Judged,
-    write_table,
 )
-from radixtrain.verification.oracle import float64_arithmetic
 
 GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
 
@@ -81,19 +78,6 @@ def test_training_is_bit_equal_to_one_without(run, tmp_path):
     assert [name for name in without if not torch.equal(without[name], evaluated[name])] == []
     assert states["without"] == states["with"]
     assert logged(tmp_path / "with", "loss") == logged(tmp_path / "without", "loss")
-
-
-@FULL
-def test_both_arms_have_the_same_answers(run, tmp_path):
-    """In float64, also after the weights have changed: nothing of an earlier validation is used again."""
-    flags = {"trainer__max_epochs": 3, "model__dtype": "float64", "trainer__precision": "64-true", **GREEDY}
-    for name, dedup in (("on", "true"), ("off", "false")):
-        with float64_arithmetic():
-            assert run(output_dir=tmp_path / name, dedup=dedup, **flags) == 0
-    steps = sorted(path.name for path in (tmp_path / "on" / "answers").iterdir())
-    on, off = ([table(tmp_path / name / "answers" / step) for step in steps] for name in ("on", "off"))
-    assert on == off and len(on) == 3
-    assert on[0] != on[2], "the answers of a model that learns change"
 
 
 @FULL
@@ -197,23 +181,6 @@ def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monk
     captured = capsys.readouterr()
     assert "f failed at" in captured.err and "broken_metric.py:2: IndexError" in captured.err
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-ROWS = [
-    Judged("a:1", 'Where\nis "it"?', "Shelf, one;\r\n", "Shelf one.", 0.5, "stop"),
-    Judged("a:2", "", "ö", "", 1, "length"),
-]
-
-
-def test_it_is_read_as_it_was_written(tmp_path):
-    path = tmp_path / "answers" / "step=5.csv"
-    write_table(path, [])
-    write_table(path, ROWS)
-    with path.open(encoding="utf-8", newline="") as file:
-        header, *rows = csv.reader(file)
-    assert header == ["row", "prompt", "answer", "target", "score", "finish_reason"]
-    assert rows == [[str(value) for value in row] for row in ROWS]
-    assert list(path.parent.iterdir()) == [path]
 
 
 KINDS = {

@@ -21,7 +21,7 @@ from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import predict
 from radixtrain.hf.prepare import prepare_model
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy, check_shardable, gather_on_first, shard
+from radixtrain.training.devices.fsdp2 import FSDP2Strategy, check_shardable, shard
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
 from radixtrain.training.fault_tolerance.run_state import load_weights
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
@@ -188,57 +188,40 @@ def test_16_bits(dtype: str, tiny_qwen3: Callable[..., Any]) -> None:
     assert not is_cached
 
 
-@FULL
-def test_gathered_on_the_first_rank(tiny_qwen3: Callable[..., Any]) -> None:
-    """After a pass without gradients, which leaves the embedding whole; tied weights stay tied."""
-    module = Module(tiny_qwen3())
-    (batch,) = micro_batches(1)
-
-    def work(rank: int) -> tuple[bool, bool, bool]:
-        before = {name: each.clone() for name, each in module.state_dict().items()}
-        shard(module, module.model, CPU, 2, ["loss_sum"])
-        with torch.no_grad():
-            module.loss_sum(batch)
-        gather_on_first(module)
-        state = module.state_dict()
-        is_same = all(not each.is_meta and torch.equal(each, before[name]) for name, each in state.items())
-        model = module.model
-        return (
-            is_same,
-            model.lm_head.weight is model.model.embed_tokens.weight,
-            any(each.is_meta for each in state.values()),
-        )
-
-    assert on_ranks(2, work) == [(True, True, False), (False, True, True)]
+def shared_layers(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
 
 
-class TestRefused:
+def single_number(model: Any) -> None:
+    model.model.layers[0].register_parameter("gate", nn.Parameter(torch.tensor(1.0)))
+
+
+def list_of_experts(model: Any) -> None:
+    model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (shared_layers, r"layers 0 and 1 of Qwen3ForCausalLM share a weight.*use ddp"),
+        (single_number, r"model\.layers\.0\.gate is a single number"),
+        (list_of_experts, "experts is a list of modules"),
+    ],
+)
+def test_refused(tiny_qwen3: Callable[..., Any], change: Callable[[Any], None], error: str) -> None:
     """By name, before anything is divided."""
+    model = tiny_qwen3()
+    change(model)
+    with pytest.raises(UserError, match=error):
+        check_shardable(model)
 
-    def test_layers_that_share_a_weight(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = tiny_qwen3()
-        model.model.layers[1].mlp = model.model.layers[0].mlp
-        with pytest.raises(UserError, match=r"layers 0 and 1 of Qwen3ForCausalLM share a weight.*use ddp"):
-            check_shardable(model)
 
-    def test_a_single_number(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = tiny_qwen3()
-        model.model.layers[0].register_parameter("gate", nn.Parameter(torch.tensor(1.0)))
-        with pytest.raises(UserError, match=r"model\.layers\.0\.gate is a single number"):
-            check_shardable(model)
+def test_two_dtypes_are_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    module = Module(tiny_qwen3())
+    module.model.model.norm.to(torch.bfloat16)
 
-    def test_a_list_of_experts(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = tiny_qwen3()
-        model.model.layers[0].mlp.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        with pytest.raises(UserError, match="experts is a list of modules"):
-            check_shardable(model)
+    def work(rank: int) -> None:
+        with pytest.raises(UserError, match="trains weights of bfloat16 and float64"):
+            shard(module, module.model, CPU, 1, ["loss_sum"])
 
-    def test_two_dtypes(self, tiny_qwen3: Callable[..., Any]) -> None:
-        module = Module(tiny_qwen3())
-        module.model.model.norm.to(torch.bfloat16)
-
-        def work(rank: int) -> None:
-            with pytest.raises(UserError, match="trains weights of bfloat16 and float64"):
-                shard(module, module.model, CPU, 1, ["loss_sum"])
-
-        on_ranks(1, work)
+    on_ranks(1, work)

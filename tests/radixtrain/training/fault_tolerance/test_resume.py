@@ -155,16 +155,6 @@ def test_a_run_that_is_extended_takes_no_step_at_learning_rate_zero(ran, caplog)
     assert "the run had 5 steps and has 10" in caplog.text
 
 
-def test_nothing_left_to_do_is_said(ran, capsys, caplog):
-    run = ran("out")
-    before = column(run)
-    capsys.readouterr()
-    ran("out", ckpt_path="last")
-    assert not [record for record in caplog.records if "other settings" in record.getMessage()]
-    assert "nothing left to do" in capsys.readouterr().out
-    assert column(run) == before
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model__lora_alpha": 8}, "model.lora_alpha was 32 and is 8, which would be another model"),
     ({"model__lora_r": 8}, "model.lora_r was 4 and is 8"),

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import write_checkpoint
@@ -22,7 +20,6 @@ from radixtrain.training.fault_tolerance.run_state import (
     trained_names,
 )
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.model_folder import save_hf_folder
 
 
 def test_random_generators_go_on_where_they_were():
@@ -95,19 +92,6 @@ def checkpoint(module: RadixModule) -> dict[str, Any]:
     assert 0 < len(weights) < len(module.state_dict()) and all(".lora_" in name for name in weights)
     settings = dict(module.hparams)
     return {"state_dict": weights, "hyper_parameters": settings, "radixtrain": {"partial": True}, "global_step": 3}
-
-
-@pytest.mark.parametrize("named", ["out/checkpoints/step=3", "out/checkpoints/last", "out"])
-def test_adapters_are_exported_over_the_base(
-    module: RadixModule, checkpoint: dict[str, Any], named: str, tmp_path: Path, shop: Path
-) -> None:
-    write_checkpoint(tmp_path / "out" / "checkpoints" / "step=3", checkpoint)
-    assert main(["export", f"--ckpt_path={tmp_path / named}", f"--output_dir={tmp_path / 'new'}"]) == 0
-    save_hf_folder(module.model, AutoTokenizer.from_pretrained(shop / "model"), tmp_path / "expected")
-    places = (tmp_path / "new", tmp_path / "expected", shop / "model")
-    new, expected, base = (load_file(folder / "model.safetensors") for folder in places)
-    assert new.keys() == expected.keys() and all(torch.equal(new[name], expected[name]) for name in new)
-    assert any(not torch.equal(new[name], base[name]) for name in base)
 
 
 def test_what_is_not_exported(checkpoint: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-import torch
 from counting_trainer import CountingTrainer, written
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -21,19 +20,6 @@ from radixtrain.training.fault_tolerance.signals import Stop
 TERM = Stop("SIGTERM", 143)
 
 
-def position_of(folder: Path, step: int) -> dict:
-    return read_checkpoint(folder / "checkpoints" / f"step={step}")["position"]
-
-
-def test_every_few_steps_and_at_the_end(tmp_path):
-    trainer = CountingTrainer(tmp_path, every_steps=2, total_limit=9).start()
-    trainer.steps(5)
-    assert written(tmp_path) == ["step=2", "step=4"]
-    trainer.saver.on_train_end(trainer, trainer.module)
-    assert written(tmp_path) == ["step=2", "step=4", "step=5"]
-    assert (tmp_path / "checkpoints" / "last").resolve().name == "step=5" == trainer.saver.last.name
-
-
 def test_every_few_minutes(tmp_path, monkeypatch):
     trainer = CountingTrainer(tmp_path, every_minutes=10).start()
     trainer.steps(3)
@@ -42,36 +28,6 @@ def test_every_few_minutes(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     trainer.steps(2)
     assert written(tmp_path) == ["step=3"]
-
-
-def test_at_an_end_of_an_epoch_and_when_asked_one_checkpoint_is_enough(tmp_path):
-    trainer = CountingTrainer(tmp_path).start()
-    trainer.steps(2)
-    trainer.saver.on_train_epoch_end(trainer, trainer.module)
-    trainer.saver.ask()
-    told = []
-    trainer.saver.on_saved.append(told.append)
-    trainer.steps(1)
-    trainer.saver.ask()
-    trainer.saver.on_train_end(trainer, trainer.module)
-    trainer.saver.on_train_end(trainer, trainer.module)
-    assert [path.name for path in told] == ["step=2", "step=3"]
-
-
-def test_older_ones_go_but_not_those_to_keep(tmp_path):
-    trainer = CountingTrainer(tmp_path, every_steps=1, total_limit=2).start()
-    trainer.saver.keep.add(tmp_path / "checkpoints" / "step=1")
-    trainer.steps(6)
-    assert written(tmp_path) == ["step=1", "step=4", "step=5"]
-
-
-def test_what_a_run_went_on_from_is_not_written_again(tmp_path):
-    trainer = CountingTrainer(tmp_path, every_steps=2)
-    trainer.module.position = Position(4, 4)
-    trainer.start().steps(1)
-    assert written(tmp_path) == []
-    trainer.steps(2)
-    assert written(tmp_path) == ["step=6"]
 
 
 @pytest.mark.parametrize(("options", "writes"), [({"is_enabled": False}, []), ({"is_scheduled": False}, ["step=3"])])
@@ -107,36 +63,6 @@ def test_a_stop_before_the_first_step(tmp_path):
     with pytest.raises(Stopped, match="before the first step: nothing to save"):
         trainer.steps(1)
     assert written(tmp_path) == []
-
-
-def test_requests_in_a_validation(tmp_path):
-    """One to save waits for its end; one to stop leaves it to be done."""
-    trainer = CountingTrainer(tmp_path).start()
-    trainer.steps(3)
-    trainer.requests.save = True
-    trainer.validate()
-    assert written(tmp_path) == []
-    trainer.steps(1)
-    assert not position_of(tmp_path, 3)["validation_pending"] and not trainer.requests.save
-    trainer.requests.stop = TERM
-    with pytest.raises(Stopped):
-        trainer.validate()
-    assert position_of(tmp_path, 4) == Position(4, 4, validation_pending=True).as_dict()
-
-
-@pytest.mark.parametrize("error", [NonFinite("the loss"), Stopped("while answers were generated", 143)], ids=str)
-@pytest.mark.parametrize("validating", [False, True])
-def test_an_error_leaves_the_last_good_step_once(tmp_path, error, validating):
-    """A signal while answers are generated passes by as an error, too."""
-    trainer = CountingTrainer(tmp_path).start()
-    trainer.steps(3)
-    trainer.validating = validating
-    trainer.fail(error)
-    assert position_of(tmp_path, 3)["validation_pending"] == validating
-    told: list[Path] = []
-    trainer.saver.on_saved.append(told.append)
-    trainer.fail(error)
-    assert told == []
 
 
 def test_errors_that_leave_no_checkpoint(tmp_path):
@@ -191,17 +117,6 @@ def test_a_callback_of_lightning_writes_links_and_removes_folders(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=5.ckpt"]
     assert (tmp_path / "last.ckpt" / MANIFEST).is_file() and (tmp_path / "last.ckpt").is_symlink()
     assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == 5
-
-
-def test_a_run_of_lightning_goes_on_from_a_folder(tmp_path):
-    first, second = BoringModel(), BoringModel()
-    saving = trainer(tmp_path, 2)
-    saving.fit(first)
-    saving.save_checkpoint(tmp_path / "x.ckpt")
-    going_on = trainer(tmp_path, 2)
-    going_on.fit(second, ckpt_path=tmp_path / "x.ckpt", weights_only=False)
-    assert going_on.global_step == 2
-    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_only_a_local_disk(tmp_path):

@@ -38,15 +38,6 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_outside_it_raises_at_once_what_no_library_swallows(tmp_path: Path) -> None:
-    with pytest.raises(Stopped, match="stopped by SIGTERM; nothing was saved") as stopped, Requests(tmp_path):
-        try:
-            send(signal.SIGTERM)
-        except Exception:
-            pytest.fail("an Exception")
-    assert stopped.value.code == 143
-
-
 def test_after_training_the_message_says_how_to_get_the_model(tmp_path: Path) -> None:
     message = "after the last step; --ckpt_path last writes the model"
     with pytest.raises(Stopped, match=message), Requests(tmp_path) as requests:
@@ -71,22 +62,6 @@ def test_an_error_inside_is_the_one_that_passes(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), Requests(tmp_path) as requests, requests.deferred():
         send(signal.SIGTERM)
         raise ZeroDivisionError
-
-
-def test_the_same_signal_comes_twice_and_a_second_one_leaves(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(module.os, "_exit", left.append)
-    with pytest.raises(Stopped), Requests(tmp_path) as requests, requests.deferred():
-        send(signal.SIGTERM)
-        clock[0] += 0.9
-        send(signal.SIGTERM)
-        assert not left
-        clock[0] += 0.2
-        send(signal.SIGINT)
-        assert left == [130]
-    assert capfd.readouterr().err == "error: a second SIGINT: left at once\n"
 
 
 class TestSlurm:

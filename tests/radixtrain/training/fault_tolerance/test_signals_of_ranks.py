@@ -35,14 +35,6 @@ def test_signals_at_two_ranks_stop_all_alike(tmp_path: Path) -> None:
     assert written(tmp_path) == ["step=3"]
 
 
-def test_a_request_to_save_saves_once(tmp_path: Path) -> None:
-    def work(rank: int) -> tuple[str, int]:
-        return CountingTrainer(tmp_path).run(lambda: rank == 1 and os.kill(os.getpid(), signal.SIGUSR1))
-
-    assert on_ranks(2, work) == [("done", 0)] * 2
-    assert written(tmp_path) == ["step=3"]
-
-
 def test_the_clock_of_the_first_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> list[str]:
         trainer, told = CountingTrainer(tmp_path, every_minutes=10), []

@@ -84,12 +84,6 @@ def test_overwrite_keeps_the_old_run_until_the_first_checkpoint(
 
 
 @FULL
-def test_fast_dev_run_writes_nothing(arguments: Arguments, tmp_path: Path) -> None:
-    assert main(arguments(trainer__fast_dev_run=True)) == 0
-    assert not (tmp_path / "out").exists()
-
-
-@FULL
 def test_predict_that_is_stopped_leaves_nothing(
     arguments: Arguments, at_step: Any, shop: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -109,15 +109,6 @@ def test_a_best_checkpoint_that_cannot_be_read_is_not_exported(tmp_path: Path, c
     assert "model/ will hold the last weights, not the best" in caplog.text
 
 
-def test_a_try_and_another_command_do_not_count(tmp_path: Path) -> None:
-    for changes in ({"sanity_checking": True}, {"fast_dev_run": 1}, {"state": SimpleNamespace(fn="validate")}):
-        saver = Saver(tmp_path)
-        best, trainer = Best("eval_loss", saver), trainer_at(1, eval_loss=1.0)
-        vars(trainer).update(changes)
-        best.on_validation_end(trainer, torch.nn.Module())
-        assert best.validation is None and not saver.num_asked
-
-
 class TestStopEarly:
     def states(self, values: list[float], patience: int) -> list[bool]:
         stop = StopEarly("eval_loss", patience)
@@ -135,17 +126,6 @@ class TestStopEarly:
         assert self.states([3, 2, 2.5, 1, 1, 1.5], patience=2) == [False, False, False, False, False, True]
         assert self.states([3, 4], patience=1) == [False, True]
         assert self.states([3, NAN], patience=5) == [False, True]
-
-    def test_the_configured_patience_counts_after_a_resume(self) -> None:
-        stop = StopEarly("eval_loss", 2)
-        for value in (1, 2, 3):
-            self.seen(stop, value)
-        for patience, goes_on in ((2, False), (4, True)):
-            resumed = StopEarly("eval_loss", patience)
-            resumed.load_state_dict(stop.state_dict())
-            trainer = SimpleNamespace(should_stop=False)
-            resumed.on_fit_start(trainer, torch.nn.Module())  # type: ignore[arg-type]
-            assert trainer.should_stop is not goes_on
 
 
 def summary(folder: Path) -> dict[str, Any]:

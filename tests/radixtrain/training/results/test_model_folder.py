@@ -37,19 +37,6 @@ def test_a_previous_model_is_replaced_and_files_of_ones_own_are_never_lost(parts
         path.unlink()
 
 
-def test_what_is_read_is_not_replaced(shop):
-    with pytest.raises(UserError, match="is read from there"):
-        check_model_folder(shop / "model", [shop / "model"])
-
-
-def test_a_run_killed_between_the_renames_loses_nothing(parts, tmp_path):
-    save_hf_folder(*parts, tmp_path / "model")
-    (tmp_path / "model").rename(tmp_path / ".model.replaced")
-    with pytest.raises(ZeroDivisionError):
-        save_hf_folder(parts[0], Failing(), tmp_path / "model")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-
-
 def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, capsys):
     save_hf_folder(*parts, tmp_path / "out" / "model")
     base = tmp_path / "out" / "model"
@@ -84,8 +71,3 @@ class Silent:
 
     def save_pretrained(self, folder):
         pass
-
-
-class Failing:
-    def save_pretrained(self, folder):
-        raise ZeroDivisionError

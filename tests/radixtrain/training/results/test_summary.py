@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ from radixtrain.__main__ import main
 from radixtrain.checkpoints.manifest import Manifest
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.best import Validation
 from radixtrain.training.results.curves import LogPart, read_curves
-from radixtrain.training.results.run_progress import Exported, RunProgress, weights_text
+from radixtrain.training.results.run_progress import weights_text
 from radixtrain.training.results.summary import RunSummary
-from radixtrain.training.speed import Speed
 
 Arguments = Callable[..., list[str]]
 
@@ -186,65 +183,7 @@ def test_a_picture_that_fails_is_no_reason_to_lose_a_run(
 @pytest.mark.usefixtures("draws")
 def test_a_fast_dev_run_leaves_nothing(arguments: Arguments, tmp_path: Path) -> None:
     assert main(arguments(trainer__fast_dev_run=True)) == 0
-    for name in ("summary.json", "loss.png", "model", "checkpoints"):
-        assert not (tmp_path / "out" / name).exists()
-
-
-@FULL
-def test_drawing_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second after 100 seconds, then not before another 300, since the last drawing took 3 seconds."""
-    clock, drawn = [0.0], []
-
-    def draw(*_: Any) -> bool:
-        drawn.append(clock[0])
-        clock[0] += 3
-        return True
-
-    monkeypatch.setattr("radixtrain.training.results.summary.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("radixtrain.training.results.summary.write_curves", draw)
-    run = RunSummary(tmp_path)
-    module: Any = SimpleNamespace(position=SimpleNamespace(num_batches=0), last_step={}, speed=Speed())
-    run.on_train_start(SimpleNamespace(global_step=0, loggers=[]), module)  # type: ignore[arg-type]
-    for _ in range(18):
-        clock[0] += 50
-        run._on_saved(tmp_path)
-    assert drawn == [100, 403, 706]
-
-
-REACHED = RunProgress(step=30, first_loss=4.0, last_step={"loss": 1.0}, seconds=8.0)
-
-
-@pytest.mark.parametrize(
-    ("exported", "text"),
-    [
-        (Exported("last", 30, Validation(30, {"eval_loss": 1.5, "eval_contains": 0.25})), "1.5000"),
-        (
-            Exported("last", 30, Validation(20, {"eval_loss": 1.5, "eval_contains": 0.25})),
-            "1.5000 at step 20, the last",
-        ),
-        (
-            Exported("best", 20, Validation(20, {"eval_loss": 1.5, "eval_contains": 0.25})),
-            "1.5000 at step 20, whose weights are exported",
-        ),
-    ],
-)
-def test_the_metrics_are_those_of_the_exported_weights(exported: Exported, text: str) -> None:
-    found = REACHED.results(exported, Speed())
-    assert list(found) == ["loss", "eval_loss", "eval_contains"]
-    assert found["loss"] == "4.0000 -> 1.0000 in 30 steps" and found["eval_loss"].startswith(text)
-    assert RunProgress().results(Exported("last", 0, None), Speed()) == {}
-
-
-def test_what_a_checkpoint_keeps(tmp_path: Path) -> None:
-    parts = [LogPart(str(tmp_path / "out" / "logs" / "version_0"), 0), LogPart("/elsewhere/version_3", 7)]
-    reached = RunProgress(9, 4.0, {"loss": 1.0}, Validation(8, {"eval_loss": 2.0}), parts, 1.5)
-    state = json.loads(json.dumps(reached.as_dict(tmp_path / "out")))
-    found = RunProgress.from_dict(state)
-    (tmp_path / "moved" / "logs" / "version_0").mkdir(parents=True)
-    found.locate_logs(tmp_path, tmp_path / "moved")
-    assert found.parts == [LogPart(str(tmp_path / "moved" / "logs" / "version_0"), 0), parts[1]]
-    found.parts = parts
-    assert found == reached
+    assert not (tmp_path / "out").exists()
 
 
 def test_which_weights_a_command_evaluates(tmp_path: Path) -> None:

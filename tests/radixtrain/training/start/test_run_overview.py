@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +15,7 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.start import run_overview
 from radixtrain.training.start.run_overview import (
     data_entries,
-    model_entries,
     sharing_entries,
-    steps_between_logs,
     unused_keys,
 )
 
@@ -124,24 +121,6 @@ class TestSharing:
         entries = dict(sharing_entries(data_of(rows)))
         assert entries["prompts"].endswith("(in 500 of 200,000 conversations)")
         assert "advice" in entries and rows.num_read <= 10 * 500
-
-
-@pytest.mark.parametrize(("max_steps", "shown"), [(12, "12, 5 in an epoch"), (-1, "15, 5 in an epoch")])
-def test_steps(max_steps, shown, tiny_qwen3):
-    trainer = SimpleNamespace(max_steps=max_steps, max_epochs=3, limit_train_batches=1.0)
-    model = tiny_qwen3()
-    entries = dict(model_entries(model, trainer, 5, 2_500_000))
-    assert entries["steps"].startswith(shown)
-    size = sum(p.numel() for p in model.parameters()) * 4
-    assert entries["memory"].startswith(f"{4 * size / 2**20:,.0f} MiB")
-    assert entries["disk"].startswith("about 2 MiB")
-
-
-def test_a_short_run_logs_every_step():
-    module = SimpleNamespace(steps_per_epoch=1000)
-    for num_steps, expected in ((4, 1), (9, 1), (10, 10), (1000, 10), (-1, 10)):
-        trainer = SimpleNamespace(max_steps=num_steps, max_epochs=None, limit_train_batches=1.0, log_every_n_steps=10)
-        assert steps_between_logs(trainer, module) == expected
 
 
 def test_fit_prints_it_before_the_first_step(arguments, shop, tmp_path, capsys):
