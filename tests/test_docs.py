@@ -14,18 +14,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from byte_tokenizer import byte_tokenizer
 from docstring_parser import parse as parse_docstring
 from tiers import FULL
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
 from radixtrain.data.files.sources import READERS, Source, as_sources
-from radixtrain.data.formats import Row, read_rows
-from radixtrain.data.rows.columns import PAIRS, standard_row
+from radixtrain.data.formats import read_rows
+from radixtrain.data.rows.columns import PAIRS
 from radixtrain.data.sample import Sample
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
@@ -47,16 +46,11 @@ EXAMPLES = [pytest.param(*found, id=found[1][:50]) for found in EXAMPLE.findall(
 
 
 @cache
-def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     """A token for each byte, and a stock chat template of Qwen3."""
     trl = pytest.importorskip("trl", reason="carries a copy of Qwen3's stock chat template: pip install trl")
-    names = bytes_to_unicode()
-    backend = Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
     stock = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=stock)
+    return byte_tokenizer(stock)
 
 
 def options_of(info: str) -> dict[str, Any]:
@@ -72,7 +66,7 @@ def options_of(info: str) -> dict[str, Any]:
 def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[Sample]]:
     """The samples of a row that stands on a line of its own in chats.jsonl."""
     (folder / "chats.jsonl").write_text(" ".join(row.split("\n")), encoding="utf-8")
-    tokenizer = byte_tokenizer(options.pop("template", "qwen3"))
+    tokenizer = tokenizer_of(options.pop("template", "qwen3"))
     source = Source("chats.jsonl", columns=options.pop("columns", None))
     encoder = (UnlabelledEncoder if options.pop("unlabelled", False) else ChatEncoder)(tokenizer, **options)
     return tokenizer, [sample for samples in encoder.encode_all(read_rows(source)) for sample in samples]
@@ -164,11 +158,6 @@ def test_the_measurement_of_r(capsys: pytest.CaptureFixture[str]) -> None:
     [(code, printed)] = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
     exec(compile(code, FORMATS, "exec"), {})
     assert capsys.readouterr().out == printed
-
-
-def test_a_weight_of_a_row_is_unused() -> None:
-    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}], "weight": 0}
-    assert standard_row(Row(row, "a:1")).unused == ("weight",)
 
 
 # docs/configuration.md: its tables are the code's

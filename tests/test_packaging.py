@@ -22,22 +22,13 @@ LINKED = ["kernels", "collators"]
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_linked_folder_is_no_package(name: str) -> None:
+def test_a_folder_is_linked_and_no_package(name: str) -> None:
+    """In the root, which is first on the path then, the bare name finds none of our files."""
     assert list((ROOT / name).glob("*.py")), f"{name}/ holds no modules"
     assert not list((ROOT / name).rglob("__init__.py"))
-
-
-@pytest.mark.parametrize("name", LINKED)
-def test_link_is_relative_and_resolves(name: str) -> None:
     link = ROOT / "radixtrain" / name
     assert link.is_symlink(), f"{link} is not a link; on Windows git needs core.symlinks=true"
-    assert link.readlink() == Path("..", name)
-    assert link.resolve() == ROOT / name
-
-
-@pytest.mark.parametrize("name", LINKED)
-def test_bare_name_is_not_ours(name: str) -> None:
-    """In the root, which is first on the path then, the bare name finds none of our files."""
+    assert link.readlink() == Path("..", name) and link.resolve() == ROOT / name
     code = f"import importlib.util, json; s = importlib.util.find_spec({name!r}); print(json.dumps(s and s.origin))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     origin = json.loads(found.stdout)

@@ -64,13 +64,6 @@ def test_every_tensor_is_pinned_and_nothing_else_changes(name: str, pinned: set[
     assert repr(result) == repr(batch)
 
 
-def test_a_pinned_batch_is_a_layout(pinned: set[int]) -> None:
-    batch = pin_memory(RadixCollator()(FEATURES))
-    layout = TreeLayout.from_batch(batch)
-    assert layout.levels == TreeLayout.from_batch(RadixCollator()(FEATURES)).levels
-    assert {x.data_ptr() for x in tensors_of(layout.to_batch())} <= pinned
-
-
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_a_layout_moves_as_asked(copies: list[bool], non_blocking: bool) -> None:
     layout = TreeLayout.from_batch(RadixCollator()(FEATURES))

@@ -5,7 +5,6 @@ arms agree.
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,6 @@ import torch
 from tiers import FULL
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-
-
-def fold(ids, positions, cu_seqlens):
-    """What `radix_mlp.compute_fold_and_scatter` returns: rows are numbered as they come."""
-    rows, scatter, gather = {}, [], []
-    for start, end in pairwise(cu_seqlens.tolist()):
-        history = ()
-        for token in range(start, end):
-            history = (*history, int(ids[token]), int(positions[token]))
-            if history not in rows:
-                rows[history] = len(rows)
-                gather.append(token)
-            scatter.append(rows[history])
-    scatter, gather = np.array(scatter, dtype=np.uint32), np.array(gather, dtype=np.uint32)
-    return ids[gather], positions[gather], scatter, gather
 
 
 def small_rows():
@@ -58,28 +42,6 @@ class TestPlan:
             prompt = int(512 * ratio)
             assert len({tuple(sequence[:prompt]) for sequence in row.sequences}) == 1
             assert prompt == 512 or len({tuple(sequence[: prompt + 2]) for sequence in row.sequences}) == 32
-
-    @pytest.mark.parametrize("damage", ["fold", "scatter"])
-    def test_what_differs_is_not_timed(self, damage, monkeypatch):
-        def damaged(*batch):
-            ids, positions, scatter, gather = (array.copy() for array in fold(*batch))
-            array = {"fold": gather, "scatter": scatter}[damage]
-            array[-1] = array[-1] - 1
-            return ids, positions, scatter, gather
-
-        monkeypatch.setattr(plan, "compute_fold_and_scatter", damaged)
-        with pytest.raises(RuntimeError, match="differ"):
-            plan.run(small_rows(), 1)
-
-    def test_the_table_with_the_comparison(self, capsys, monkeypatch):
-        monkeypatch.setattr(plan, "compute_fold_and_scatter", fold)
-        ratios = plan.run(small_rows(), 1)
-        printed = capsys.readouterr().out.splitlines()
-        assert "| shared | 40 | 24 | 1.67 |" in printed[4]
-        assert f"| **{ratios[0]:.2f}** | " in printed[4]
-        groups = [line for line in printed if line.startswith("| *")]
-        assert groups == ["| *first* | | | | | | | | | |", "| *second* | | | | | | | | | |"]
-        assert {line.count("|") for line in printed if line} == {11}
 
     def test_without_radix_mlp_it_says_so_and_times_ours(self, capsys, monkeypatch):
         monkeypatch.setattr(plan, "compute_fold_and_scatter", None)
@@ -129,7 +91,7 @@ class TestHeadAndLoss:
 
 @FULL
 class TestWholeGroups:
-    """grpo_groups.py: what it measures is what its formula says, and the trainer arm runs."""
+    """grpo_groups.py: what it measures is what its formula says."""
 
     @pytest.fixture(scope="class")
     def benchmark(self) -> Any:
@@ -143,11 +105,3 @@ class TestWholeGroups:
             scattered, whole, together = benchmark.of_the_plans(np.random.default_rng(0), setting, draws=100)
             assert scattered == pytest.approx(benchmark.formula(setting), rel=0.03)
             assert scattered < whole <= together
-
-    def test_trainer_arms(self, benchmark, tmp_path, capsys):
-        setting = benchmark.Setting(num_generations=4, prompt=40, completion=4, batch_size=4, steps=2)
-        scattered, whole, together = benchmark.of_the_trainer(np.random.default_rng(0), setting, str(tmp_path))
-        assert scattered < 0.8 * whole
-        assert whole == pytest.approx(together, rel=0.03)
-        benchmark.print_table("GRPOTrainer", lambda setting: (scattered, whole, together), [setting])
-        assert f"| {scattered:.2f} | {whole:.2f} | {together:.2f} |" in capsys.readouterr().out

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import time
-from base64 import b64decode
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,11 +96,6 @@ class Browser:
         self.move(x, y)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(b64decode(answer["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The result of a command; events that arrive before it are noted."""

@@ -18,27 +18,6 @@ from radixtrain.errors import UserError
 CASCADE = Settings(("cascade",), repeats=1)
 
 
-@FULL
-def test_measuring_needs_only_torch_transformers_and_numpy(fresh: Any) -> None:
-    """On a machine with a GPU nothing else need be installed."""
-    code = """
-import sys
-for name in ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb", "flash_attn", "peft", "trl"):
-    sys.modules[name] = None
-import torch
-from radixtrain.bench.cells import Cell, ModelShape, build_model
-from radixtrain.bench.measure import Settings, measure
-from radixtrain.bench.work import make_work
-shape = ModelShape(num_hidden_layers=1, hidden_size=16, head_dim=8, vocab_size=50)
-model = build_model(shape, torch.device("cpu"), torch.float32, "sdpa")
-(result,) = measure(model, make_work(Cell(shape, 8, 3, 4)), Settings(("cascade",), repeats=1))
-print(result.num_tokens, result.num_unique_tokens)
-"""
-    returned, ran = fresh(code)
-    assert returned == 0, ran.said()[-2000:]
-    assert ran.printed().split() == ["44", "20"]
-
-
 @pytest.mark.parametrize("mode", cases(["step", "forward"], ["step"]))
 @pytest.mark.parametrize("max_tokens", cases([None, 40], [40]))
 def test_given_rows(mode: Any, max_tokens: int | None, shape: ModelShape, model: Any, ragged_features: Any) -> None:
@@ -73,26 +52,12 @@ def test_unique_tokens_hold_less_memory(mode: Any, model: Any, flat: Cell) -> No
     assert first.radix_peak_bytes == again.radix_peak_bytes
 
 
-@FULL
-def test_a_forward_pass_holds_less_than_a_step(model: Any, flat: Cell) -> None:
-    (step,), (forward,) = (measure(model, make_work(replace(flat, mode=mode)), CASCADE) for mode in ("step", "forward"))
-    assert forward.radix_peak_bytes < step.radix_peak_bytes
-    assert forward.ordinary_peak_bytes < step.ordinary_peak_bytes
-
-
 def test_the_model_comes_back(model: Any, flat: Cell) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     measure(model, make_work(flat), Settings(repeats=1))
     assert model.config._attn_implementation == "sdpa"
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-@FULL
-def test_nothing_to_share_holds_as_much_memory(model: Any, flat: Cell) -> None:
-    (result,) = measure(model, make_work(replace(flat, prompt_length=0, suffix_length=40)), CASCADE)
-    assert result.r == result.ideal_speedup == 1.0
-    assert result.memory_ratio and result.memory_ratio > 0.8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

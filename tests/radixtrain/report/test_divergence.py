@@ -1,29 +1,21 @@
 """Planted causes are found, with their rows and what fixing them saves; data without one has none."""
 
 import json
-import os
 import random
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import FULL, cases, tries
+from tiers import cases, tries
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import read_rows
 from radixtrain.data.sample import Sample
-from radixtrain.report.contents import Break
 from radixtrain.report.divergence import find_breaks
 from radixtrain.tree.plan import build_prefix_plan
-
-ROOT = Path(__file__).resolve().parents[3]
-DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
-import tiny  # noqa: E402
 
 VOCABULARY = """
 shop order parcel refund card price note letter street bridge garden window kettle ticket train river paper pencil
@@ -125,10 +117,6 @@ def moved(before: str, draw: Callable[[random.Random], str], after: str) -> Call
     return make
 
 
-def clock(rng: random.Random) -> str:
-    return f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02} {rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
-
-
 def in_order(items: list[str], join: str, after: str, count: int | None = None) -> Callable[..., tuple[str, str]]:
     def make(rng: random.Random, row: int) -> tuple[str, str]:
         fixed = join.join(items[:count])
@@ -150,24 +138,13 @@ def date_in_one_of_five(rng: random.Random, row: int) -> tuple[str, str]:
 SECOND = POLICY.replace("shop", "house", 1).replace("card", "paper card", 1)
 CAUSES = {
     "a date": ("a date or time", moved("Today is", dates, f".\n{POLICY}"), ROWS),
-    "a date and a time inside the prompt": ("a date or time", moved(POLICY[:300], clock, POLICY[300:]), ROWS),
     "a date in each of several prompts": ("a date or time", date_in_one_of_five, ROWS),
     "a UUID": ("a UUID", moved("Session", uuids, f"\n{POLICY}"), ROWS),
-    "a hash": (
-        "an id or hash",
-        moved("Session", lambda rng: f"{rng.getrandbits(60) + 2**60:x}a1", f"\n{POLICY}"),
-        ROWS,
-    ),
-    "a number": ("a number", moved("Number", lambda rng: f"{rng.randint(1000, 99999)}", f".\n{POLICY}"), ROWS),
-    "a name": ("a name", moved("You talk to", lambda rng: rng.choice(NAMES), f", a customer.\n{POLICY}"), ROWS),
     "a question before the rules": ("a text of the row's own", moved("Read:", sentence, f"\n{POLICY}"), ROWS),
     "tools, a line each": ("the order of the tools", in_order(TOOLS, "\n", f"\n{POLICY}"), ROWS),
-    "tools in one line": ("the order of the tools", in_order(TOOLS, ", ", ""), ROWS),
     "example order": ("the order of the examples", in_order(EXAMPLES[:4], "\n\n", ""), ROWS),
     "example choice": ("the choice of the examples", in_order(EXAMPLES, "\n\n", "", 4), ROWS),
-    "few examples": ("the choice of the examples", in_order(EXAMPLES[:6], "\n\n", POLICY, 3), ROWS),
     "line ends": ("white space", every(4, POLICY.replace("\n", "\r\n"), POLICY), ROWS // 4),
-    "blanks": ("white space", every(4, POLICY.replace(" ", "  ", 3), POLICY), ROWS // 4),
     "versions": (
         "another version of the template",
         every(3, f"You are the agent of a shop, short and quick.\n{SECOND}", f"You read letters.\n{POLICY}"),
@@ -234,38 +211,6 @@ def test_two_causes_side_by_side_name_each_other(
         assert "By itself this saves" in found[each].advice and f"a fix of {other} too" in found[each].advice
 
 
-def uuid_or_line_ends(rng: random.Random, row: int) -> tuple[str, str]:
-    if row % 3 == 0:
-        return POLICY.replace("\n", "\r\n"), POLICY
-    return (f"Session {uuids(rng)}\n{POLICY}", POLICY) if row % 3 == 1 else (POLICY, POLICY)
-
-
-def name_in_one_branch(rng: random.Random, row: int) -> tuple[str, str]:
-    date, name = dates(rng), rng.choice(NAMES)
-    branch = f"You talk to {name} now. {paragraph(30)}" if row % 2 else f"You write letters. {paragraph(31)}"
-    return f"Today is {date}.\n{POLICY}\n{branch}", ""
-
-
-def date_and_tools(rng: random.Random, row: int) -> tuple[str, str]:
-    tools = "\n".join(shuffled(TOOLS, rng))
-    return f"Today is {dates(rng)}.\n{tools}\n{POLICY}", ""
-
-
-SEVERAL = {
-    uuid_or_line_ends: {"a UUID": 40, "white space": 40},
-    name_in_one_branch: {"a date or time": ROWS, "a name": ROWS // 2},
-    date_and_tools: {"a date or time": ROWS, "the order of the tools": ROWS},
-}
-
-
-@pytest.mark.parametrize("make", SEVERAL)
-def test_several_causes(
-    make: Callable[..., tuple[str, str]], chats: Callable[..., Conversations], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    found = find_breaks(chats(planted(make)[0]), tokenizer, BATCH_SIZE)
-    assert {each.cause: each.num_sequences for each in found} == SEVERAL[make]
-
-
 @given(mixtures=st.lists(st.lists(st.integers(0, 3), max_size=8), min_size=2, max_size=12))
 @settings(max_examples=tries(100, 2000), deadline=None)
 def test_any_mixture_of_paragraphs_is_read_to_its_end(
@@ -327,23 +272,3 @@ def test_samples_without_a_prompt_have_none(
     assert find_breaks([], tokenizer) == ()
     assert find_breaks([[], [sample], []], tokenizer) == ()
     assert find_breaks([[Sample(sample.input_ids, sample.input_ids, "a:1")]] * 3, tokenizer) == ()
-
-
-@pytest.mark.data
-@FULL
-@pytest.mark.parametrize("name", ["banking77", "gsm8k_many_prompts", "gsm8k_plain", "gsm8k_fewshot"])
-def test_the_real_data_sets_have_none_until_a_date_is_planted(name: str) -> None:
-    source = DATA / f"{name}_train.jsonl"
-    if not source.is_file():
-        pytest.skip(f"RADIXTRAIN_DATA names no folder with {source.name}")
-    rows = [row for row, _ in zip(read_rows(str(source)), range(300), strict=False)]
-    texts = {message["content"] for row in rows[:100] for message in row.fields["messages"]}
-    tokenizer = tiny.train_tokenizer(sorted(texts), 2000)
-    encoder = ChatEncoder(tokenizer)
-    assert find_breaks(encoder.encode_all(rows), tokenizer, BATCH_SIZE) == ()
-    if rows[0].fields["messages"][0]["role"] == "system":
-        rng = random.Random(0)
-        for row in rows:
-            row.fields["messages"][0]["content"] = f"{dates(rng)}\n{row.fields['messages'][0]['content']}"
-        found: tuple[Break, ...] = find_breaks(encoder.encode_all(rows), tokenizer, BATCH_SIZE)
-        assert [(each.cause, each.num_sequences) for each in found] == [("a date or time", len(rows))]

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiers import FULL
 
-from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.report import prediction as module
 from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
-from radixtrain.report.profiling import Case, RunSetup, Timings, cases_of
+from radixtrain.report.profiling import Case, RunSetup, Timings
 from radixtrain.report.sharing import CountedStep, Counts, Draw, SampledSteps
 
 CPU = torch.device("cpu")
@@ -136,38 +134,9 @@ class TestPrediction:
         assert replace(self.FOUND, waits_for_collator=True).radix_seconds(step) == without + 7.0
 
 
-@FULL
-def test_real_timings(tiny_qwen3: Callable[..., Any]) -> None:
-    """Both arms run, and both have a prediction."""
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 50, 200)
-    features = []
-    for _ in range(16):
-        ids = np.concatenate([prompt, rng.integers(0, 50, 4)])
-        features.append({"input_ids": ids, "labels": np.where(np.arange(204) < 200, -100, ids)})
-
-    def build(num_layers: int, device: torch.device) -> Any:
-        with device:
-            return tiny_qwen3(num_hidden_layers=num_layers).train() if device.type == "cpu" else linear(1, device)
-
-    setup = setup_of(build)
-    cost = step_cost_of_run(setup)
-    assert cost is not None
-    cases = cases_of([features], StepCollator(max_tokens=4096, step_cost=cost), cost)
-    found = predict_seconds(setup, cases, num_workers=1, max_seconds=5)
-    (radix,), (ordinary,) = ([case for case in cases if case.arm == arm][-1:] for arm in ("radix", "ordinary"))
-    step = step_of(radix.counts, ordinary.counts)
-    assert found.ordinary_seconds(step) > 0 and found.radix_seconds(step) > 0
-    assert found.memory_bytes(SampledSteps(draw=Draw(16, 4096), steps=(step,), scale=1.0)) > 264 * 32 * 4
-
-
 def test_reference_has_no_cost(tiny_qwen3: Callable[..., Any]) -> None:
     setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=1), attention="reference")
     assert step_cost_of_run(setup) is None
-
-
-def test_free_bytes() -> None:
-    assert free_bytes(CPU) > 2**20
 
 
 def test_free_bytes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

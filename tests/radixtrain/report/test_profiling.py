@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.report.profiling import REPEATS, RunSetup, cases_of, time_cases
+from radixtrain.report.profiling import RunSetup, cases_of, time_cases
 
 
 @pytest.fixture
@@ -66,25 +65,6 @@ class TestTimeCases:
         assert [case.counts.rows for case in timed.seconds] == [
             min(case.counts.rows for case in cases if case.arm == arm) for arm in ("radix", "ordinary")
         ]
-
-    def test_the_arms_take_turns_and_each_begins_without_gradients(
-        self, features: list[dict[str, Any]], setup: RunSetup
-    ) -> None:
-        models: list[Any] = []
-        seen: list[tuple[bool, bool]] = []
-
-        def build(num_layers: int, device: torch.device) -> Any:
-            models.append(setup.build(num_layers, device))
-            return models[-1]
-
-        def forward() -> nullcontext[None]:
-            is_prepared = models[-1].config._attn_implementation != "sdpa"
-            seen.append((is_prepared, models[-1].lm_head.weight.grad is None))
-            return nullcontext()
-
-        cases = cases_of([features[:1]], StepCollator(), None)
-        time_cases(replace(setup, build=build, forward=forward), 1, cases)
-        assert seen[-2 * REPEATS :] == [(True, True), (False, True)] * REPEATS
 
     def test_the_model_is_restored_if_a_case_fails(self, features: list[dict[str, Any]], setup: RunSetup) -> None:
         cases = cases_of([features], StepCollator(max_tokens=1000), None)

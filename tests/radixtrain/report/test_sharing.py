@@ -196,11 +196,3 @@ def test_attention_is_what_the_layer_costs_beyond_its_matrices(
     counts = radix_counts(step.micro_batches[0], plan, cost)
     cheapest = min(cost.seconds(plan, strategy) for strategy in cost.strategies)
     assert counts.attention == pytest.approx(cheapest - plan.num_rows * 100.0 * 1e-10)
-
-
-def test_a_strategy_by_name_and_no_choice_in_the_batch(two_prompts: list[dict[str, Any]]) -> None:
-    step = StepCollator()(two_prompts)
-    (plan,) = plans_of(two_prompts, step)
-    named = replace(COST, strategies=("expand",))
-    counts = radix_counts(step.micro_batches[0], plan, named)
-    assert counts.attention == pytest.approx(COST.seconds(plan, "expand") - plan.num_rows * 100.0 * 1e-10)

@@ -1,18 +1,14 @@
 """The tree of a few sequences, what is left out of a small one, and characters that a branch cuts in two."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+import tiny
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.data.tokens.decode import shortened, text_of_run, token_texts
+from radixtrain.data.tokens.decode import shortened
 from radixtrain.report.contents import TreeNode
 from radixtrain.report.tree import MAX_CHARACTERS, prefix_tree
 from radixtrain.tree.arrays import IntArray
-
-RECIPES = Path(__file__).resolve().parents[3] / "recipes"
-import tiny  # noqa: E402
 
 TEXTS = ["red apple", "red apple", "red apricot", "red plum tree", "blue"]
 
@@ -85,24 +81,11 @@ def test_a_branch_inside_a_character(tokenizer: PreTrainedTokenizerBase) -> None
     assert any(node.num_tokens == 1 for child in tree.children for node in child.children)
 
 
-def test_every_cut_of_a_sequence_joins_to_its_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = "a é 😀 ж 漢字 <|im_start|>user\nb"
-    (ids,) = ids_of([text], tokenizer)
-    for cut in range(len(ids) + 1):
-        parts = text_of_run(tokenizer, ids, 0, cut), text_of_run(tokenizer, ids, cut, len(ids))
-        assert "".join(parts) == text
-
-
 def test_a_long_run_is_shortened_in_its_middle(tokenizer: PreTrainedTokenizerBase) -> None:
     tree = prefix_tree(ids_of(["begin" + " plum" * 500 + " end"], tokenizer), tokenizer)
     text = tree.children[0].text
     assert len(text) <= MAX_CHARACTERS and text.startswith("begin plum") and text.endswith("plum end") and " … " in text
     assert shortened("abc", 3) == "abc" and shortened("a" * 20 + "b" * 20, 12) == "aaaaa … bbbb"
-
-
-def test_the_text_of_a_token_keeps_its_blank(tokenizer: PreTrainedTokenizerBase) -> None:
-    (ids,) = ids_of([" red\n<|im_end|>"], tokenizer)
-    assert "".join(token_texts(tokenizer, ids.tolist())) == " red\n<|im_end|>"
 
 
 def test_a_conversation_of_many_turns_is_deep(tokenizer: PreTrainedTokenizerBase) -> None:

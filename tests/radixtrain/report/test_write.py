@@ -27,19 +27,12 @@ def test_the_fastest_that_leaves_the_steps_as_they_are() -> None:
     assert best_setting(OWN, [SLOWER, LARGER, GROUPED, OWN, FASTER], 1000) is FASTER
 
 
-def test_memory_decides_first() -> None:
-    assert best_setting(OWN, [SLOWER, OWN, FASTER], 60) is OWN
-    assert best_setting(OWN, [SLOWER, OWN, FASTER], 30) is SLOWER
-    assert best_setting(OWN, [SLOWER, OWN, FASTER], 10) is OWN
-
-
-def test_within_the_noise_of_timings_it_is_the_users_own() -> None:
+def test_memory_decides_first_and_within_the_noise_of_timings_it_is_the_users_own() -> None:
+    for free, chosen in ((60, OWN), (30, SLOWER), (10, OWN)):
+        assert best_setting(OWN, [SLOWER, OWN, FASTER], free) is chosen
     assert best_setting(OWN, [OWN, replace(FASTER, seconds_per_epoch=97.0)], 1000) is OWN
-
-
-def test_nothing_predicted() -> None:
-    own = replace(OWN, seconds_per_epoch=None, memory_bytes=None)
-    assert best_setting(own, [own, FASTER], 1000) is own
+    unknown = replace(OWN, seconds_per_epoch=None, memory_bytes=None)
+    assert best_setting(unknown, [unknown, FASTER], 1000) is unknown
 
 
 def test_the_command_repeats_what_was_typed() -> None:
