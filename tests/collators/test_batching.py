@@ -102,8 +102,6 @@ def test_no_cut_computes_less_than_the_bound(sequences, max_tokens):
     assert cut_step([], max_tokens) == ([], 0)
 
 
-RANK_BUDGETS = st.sampled_from([1, 3, 6, 10, 20, None])
-RANKS = st.sampled_from([1, 2, 3, 5, 9])
 COSTS = st.sampled_from([SequenceCost(), SequenceCost(row=5, pair=1)])
 
 
@@ -114,15 +112,6 @@ def prefixes(sequences):
 def cost_of_group(cost, sequences):
     """Of all distinct prefixes: a row each, and a pair for each token up to it."""
     return sum(cost.row + cost.pair * len(prefix) for prefix in prefixes(sequences))
-
-
-def padded_cost(cost, sequences):
-    longest = max(map(len, sequences))
-    return len(sequences) * sum(cost.row + cost.pair * place for place in range(1, longest + 1))
-
-
-def cost_of_rank(cost, sequences, groups, of_group=cost_of_group):
-    return sum(of_group(cost, [sequences[index] for index in group]) for group in groups)
 
 
 @pytest.mark.parametrize(
@@ -171,44 +160,6 @@ def test_share_by_padded_tokens(lengths, num_ranks, max_tokens, groups, costs):
     assert shares.num_unique_tokens is None
 
 
-def test_the_ranks_run_as_many_micro_batches_as_the_one_with_most():
-    shares = share_by_unique_tokens(arrays([[1] * 4, [2] * 2, [3] * 2]), 2, 2)
-    assert [len(groups) for groups in shares.groups] == [1, 2]
-    assert shares.num_micro_batches == 2
-
-
-@settings(max_examples=80, deadline=None)
-@given(ragged_batches(max_sequences=12), RANKS, RANK_BUDGETS, COSTS)
-@pytest.mark.parametrize(
-    ("share", "of_group", "num_tokens"),
-    [
-        (share_by_unique_tokens, cost_of_group, lambda sequences: len(prefixes(sequences))),
-        (share_by_padded_tokens, padded_cost, lambda sequences: len(sequences) * max(map(len, sequences))),
-    ],
-    ids=["unique", "padded"],
-)
-def test_nothing_is_lost_and_the_budget_is_kept(share, of_group, num_tokens, sequences, num_ranks, max_tokens, cost):
-    if share is share_by_padded_tokens:
-        cost = SequenceCost()
-        shares = share(arrays(sequences), num_ranks, max_tokens)
-    else:
-        shares = share(arrays(sequences), num_ranks, max_tokens, cost=cost)
-    assert len(shares.groups) == len(shares.costs) == num_ranks
-    groups = [group for mine in shares.groups for group in mine]
-    assert sorted(index for group in groups for index in group) == list(range(len(sequences)))
-    for group in groups:
-        assert len(group) == 1 or max_tokens is None or num_tokens([sequences[i] for i in group]) <= max_tokens
-    assert shares.costs == [cost_of_rank(cost, sequences, mine, of_group) for mine in shares.groups]
-
-
-@settings(max_examples=60, deadline=None)
-@given(ragged_batches(max_sequences=12), RANK_BUDGETS)
-def test_a_single_rank_gets_the_ordinary_cut(sequences, max_tokens):
-    shares = share_by_unique_tokens(arrays(sequences), 1, max_tokens)
-    cut = cut_step(arrays(sequences), max_tokens)
-    assert (shares.groups[0], shares.num_unique_tokens) == cut
-
-
 @settings(max_examples=60, deadline=None)
 @given(ragged_batches(max_sequences=7), st.sampled_from([2, 3]), COSTS)
 def test_no_runs_of_the_sorted_order_are_better(sequences, num_ranks, cost):
@@ -239,11 +190,6 @@ def test_positions_count():
     assert share_by_unique_tokens(same, 2, None).costs == [3, 0]
     elsewhere = np.array([0, 1, 2, 5, 6, 7])
     assert share_by_unique_tokens(same, 2, None, elsewhere).costs == [3, 3]
-
-
-def test_an_empty_sequence_is_not_lost_by_ranks():
-    with pytest.raises(ValueError, match="sequence 1 is empty"):
-        share_by_unique_tokens(arrays([[1, 2], [], [3]]), 2, None)
 
 
 RATES = Rates(call=1.0, rectangle=1.0, pair=2e-12, element=1.0, flop=1e-12)

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from functools import partial
 from math import comb
 from pathlib import Path
 
@@ -260,38 +259,6 @@ def test_a_batch_has_no_more_prompts_than_it_must(batch_size):
         assert max(counts) <= batch_size // together + min(2, batch_size % together)
 
 
-def test_micro_batches_share_only_inside(twenty):
-    order = drawn(twenty[0], 16)
-    assert ratio(twenty[0], order, max_tokens=700) < 0.8 * ratio(twenty[0], order)
-
-
-def test_nested_prompts():
-    """20 prompts, 50 contexts in each, 3 questions about each: those of a context meet, beside others of its prompt."""
-    generator = rng()
-    parts = partial(generator.integers, 0, 9999)
-    sequences, labels = [], []
-    for number in range(20):
-        prompt = parts(300)
-        for context in range(50):
-            start = np.concatenate([prompt, parts(100)])
-            sequences += [np.concatenate([start, parts(50)]) for _ in range(3)]
-            labels += [(number, context)] * 3
-    shuffle = generator.permutation(len(sequences))
-    sequences, labels = [sequences[index] for index in shuffle], [labels[index] for index in shuffle]
-    order = drawn(sequences, 8)
-    for batch in in_batches(order)[:-1]:
-        found = Counter(labels[index] for index in batch)
-        assert sum(count < 3 for count in found.values()) <= 2, "the first and the last one"
-        assert len({prompt for prompt, _ in found}) <= 8
-    assert ratio(sequences, order) > 2 * ratio(sequences, np.arange(len(sequences)))
-
-
-@pytest.mark.parametrize(("prompts", "per_prompt"), [(100, 1), (1, 100)])
-def test_distinct_prompts_and_a_single_one_are_a_plain_shuffle(prompts, per_prompt):
-    sequences, _ = chats(prompts, per_prompt)
-    assert drawn(sequences, 8).tolist() == rng(1).permutation(100).tolist()
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 33])
 def test_tiny_data_and_batches_larger_than_it(count):
     sequences = chats(2, 20)[0][:count]
@@ -309,20 +276,6 @@ def test_every_row_is_as_likely_in_every_batch():
     for row in (0, 39, 40, 44, 45, 59):
         counts = np.bincount(places[:, row], minlength=15)
         assert ((counts - 200) ** 2 / 200).sum() < 42
-
-
-def test_partners_change_with_the_epoch(twenty):
-    """Two rows of a prompt of 160 are in one run of 16 with a probability of 15 / 159, and in one batch of two runs
-    with one of 9 / 199 for the other rows.
-    """
-    sequences, which = twenty
-    first, second = (drawn(sequences, 16, seed=seed) for seed in (1, 2))
-    batch_of = np.argsort(second) // BATCH
-    again = [
-        np.mean(batch_of[batch[which[batch] == which[batch[0]]][1:]] == batch_of[batch[0]])
-        for batch in in_batches(first)
-    ]
-    assert_mean(again, 15 / 159 + (1 - 15 / 159) / 199)
 
 
 @st.composite
@@ -349,9 +302,3 @@ def test_r_of_nothing_and_of_empty_sequences():
     assert ratio_of_batches(lambda index: [], [], None) == 1.0
     assert ratio_of_batches(lambda index: [np.zeros(0, dtype=np.int64)], [[0]], None) == 1.0
     assert batches_of(np.zeros(0, dtype=np.int64), 4) == []
-
-
-def test_some_batches_of_an_epoch():
-    order = np.arange(1000)
-    assert batches_of(order, 10, 3) == [list(range(10)), list(range(500, 510)), list(range(990, 1000))]
-    assert len(batches_of(order, 10)) == 100 and len(batches_of(np.arange(9000), 512)) == 16

@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from batch_contents import as_python, predictions_of
@@ -15,9 +14,8 @@ from tiers import cases
 from torch.utils.data import DataLoader
 
 from radixtrain import prepare_model
-from radixtrain.collators.features import all_feature_arrays
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.steps import PaddedCollator, StepCollator, dummy_features
+from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predictions import predict
 from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import ragged_batches
@@ -124,13 +122,6 @@ def test_micro_batches_are_those_of_the_collator(options, collator):
     assert as_python(batch) == as_python(collator([FEATURES[index] for index in members]))
 
 
-@pytest.mark.parametrize("options", [{}, {"merge_labels": False}, {"dedup": False}])
-def test_a_step_without_labels(options):
-    features = [{"input_ids": [1, 2], "labels": [N, N]}, {"input_ids": [3], "labels": [3]}]
-    step = StepCollator(max_tokens=2, **options)(features)
-    assert (step.num_labels, step.num_tokens) == (0, 3)
-
-
 def test_an_error_names_the_feature_by_its_index_in_the_step():
     """Wherever sorting put it in its micro-batch."""
     features = [{"input_ids": [5], "labels": [5]}, {"input_ids": [9, 9], "labels": [9]}, FEATURES[0]]
@@ -227,12 +218,6 @@ def test_two_sequences():
     }
 
 
-def test_first_tokens_are_not_predicted_by_the_row_above():
-    batch = PaddedCollator()([{"input_ids": [7, 8], "labels": [7, 8]}, {"input_ids": [5, 6], "labels": [5, 6]}])
-    assert batch["radix_predictor_indices"].tolist() == [0, 2]
-    assert batch["shift_labels"].tolist() == [[8, 6]]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), ragged_batches(), st.sampled_from([0, 3, 9]))
 def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequences, pad_token_id):
@@ -262,33 +247,6 @@ ARMS = {
     "padded": {"dedup": False},
     "rounded": {"pad_to_multiple_of": 8},
 }
-
-
-def listed(feature: Any) -> dict[str, Any]:
-    values = feature._asdict()
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-
-
-def test_it_begins_as_the_shortest_sequence_that_bears_loss():
-    unlabelled = {"input_ids": [9], "labels": [9]}
-    feature = dummy_features(all_feature_arrays([LONG, unlabelled, SHORT]), has_weights=True)
-    others = {"position_ids": None, "num_left_padding": 0, "old_logprobs": None, "advantages": None}
-    assert listed(feature) == {"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [0, 0], **others}
-
-
-def test_without_weights_it_has_no_label():
-    feature = dummy_features(all_feature_arrays([LONG, SHORT]), has_weights=False)
-    assert feature.labels.tolist() == [N, N]
-    assert feature.loss_weights is None
-
-
-def test_a_beginning_has_the_positions_and_floats_of_its_sequence():
-    policy = {"position_ids": [4, 5, 6], "advantages": 0.5, "old_logprobs": [0, -1, -2], "loss_weights": [0, 3, 3]}
-    feature = dummy_features(all_feature_arrays([{**SHORT, **policy}]), has_weights=True)
-    assert feature.position_ids.tolist() == [4, 5]
-    assert feature.advantages.tolist() == [0, 0.5]
-    assert feature.old_logprobs.tolist() == [0, -1]
-    assert feature.loss_weights.tolist() == [0, 0]
 
 
 def batch_of_an_idle_rank(**options: Any) -> dict[str, Any]:

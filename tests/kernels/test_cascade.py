@@ -3,7 +3,6 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -115,9 +114,3 @@ def test_every_pair_of_the_mask_is_in_one_call(sequences, min_shared_tokens, pad
         assert sum((pairs(piece, plan.num_rows) for piece in pieces), Counter()) == Counter(mask_pairs(plan))
         assert pieces[0].ragged.cu_seqlens_q[-1] == plan.num_rows, "the first meets every row"
     assert len(tuple(layout.packed_pieces())) == 1 + len(layout.levels) == 1 + max(plan.depth - 1, 0)
-
-
-@pytest.mark.parametrize("sequences", [[], [[]], [[3]]], ids=["no sequence", "an empty one", "one token"])
-def test_nothing_to_share(sequences):
-    (own,) = bundled(layout_of(sequences))
-    assert own.ragged.cu_seqlens_q.tolist() == ([0, 1] if sequences == [[3]] else [0])

@@ -48,12 +48,6 @@ def shapes(found):
     return [(b.number, b.num_queries, b.num_keys, b.first_query, b.first_key) for b in found.parts]
 
 
-def test_equal_entries_are_one_call():
-    found = cut([(3, 3)] * 4)
-    assert shapes(found) == [(4, 3, 3, 0, 0)]
-    assert not found.keys_meet and found.num_queries == 12
-
-
 def test_a_long_causal_entry_is_strips_that_see_what_is_before_them():
     found = cut([(2 * STRIP, 2 * STRIP)])
     assert shapes(found) == [(1, STRIP, STRIP, 0, 0), (1, STRIP, 2 * STRIP, STRIP, 0)]
@@ -69,19 +63,9 @@ def test_a_very_long_entry_is_left_to_the_kernel():
     assert not any(part.causal for part in cut([(LONG, LONG)], window=9).parts)
 
 
-def test_strips_of_equal_sequences_are_batched():
-    found = cut([(2 * STRIP, 2 * STRIP)] * 3)
-    assert shapes(found) == [(3, STRIP, STRIP, 0, 0), (3, STRIP, 2 * STRIP, STRIP, 0)]
-    assert {(b.query_step, b.key_step) for b in found.parts} == {(2 * STRIP, 2 * STRIP)}
-
-
 def test_strips_are_about_equally_high():
     """One query more than a strip holds is two halves, not a strip and a call for one query."""
     assert [b.num_queries for b in cut([(STRIP + 1, STRIP + 1)]).parts] == [STRIP // 2, STRIP // 2 + 1]
-
-
-def test_unequal_steps_part():
-    assert shapes(cut([(2, 2), (2, 2), (1, 1), (2, 2)])) == [(1, 1, 1, 4, 4), (2, 2, 2, 0, 0), (1, 2, 2, 5, 5)]
 
 
 def test_masks_of_equal_entries_are_stacked():

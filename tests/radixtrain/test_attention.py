@@ -1,6 +1,5 @@
 """U unique rows, N query heads, K key/value heads, H head dim."""
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,26 +14,20 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from radixtrain import attention as attention_module
-from radixtrain.attention import EVERYWHERE, cached_attention, choose_attention, tree_attention, unlogged
+from radixtrain.attention import EVERYWHERE, choose_attention, tree_attention, unlogged
 from radixtrain.errors import UserError
-from radixtrain.kernels.cached import Lanes
-from radixtrain.kernels.cpu_loops import EagerKernel
-from radixtrain.kernels.merge_attention import attention_in_pieces
-from radixtrain.kernels.reference import reference_attention, tree_mask
-from radixtrain.kernels.varlen_args import Scoring
+from radixtrain.kernels.reference import tree_mask
 from radixtrain.testing import (
     assert_within_reference_error,
     flash_attention_by_the_book,
     ragged_batches,
     relative_error,
 )
-from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_piece
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
-DEFAULT = Scoring(8**-0.5)  # of heads of 8
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
 EVERY_WAY = [*WAYS, ("reference", "auto"), ("auto", "auto")]
 every_way = pytest.mark.parametrize(("attention", "kernel"), EVERY_WAY)
@@ -231,34 +224,6 @@ def test_gradcheck(attention: str, kernel: str) -> None:
     assert gradcheck(attend, leaves, fast_mode=True) and gradcheck(attend, [*leaves, sinks], fast_mode=True)
 
 
-@every_way
-def test_plan_or_layout(attention: str, kernel: str) -> None:
-    """A plan, its layout, and that layout carried in a batch."""
-    plan = plan_of(NESTED)
-    layout = TreeLayout.from_plan(plan)
-    carried = TreeLayout.from_batch(layout.to_batch())
-    tensors = inputs(plan, torch.float64)
-    truth = by_tree(plan, tensors, "reference")[0]
-    for tree in (plan, layout, carried):
-        out = tree_attention(*tensors[:3], tree, attention=attention, kernel=kernel)
-        assert relative_error(out, truth) <= 1e-12
-
-
-@pytest.mark.parametrize("attention", EVERYWHERE)
-def test_branches_do_not_see_each_other(attention: str) -> None:
-    """Other tokens in one branch leave every output outside of it as it was, and change every one inside."""
-    plan = plan_of(longer(NESTED, 3))
-    tensors, others = (inputs(plan, torch.float64, seed=seed) for seed in (0, 1))
-    for modifiers in (MODIFIERS["none"], MODIFIERS["sinks" if attention == "cascade" else "all"]):
-        before = by_tree(plan, tensors, attention, **modifiers)[0]
-        for start, end in zip(plan.segment_starts.tolist(), plan.subtree_ends.tolist(), strict=False):
-            changed = [x.clone() for x in tensors]
-            for x, y in zip(changed[:3], others[:3], strict=True):
-                x[start:end] = y[start:end]
-            moved = (by_tree(plan, changed, attention, **modifiers)[0] - before).abs().amax((1, 2))
-            assert moved[:start].sum() + moved[end:].sum() <= 1e-12 and moved[start:end].min() > 1e-3
-
-
 @FULL
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_same_bits_every_time(attention: str) -> None:
@@ -279,72 +244,6 @@ def test_window_counts_tokens_not_positions() -> None:
     tokens = [1, 1, 2, 2, 3, 1, 1, 2, 2, 4]
     jumping = build_prefix_plan(tokens, [0, 5, 10], position_ids=[0, 1, 50, 51, 52] * 2)
     assert_ways_are_exact(jumping, inputs(jumping, torch.float64), {"window": 3})
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ({"window": 3}, {"window": 2}),
-        ({"window": 3}, {"window": 4}),
-        ({"window": 3}, {}),
-        ({"softcap": 0.8}, {}),
-        ({"softcap": 0.8}, {"softcap": 0.9}),
-        ({"window": 3, "sinks": True}, {"window": 3}),
-    ],
-)
-def test_wrong_modifiers_are_caught(right: dict, wrong: dict) -> None:
-    plan = plan_of(longer(NESTED, 3))
-    tensors = inputs(plan, torch.float64)
-    truth = each_by_itself(plan, tensors, **right)[:4]
-    for tensor, exact in zip(by_tree(plan, tensors, "auto", "eager", **wrong)[:4], truth, strict=True):
-        assert relative_error(tensor, exact) > 1e-3
-
-
-def masked(mask: Tensor) -> Callable[..., Tensor]:
-    return lambda q, k, v: reference_attention(q, k, v, mask, DEFAULT)
-
-
-def one_level(layout: TreeLayout) -> Callable[..., Tensor]:
-    """The cascade of a tree of one level: only roots are seen by their descendants, deeper ancestors are not."""
-    own, roots, *deeper = layout.packed_pieces()
-    assert deeper
-    return lambda q, k, v: attention_in_pieces(q, k, v, (own, roots), EagerKernel(), DEFAULT)
-
-
-def sibling_leak(layout: TreeLayout) -> Callable[..., Tensor]:
-    """One leaf is seen by the branch after it."""
-    ends, starts = layout.subtree_ends.clone(), layout.segment_starts
-    leaf = next(i for i in range(len(ends)) if ends[i] == starts[i + 1])
-    ends[leaf] += 1
-    return masked(tree_mask(dataclasses.replace(layout, subtree_ends=ends).row_subtree_ends))
-
-
-def plain_causal(layout: TreeLayout) -> Callable[..., Tensor]:
-    """All unique rows as one sequence: what stock attention makes of a radix batch."""
-    return masked(tree_mask(torch.full((layout.num_rows,), layout.num_rows)))
-
-
-def shifted_segments(layout: TreeLayout) -> Callable[..., Tensor]:
-    """Off by one: every segment's last row is taken for its descendant's first."""
-    starts = layout.segment_starts.clone()
-    starts[1:-1] -= 1
-    return masked(tree_mask(dataclasses.replace(layout, segment_starts=starts).row_subtree_ends))
-
-
-@pytest.mark.parametrize("wrong", [one_level, sibling_leak, plain_causal, shifted_segments])
-def test_wrong_masks_are_caught(wrong: Callable[[TreeLayout], Any]) -> None:
-    """The comparisons above fail for each of these, in every dtype and for every tensor."""
-    plan = plan_of(longer(NESTED, 3))
-    layout = TreeLayout.from_plan(plan)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        tensors = inputs(plan, dtype)
-        truth = by_tree(plan, [x.double() for x in tensors], "reference")
-        out, _, *grads = flash_attention_by_the_book(*tensors, tree_mask(layout.row_subtree_ends), 8**-0.5)
-        actual = with_gradients(wrong(layout), plan, tensors)
-        for name, *one in zip(NAMES, actual, [out, *grads], truth, strict=False):
-            with pytest.raises(AssertionError, match=f"{name} .* worst element at"):
-                assert_within_reference_error(*one, names=name)
-            assert relative_error(one[0], one[2]) > 1e-3
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -513,125 +412,3 @@ class TestChoice:
             for _ in range(2):
                 choose_attention("path", "auto", CPU, torch.float32, 8)
         assert caplog.messages == ["attention=path, kernel=torch (path: as chosen; torch: on cpu)"]
-
-
-CACHED = [7, 7, 8, 9, 9]  # what every sequence of TestCached begins with: stored rows
-SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
-
-
-class TestCached:
-    """Beside tree attention on the whole tree, of which the first rows are stored and the others new.
-
-    Stored rows are in slots 20, 18, 16 ...; the new row i of a prefill in slot 30 + i. Lanes begin at slot 30.
-    """
-
-    def whole(self, sequences: list[list[int]]) -> tuple[PrefixPlan, list[Tensor]]:
-        plan = plan_of([[*CACHED, *sequence] for sequence in sequences])
-        return plan, inputs(plan, torch.float64)[:3]
-
-    def store(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """(C, K, H). NaN where nothing is stored but in the lanes, where a mask hides zeros."""
-        stored = rows.new_full((80, *rows.shape[1:]), float("nan"))
-        stored[30:] = 0
-        stored[slots] = rows
-        return stored
-
-    def prefill(self, sequences: list[list[int]], **options) -> tuple[Tensor, Tensor]:
-        """Of the new rows, from the store and from the whole tree."""
-        plan, (q, k, v) = self.whole(sequences)
-        num_cached, new = len(CACHED), plan_of(sequences)
-        slots = torch.cat([20 - 2 * torch.arange(num_cached), 30 + torch.arange(new.num_rows)])
-        assert plan.num_rows == len(slots)
-
-        def path(run: int) -> np.ndarray:
-            start, end = new.cu_seqlens[new.path_sequences[run] :][:2]
-            return np.concatenate([slots[:num_cached].numpy(), 30 + new.inverse_indices[start:end]])
-
-        layout = CachedLayout(
-            num_rows=new.num_rows,
-            max_seqlen=int(np.diff(plan.cu_seqlens).max()),
-            written_rows=None,
-            slots=slots[num_cached:],
-            shared=tuple(
-                shared_piece(np.arange(new.num_rows), part.numpy(), CPU) for part in slots[:num_cached].split(2)
-            ),
-            paths=Paths(new.path_cu_seqlens_q, path),
-            prompts=TreeLayout.from_plan(new),
-        )
-        stored = self.store(k, slots), self.store(v, slots)
-        found = cached_attention(*(x[num_cached:] for x in (q, k, v)), stored, layout, **options)
-        return found, tree_attention(q, k, v, plan, **options)[num_cached:]
-
-    def decode(self, sequences: list[list[int]], **options) -> tuple[Tensor, Tensor]:
-        """Of the last tokens, which no two sequences share. What follows the stored rows is in lanes of 7."""
-        plan, (q, k, v) = self.whole(sequences)
-        rows = [torch.tensor(plan.inverse_indices[slice(*plan.cu_seqlens[i:][:2])]) for i in range(len(sequences))]
-        last, lengths = torch.stack([each[-1] for each in rows]), torch.tensor([len(each) for each in sequences])
-        cached = 20 - 2 * torch.arange(len(CACHED))
-        slots = [torch.cat([cached, 30 + 7 * i + torch.arange(length)]) for i, length in enumerate(lengths)]
-        mask = torch.zeros(len(rows), 6).masked_fill(torch.arange(6) >= lengths[:, None], float("-inf"))
-        layout = CachedLayout(
-            num_rows=len(rows),
-            max_seqlen=int(lengths.max()) + len(CACHED),
-            written_rows=None,
-            slots=torch.stack([each[-1] for each in slots]),
-            shared=(shared_piece(np.arange(len(rows)), cached.numpy(), CPU),),
-            paths=Paths(np.arange(len(rows) + 1), lambda run: slots[run].numpy()),
-            lanes=Lanes(30, 7, mask),
-        )
-        stored = tuple(self.store(x[torch.cat(rows)], torch.cat(slots)) for x in (k, v))
-        found = cached_attention(*(x[last] for x in (q, k, v)), stored, layout, **options)
-        return found, tree_attention(q, k, v, plan, **options)[last]
-
-    OPTIONS: tuple[dict[str, Any], ...] = (
-        {},
-        {"scale": 0.7},
-        {"sinks": SINKS},
-        {"softcap": 0.7},
-        *({"window": window} for window in (1, 2, 4, 7, 10)),  # the longest sequence has 11 tokens
-        {"window": 4, "sinks": SINKS, "softcap": 0.7},
-    )
-
-    @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options) or "plain")
-    def test_against_the_whole_tree(self, options: dict) -> None:
-        prompts, answers = NESTED, [[*sequence, 40 + i] for i, sequence in enumerate(NESTED) if len(sequence) < 6]
-        for kernel in ("auto", "eager"):
-            for found, expected in (
-                self.prefill(prompts, kernel=kernel, **options),
-                self.decode(answers, kernel=kernel, **options),
-            ):
-                assert relative_error(found, expected) <= 1e-12, kernel
-
-    @settings(max_examples=tries(50, 10_000), deadline=None)
-    @given(ragged_batches(max_length=6), st.sampled_from([None, 1, 3, 6]))
-    def test_generated_prompts(self, sequences: list[list[int]], window: int | None) -> None:
-        found, expected = self.prefill(sequences, window=window)
-        assert relative_error(found, expected) <= 1e-12
-
-    def test_no_gradient(self) -> None:
-        q = torch.randn(1, 2, 8, requires_grad=True)
-        assert cached_attention(q, q, q, (q, q), self.one_row()).requires_grad is False
-
-    def one_row(self) -> CachedLayout:
-        lanes = Lanes(0, 1, torch.zeros(1, 1))
-        return CachedLayout(
-            1, 1, None, torch.zeros(1, dtype=torch.int64), (), Paths(np.arange(2), np.arange), None, lanes
-        )
-
-    @pytest.mark.parametrize(
-        ("shapes", "options", "message"),
-        [
-            ([(2, 2, 8)] * 3, {}, r"query must be \(U, heads, head_dim\) with U = 1 rows, .* got \(2, 2, 8\)"),
-            ([(1, 2, 8), (1, 2, 4), (1, 2, 8)], {}, "head_dim must agree, got 8, 4 and 8"),
-            ([(1, 3, 8), (1, 2, 8), (1, 2, 8)], {}, "heads of query must be a multiple"),
-            ([(1, 2, 8)] * 3, {"softcap": 0.0}, r"softcap must be positive, .* got 0\.0"),
-            ([(1, 2, 8)] * 3, {"window": 0}, "window must be at least 1 .* got 0"),
-            ([(1, 2, 8)] * 3, {"sinks": torch.zeros(3)}, r"sinks must be \(2,\), .* got \(3,\)"),
-            ([(1, 2, 8)] * 3, {"kernel": "tree"}, "kernel must be auto, .*; got 'tree'"),
-            ([(1, 2, 8)] * 3, {"kernel": "torch", "softcap": 1.0}, "kernel='torch' cannot be used"),
-        ],
-    )
-    def test_errors(self, shapes: list, options: dict, message: str) -> None:
-        q, k, v = (torch.zeros(shape) for shape in shapes)
-        with pytest.raises(ValueError, match=message):
-            cached_attention(q, k, v, (k, v), self.one_row(), **options)

@@ -13,8 +13,6 @@ from torch.nn.functional import cross_entropy, linear
 
 from radixtrain import loss as loss_module
 from radixtrain.loss import (
-    _chunks_of,
-    _rows_per_chunk,
     clipped_policy_loss,
     linear_cross_entropy,
     linear_logprobs,
@@ -356,11 +354,6 @@ class TestPeak:
         assert backward <= peak < 1.01 * max(forward, backward), (peak, forward, backward)
 
     @FULL
-    def test_grows_with_the_rows_by_their_gradient_alone(self) -> None:
-        one, two = (self.peak(num_rows, 32, 4096) for num_rows in (1024, 2048))
-        assert two - one < 2 * 1024 * 32 * 4
-
-    @FULL
     def test_logprobs_and_logits(self) -> None:
         """A gradient of what is given, and a chunk."""
         predictions = self.predictions(self.num_rows, self.vocab_size)
@@ -374,16 +367,6 @@ class TestPeak:
         )
         peak = peak_bytes(lambda: logits_cross_entropy(logits, *predictions).backward(), CPU)
         assert gradient < peak < gradient + 1.1 * self.chunk, (peak, gradient, self.chunk)
-
-    @FULL
-    def test_qwen3(self) -> None:
-        """4,096 predictions, whose logits would take 2.5 GB. An eighth of them, to save time: chunks are as large."""
-        num_rows, hidden_size, vocab_size = 512, 1024, 151_936
-        sizes = {loss_module._rows_per_chunk(n, vocab_size, hidden_size, CPU) for n in (num_rows, 4096)}
-        assert sizes == {256}
-        peak = self.peak(num_rows, hidden_size, vocab_size)
-        d_hidden_of_the_others = 4 * hidden_size * (4096 - num_rows)
-        assert peak + d_hidden_of_the_others - 4 * hidden_size * vocab_size < 200e6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -555,31 +538,3 @@ class TestClippedPolicyLoss:
         loss.backward()
         assert loss.item() == pytest.approx(-(self.WEIGHTS * self.ADVANTAGES).sum().item(), abs=1e-12)
         assert torch.equal(logprobs.grad, -self.WEIGHTS * self.ADVANTAGES)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "vocab_size", "hidden_size", "expected"),
-    [
-        *((4096, 151_936, 1024, 256), (4096, 151_936, 4096, 256), (383, 151_936, 1024, 384), (384, 151_936, 1024, 192)),
-        *((1000, 4096, 256, 128), (1000, 32_000, 640, 176), (63, 4096, 256, 63), (9, 4096, 256, 9), (0, 4096, 256, 1)),
-        *((10_000, 256, 64, 2000), (300, 2**40, 1, 160)),
-    ],
-)
-def test_rows_of_a_chunk(num_rows: int, vocab_size: int, hidden_size: int, expected: int) -> None:
-    """128 to 256, evenly cut, and more of a small vocabulary; never more than half as many again."""
-    assert _rows_per_chunk(num_rows, vocab_size, hidden_size, torch.device("cpu")) == expected
-
-
-def test_chunks_literally() -> None:
-    """Five rows, two a chunk: predictions of rows 4, 0, 1, 0 and 3, in the order of their rows within a chunk."""
-    labels, rows, weights = torch.tensor([7, 8, 9, 6, 5]), torch.tensor([4, 0, 1, 0, 3]), torch.arange(1.0, 6.0)
-    tensors = ("places", "labels", "local_rows", "loss_weights")
-    found = [
-        (chunk.rows, *(getattr(chunk, name).tolist() for name in tensors))
-        for chunk in _chunks_of(2, 5, labels, rows, weights)
-    ]
-    assert found == [
-        (slice(0, 2), [1, 3, 2], [8, 6, 9], [0, 0, 1], [2.0, 4.0, 3.0]),
-        (slice(2, 4), [4], [5], [1], [5.0]),
-        (slice(4, 5), [0], [7], [0], [1.0]),
-    ]

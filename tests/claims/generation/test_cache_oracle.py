@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from tiers import TRIES
 
-from radixtrain.generation.cache import CACHED, FREE, RESERVED, CacheFull, LeafQueue, Match, Node, RadixCache
-from radixtrain.generation.store import SlotPool
+from radixtrain.generation.cache import CACHED, FREE, RESERVED, CacheFull, Match, Node, RadixCache
 
 OPERATIONS = 400 * TRIES
 VOCABULARY, LONGEST, BUDGET = 3, 8, 40
@@ -289,28 +288,12 @@ def test_random_operations(budget: int | None, print_after: Callable[[str, str],
     )
 
 
-Mutation = Callable[[pytest.MonkeyPatch], None]
-SPLIT, WALK, CUT, INSERT = Node.split, RadixCache._walk, RadixCache._cut, RadixCache.insert
-RELEASE, RESERVE, POP = RadixCache._release, RadixCache.reserve, LeafQueue.pop
-POOL_RELEASE = SlotPool.release
+SPLIT, WALK, RELEASE = Node.split, RadixCache._walk, RadixCache._release
 
 
 def split_that_swaps_the_slots(node: Node, length: int) -> Node:
     node.slots = np.append(node.slots[length:], node.slots[:length])
     return SPLIT(node, length)
-
-
-def split_that_forgets_the_locks(node: Node, length: int) -> Node:
-    upper = SPLIT(node, length)
-    upper.locks = 0
-    return upper
-
-
-def split_that_forgets_the_parent(node: Node, length: int) -> Node:
-    above = node.parent
-    upper = SPLIT(node, length)
-    node.parent = above
-    return upper
 
 
 def walk_that_forgets_the_time(cache: RadixCache, ids: Any) -> Match:
@@ -319,59 +302,16 @@ def walk_that_forgets_the_time(cache: RadixCache, ids: Any) -> Match:
     return match
 
 
-def cut_of_the_wrong_end(cache: RadixCache, leaf: Node, length: int) -> None:
-    leaf.slots = leaf.slots[::-1]
-    CUT(cache, leaf, length)
-    leaf.slots = leaf.slots[::-1]
-
-
-def insert_one_row_off(cache: RadixCache, ids: Any, slots: Any) -> Node:
-    return INSERT(cache, ids, np.roll(slots, 1))
-
-
-def insert_that_trusts_the_given_slots(cache: RadixCache, ids: Any, slots: Any) -> Node:
-    node = INSERT(cache, ids, slots)
-    node.slots = np.asarray(slots, dtype=np.int64)[len(slots) - len(node.slots) :]
-    return node
-
-
-def reserve_beyond_the_budget(cache: RadixCache, count: int, contiguous: bool = False) -> Any:
-    assert cache.max_tokens is not None
-    cache.max_tokens += 1
-    try:
-        return RESERVE(cache, count, contiguous)
-    finally:
-        cache.max_tokens -= 1
-
-
 def release_of_one_slot_too_few(cache: RadixCache, slots: Any) -> None:
     RELEASE(cache, slots[1:])
 
 
-def release_twice_without_a_check(pool: SlotPool, slots: Any) -> None:
-    POOL_RELEASE(pool, slots)
-    pool.num_free += len(slots)
-
-
-def evict_the_newest(queue: LeafQueue) -> Node | None:
-    queue._heap.sort(key=lambda entry: -entry[0])
-    return POP(queue)
-
-
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "a split swaps its halves": (Node, "split", split_that_swaps_the_slots),
-    "a split does not inherit the locks": (Node, "split", split_that_forgets_the_locks),
-    "a split leaves the old parent": (Node, "split", split_that_forgets_the_parent),
     "inner nodes are evicted": (Node, "evictable", property(lambda node: node.parent is not None and not node.locks)),
     "locked leaves are evicted": (Node, "evictable", property(lambda node: node.parent and not node.children)),
     "a lookup is not a use": (RadixCache, "_walk", walk_that_forgets_the_time),
-    "the beginning of a leaf is evicted": (RadixCache, "_cut", cut_of_the_wrong_end),
-    "the newest leaf goes first": (LeafQueue, "pop", evict_the_newest),
-    "rows are one off": (RadixCache, "insert", insert_one_row_off),
-    "given slots replace those of the tree": (RadixCache, "insert", insert_that_trusts_the_given_slots),
-    "the budget is one off": (RadixCache, "reserve", reserve_beyond_the_budget),
     "a slot leaks": (RadixCache, "_release", release_of_one_slot_too_few),
-    "slots are counted twice": (SlotPool, "release", release_twice_without_a_check),
 }
 
 

@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="pip install triton runs it")
 from radixtrain.kernels import rows as eager
 from radixtrain.kernels.experimental import rows_triton
 from radixtrain.kernels.experimental.rows_triton import merge_rows_, sum_rows
-from radixtrain.kernels.rows import gather_rows
 from radixtrain.testing import assert_within_reference_error, relative_error
 
 pytestmark = FULL
@@ -184,14 +183,3 @@ def test_no_gradient_is_lost_in_silence(triton_device: torch.device) -> None:
     x = torch.randn(6, 3, device=triton_device, requires_grad=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         sum_rows(x, torch.tensor(REPEATED, device=triton_device), 4).sum().backward()
-
-
-def test_the_bits_of_torch_through_the_door(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(5, 33, device=triton_device).bfloat16().requires_grad_()
-    indices = torch.tensor([3, 3, 0, 3, 1, 0, 3, 3], device=triton_device)
-    dout = torch.randn(8, 33, device=triton_device).bfloat16()
-    grads = []
-    for asked in ("0", "1"):
-        monkeypatch.setenv("RADIXTRAIN_TRITON", asked)
-        grads += torch.autograd.grad(gather_rows(x, indices), x, dout)
-    assert torch.equal(*grads)

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="pip install triton runs it")
 
 from radixtrain import build_prefix_plan
 from radixtrain.kernels.experimental import tree_triton
-from radixtrain.kernels.experimental.tree_tiles import TreeTiles, check_tile_sizes, tree_tiles
+from radixtrain.kernels.experimental.tree_tiles import TreeTiles, tree_tiles
 from radixtrain.kernels.experimental.tree_triton import tiled_tree_attention
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.testing import (
@@ -45,11 +45,6 @@ def deep_plan(levels: int = 3, run: int = 9, **options: int) -> PrefixPlan:
     for level in range(1, levels):
         sequences = [[*x, 2 * level + branch, *rng.integers(20, 30, run)] for x in sequences for branch in (0, 1)]
     return plan_of([*sequences, [40] * run], **options)
-
-
-def chain(num_rows: int) -> list[int]:
-    """One sequence: an ordinary causal mask."""
-    return [num_rows] * num_rows
 
 
 def inputs(
@@ -118,16 +113,6 @@ def assert_lists_are_the_mask(ends: np.ndarray, held: int, walked: int) -> None:
         assert all(np.array_equal(x, y) for x, y in zip(tiles(lists, expected[0].shape), expected, strict=True))
 
 
-def test_lists_literally() -> None:
-    lists = tree_tiles(SMALL, held=2, walked=2)
-    assert lists.subtree_ends.tolist() == SMALL
-    assert lists.key_starts.tolist() == [0, 1, 3, 5]
-    assert lists.num_full.tolist() == [0, 1, 1]
-    assert lists.key_blocks.tolist() == [0, 0, 1, 0, 2]
-    assert lists.query_runs.tolist() == [[0, 3, 1, 3], [1, 2, 2, 2], [2, 3, 3, 3]]
-    assert {x.dtype for x in vars(lists.to("cpu")).values() if isinstance(x, Tensor)} == {torch.int32}
-
-
 @settings(max_examples=tries(200, 10_000), deadline=None, database=None)
 @given(sequences=ragged_batches(), held=st.integers(1, 9), walked=st.integers(1, 9), pad=st.sampled_from([1, 4]))
 def test_lists_of_generated_tries(sequences: list[list[int]], held: int, walked: int, pad: int) -> None:
@@ -143,16 +128,6 @@ def test_no_rows_have_no_lists() -> None:
 def test_ends_that_no_tree_has(ends: list[int]) -> None:
     with pytest.raises(ValueError, match=r"subtree_ends\[[01]\] must lie in \[[12], 2\], got [013]"):
         tree_tiles(ends, 16, 16)
-
-
-def test_attention_literally(triton_device: torch.device) -> None:
-    """Keys alike, so that every row is the mean of the values of those it sees."""
-    q = torch.zeros(6, 1, 1, device=triton_device)
-    v = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], device=triton_device)[:, None, None]
-    out = tiled_tree_attention(q, q, v, tree_tiles(SMALL, 16, 16).to(triton_device), 1.0)
-    assert out.flatten().tolist() == pytest.approx(
-        [1, 3 / 2, 7 / 3, 11 / 3, 19 / 3, 51 / 4], rel=4 * torch.finfo(torch.float32).eps
-    )
 
 
 DEEP = [(torch.float32, 32, 16), (torch.bfloat16, 16, 32), (torch.float16, 16, 16)]
@@ -210,25 +185,6 @@ def test_scores_far_apart(triton_device: torch.device) -> None:
             assert relative_error(x, y) <= ROUNDINGS * largest, name
 
 
-MUTATIONS = {
-    "a sibling is seen": (SMALL, 2, 6),
-    "a descendant is lost": (SMALL, 1, 5),
-    "the last branch is lost": (SMALL, 0, 4),
-    "a row past the block's edge is seen": ([17] * 16 + [17, 18], 15, 18),
-}
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_wrong_mask_fails(triton_device: torch.device, mutation: str) -> None:
-    ends, row, wrong = MUTATIONS[mutation]
-    tensors = inputs(len(ends), torch.float32, triton_device)
-    assert_exact(ends, tensors)
-    mutated = [*ends[:row], wrong, *ends[row + 1 :]]
-    truth = by_the_book(ends, [x.double() for x in tensors])
-    with pytest.raises(AssertionError, match="relative error"):
-        assert_within_reference_error(results(mutated, tensors), by_the_book(ends, tensors), truth, names=NAMES)
-
-
 def test_wrong_lists_fail(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile that is left out, and a partial one that is taken for full."""
     ends = deep_plan().row_subtree_ends
@@ -252,9 +208,3 @@ def test_opcheck(triton_device: torch.device) -> None:
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = tree_triton._forward(q, k, v, *lists)
     torch.library.opcheck(tree_triton._backward, (dout, q, k, v, out, lse, *lists))
-
-
-@pytest.mark.parametrize(("held", "walked"), [(8, 16), (16, 48)])
-def test_sizes_that_the_kernel_does_not_take(held: int, walked: int) -> None:
-    with pytest.raises(ValueError, match=r"powers of two from 16, got (8|48)"):
-        check_tile_sizes(held, walked)

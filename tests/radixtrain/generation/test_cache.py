@@ -1,9 +1,8 @@
-"""The radix cache: the six scenarios of the post on radix-tree caches, what is refused, and what is said of it.
+"""The radix cache: what is refused, what is said of it, and who may use it at once.
 
 Random operations against an oracle: `tests/claims/generation/test_cache_oracle.py`.
 """
 
-import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,10 +11,7 @@ import numpy as np
 import pytest
 
 from radixtrain.errors import UserError
-from radixtrain.generation.cache import CacheCounters, CacheFull, RadixCache
-
-Prompts = list[list[int]]
-BLOCK = 4  # tokens; the post computes whole blocks, so that it uses a match only up to a multiple of this
+from radixtrain.generation.cache import CacheFull, RadixCache
 
 
 def serve(cache: RadixCache, ids: list[int]) -> tuple[int, int]:
@@ -38,45 +34,8 @@ def drawn(cache: RadixCache) -> list[str]:
     return str(cache).splitlines()[1:]
 
 
-def groups(num_groups: int, of_each: int, shared: int, own: int) -> Prompts:
-    """`of_each` prompts with the same beginning for each group, in turns; every other token exists once."""
-    fresh = itertools.count()
-    begins = [[next(fresh) for _ in range(shared)] for _ in range(num_groups)]
-    return [begin + [next(fresh) for _ in range(own)] for _ in range(of_each) for begin in begins]
-
-
-# name: prompts, and the post's requests, prompt tokens, cached tokens, hit rate (share of lookups that find something)
-SCENARIOS = {
-    "shared_prefix_basic": (groups(1, 8, 16, 8), 8, 192, 112, 0.875),
-    "high_reuse_many_requests": (groups(1, 24, 24, 4), 24, 672, 552, 0.958),
-    "branching_conversation": (groups(1, 8, 24, 8), 8, 256, 168, 0.875),
-    "multi_prefix_groups": (groups(4, 6, 16, 8), 24, 576, 320, 0.833),
-    "low_reuse_control": (groups(8, 1, 16, 8), 8, 192, 0, 0.0),
-    "eviction_pressure": (groups(6, 4, 16, 8), 24, 576, 288, 0.792),
-}
-# The post finds something 19 times, but 18 x 16 tokens: which is so if two of the six random beginnings have
-# their first token in common, less than a block.
-for ids in SCENARIOS["eviction_pressure"][0][5::6]:
-    ids[0] = 0
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_scenarios_of_the_post(name: str) -> None:
-    prompts, num_requests, num_tokens, num_cached, hit_rate = SCENARIOS[name]
-    cache = RadixCache()
-    found, computed = np.array([serve(cache, ids) for ids in prompts]).T
-    assert (len(prompts), sum(map(len, prompts))) == (num_requests, num_tokens)
-    assert (found // BLOCK * BLOCK).sum() == num_cached
-    assert round((found > 0).mean(), 3) == hit_rate
-    assert found.sum() + computed.sum() == num_tokens
-    assert cache.counters == CacheCounters(num_requests, num_tokens, found.sum())
-    assert cache.num_tokens == computed.sum() == cache.pool.capacity - cache.pool.num_free
-    num_nodes = {"shared_prefix_basic": 9, "low_reuse_control": 8}  # as the post's table, where chance added none
-    assert cache.num_nodes == num_nodes.get(name, cache.num_nodes)
-
-
 def test_str_is_the_tree() -> None:
-    """Of the post's conversation that branches, and of long runs, locks and reserved tokens."""
+    """Of a conversation that branches, and of long runs, locks and reserved tokens."""
     turns, follow_ups = [101, 202, 303, 404, 505, 606, 707, 808], ([909, 110, 211, 312], [413, 514, 615, 716])
     cache = RadixCache(max_tokens=100)
     assert [serve(cache, turns), *(serve(cache, turns + each) for each in follow_ups)] == [(0, 8), (8, 4), (8, 4)]

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from answers import greedy_by_the_model
@@ -113,10 +112,6 @@ class TestArguments:
         found = generate(model, [[1, 2], [5]], stopping_criteria=[three_tokens], **GREEDY)
         assert [len(answer) for answer in found.token_ids] == [1, 2] and found.finish_reasons == ["stop"] * 2
 
-    @pytest.mark.parametrize("kernel", ["auto", "torch", "eager"])
-    def test_kernel(self, model: Any, kernel: str) -> None:
-        assert answers(model, kernel=kernel) == greedy_by_the_model(model, PROMPTS, 4)
-
 
 class TestCache:
     def test_what_a_call_computed_is_there_for_the_next(self, model: Any) -> None:
@@ -162,18 +157,6 @@ class TestModel:
         prepared = prepare(model)
         assert answers(prepared) == truth
         assert prepared.training and all(parameter.requires_grad for parameter in prepared.parameters())
-
-    def test_adapters(self, tiny_qwen3: Callable[..., Any]) -> None:
-        """Their dropout is off, and they count."""
-        from peft import LoraConfig, get_peft_model
-
-        options = {"target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.5, "init_lora_weights": False}
-        torch.manual_seed(0)
-        model = get_peft_model(tiny_qwen3().double(), LoraConfig(r=4, **options)).double().train()
-        found = answers(model)
-        assert model.training and found == greedy_by_the_model(model.eval(), PROMPTS, 4)
-        with model.disable_adapter():
-            assert answers(model) == greedy_by_the_model(model, PROMPTS, 4) != found
 
     def test_gradient_checkpointing(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3().double().train()
@@ -252,25 +235,6 @@ class TestOtherModels:
         assert found
         for each in found:
             torch.testing.assert_close(each, expected, rtol=0, atol=1e-12)
-
-
-class TestBetweenCalls:
-    def test_a_hook_that_steers(self, model: Any) -> None:
-        """Rows that were stored before it are not used, nor those with it afterwards."""
-        cache, vector = RadixCache(), torch.randn(model.config.hidden_size, dtype=torch.float64)
-
-        def steer(layer: nn.Module, args: Any, output: Any) -> Any:
-            return output + vector if torch.is_tensor(output) else (output[0] + vector, *output[1:])
-
-        plain = generate(model, PROMPTS, cache=cache, **GREEDY).logprobs
-        handle = model.model.layers[0].register_forward_hook(steer)
-        steered = generate(model, PROMPTS, cache=cache, **GREEDY).logprobs
-        expected = generate(model, PROMPTS, **GREEDY).logprobs
-        handle.remove()
-        again = generate(model, PROMPTS, cache=cache, **GREEDY).logprobs
-        for one, other in ((steered, expected), (again, plain)):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
-        assert not np.allclose(steered, plain)
 
 
 class TestWhatATokenizerReturned:

@@ -1,40 +1,12 @@
 """Ranges and bounds against Python's own, and the errors for arrays that are not a ragged batch."""
 
-from itertools import accumulate
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from radixtrain.tree.arrays import (
-    check_not_negative,
-    concatenate_ranges,
-    cumulative,
-    lengths_of,
     validated_batch,
 )
 from radixtrain.tree.plan import build_prefix_plan
-
-
-def int64(values):
-    return np.array(values, dtype=np.int64)
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9))))
-def test_ranges_are_those_of_python(ranges):
-    starts, lengths = ([pair[column] for pair in ranges] for column in (0, 1))
-    found = concatenate_ranges(int64(starts), int64(lengths))
-    assert found.tolist() == [number for start, length in ranges for number in range(start, start + length)]
-    assert cumulative(int64(lengths)).tolist() == [0, *accumulate(lengths)]
-    assert lengths_of(cumulative(int64(lengths))).tolist() == lengths
-
-
-def test_not_negative():
-    check_not_negative("rows", int64([]))
-    check_not_negative("rows", int64([0, 3]))
-    with pytest.raises(ValueError, match=r"^rows must not be negative: rows\[1\] = -2$"):
-        check_not_negative("rows", int64([0, -2, -3]))
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,11 @@ from torch.utils.data import DataLoader
 
 from radixtrain.kernels.cascade import Level
 from radixtrain.testing import FREE_FORKS, ragged_batches
-from radixtrain.tree.layout import PREFIX, TreeLayout, sequences_of
+from radixtrain.tree.layout import PREFIX, TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCall, RunCost
 
-INT64 = {"gather_indices", "inverse_indices", "path_keys", "level_queries", "level_keys"}
-INT32 = {
-    *("cu_seqlens", "segment_starts", "subtree_ends", "path_cu_seqlens_q", "path_cu_seqlens_k"),
-    *("level_cu_seqlens_q", "level_cu_seqlens_k"),
-}
 INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
-RUN_COSTS = [FREE_FORKS, RunCost()]
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
 
@@ -86,19 +80,6 @@ def test_entries_of_a_batch():
     }
 
 
-def test_dtypes_and_kinds():
-    layout = layout_of(FOREST)
-    assert {field.name for field in fields(layout)} == INT64 | INT32 | INTS | {"levels", "tiles", "runs"}
-    batch = layout.to_batch()
-    assert set(batch) == {PREFIX + field.name for field in fields(layout)} - {"radix_tiles", "radix_runs"}
-    assert {batch[PREFIX + name].dtype for name in INT64} == {torch.int64}
-    assert {batch[PREFIX + name].dtype for name in INT32} == {torch.int32}
-    assert {type(batch[PREFIX + name]) for name in INTS} == {int}
-    assert type(batch["radix_levels"]) is tuple
-    assert {type(level) for level in batch["radix_levels"]} == {tuple}
-    assert {type(value) for level in batch["radix_levels"] for value in level} == {int}
-
-
 @pytest.mark.parametrize(
     ("sequences", "positions", "expected"),
     [([[7, 8, 9]], None, 2), ([[7, 8], [7, 9]], [4, 900, 4, 5], 900), ([[7]], None, 0), ([], None, 0)],
@@ -108,15 +89,6 @@ def test_max_position_leaves_padding_rows_out(sequences, positions, expected):
     """Eight rows: those of padding count on to 4 and more."""
     layout = layout_of(sequences, position_ids=positions, pad_to_multiple_of=8)
     assert layout.max_position == expected
-
-
-@pytest.mark.parametrize("sequences", [[], [[]], [[3]]], ids=["no sequence", "an empty one", "one token"])
-def test_nothing_branches(sequences):
-    layout = layout_of(sequences)
-    assert layout.levels == ()
-    for pieces in (layout.pieces, tuple(layout.packed_pieces())):
-        assert len(pieces) == 1
-    assert layout.num_rows == len(layout.row_subtree_ends) == sum(map(len, sequences))
 
 
 @example(DEEP, 1, None)
@@ -135,17 +107,6 @@ def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, p
         for i, row in enumerate(rows):
             found.update((row, key) for key in path[: len(path) - len(rows) + i + 1])
     assert found == Counter(mask_pairs(plan))
-
-
-@settings(max_examples=30, deadline=None)
-@given(ragged_batches(min_length=0, min_sequences=0))
-def test_sequences_are_the_packed_batch(sequences):
-    ragged = layout_of(sequences).sequences
-    bounds = np.cumsum([0, *map(len, sequences)]).tolist()
-    assert ragged.cu_seqlens_q.tolist() == ragged.cu_seqlens_k.tolist() == bounds
-    assert ragged.bounds == tuple(zip(bounds[:-1], bounds[1:], bounds[:-1], bounds[1:], strict=True))
-    assert ragged.max_seqlen_q == ragged.max_seqlen_k == max(map(len, sequences), default=0)
-    assert ragged.causal
 
 
 @settings(max_examples=30, deadline=None)
@@ -229,16 +190,3 @@ def test_tiles_if_they_were_asked_for():
         "radix_tiles_walked": 2,
     }
     assert {value.dtype for value in tiles.values() if isinstance(value, torch.Tensor)} == {torch.int32}
-
-
-def test_sequences_of_skips_empty_ones():
-    cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    assert sequences_of(torch.tensor([0, 1, 2, 4]), cu_seqlens).tolist() == [0, 0, 2, 2]
-
-
-@settings(max_examples=50, deadline=None)
-@given(sequences=ragged_batches(min_length=0), min_shared_tokens=st.sampled_from([1, 3]))
-def test_depth_of_a_row_is_its_place_in_every_sequence_that_has_it(sequences, min_shared_tokens):
-    layout = layout_of(sequences, min_shared_tokens=min_shared_tokens)
-    places = torch.tensor([place for sequence in sequences for place in range(len(sequence))], dtype=torch.int64)
-    assert torch.equal(layout.row_depths[layout.inverse_indices], places)

@@ -5,13 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixtrain import RadixCollator
 from radixtrain.testing import FREE_FORKS, ragged_batches
-from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import MIN_SAVED, MULTIPLES, RunCall, RunCost, RunLayout, cheapest_runs, runs_of_segments
 
@@ -84,25 +82,6 @@ class TestTheDrawing:
             [0, 0, 0, 0],
         )
 
-    def test_without_forks(self):
-        table = runs_of_segments(*DRAWN, min_saved=None, rates=FREE_FORKS)
-        assert contents(table) == (
-            (RunCall(1, 5, 0, ()), RunCall(1, 7, 0, ()), RunCall(1, 8, 0, ())),
-            [*(0, 1, 2, 10, 11), *(0, 1, 2, 3, 4, 5, 6), *(0, 1, 2, 3, 4, 7, 8, 9)],
-            [0, 1, 2, 8, 9, 10, 11, 17, 18, 19, 3, 4],
-            [],
-        )
-        assert table.num_forks == 0
-
-    def test_a_fork_before_the_branch(self):
-        """Of A's three rows two are the fork; the third belongs to each run that continues it."""
-        assert contents(runs_of_segments(*DRAWN, min_saved=2, multiple=2, rates=CALLS_ONLY)) == (
-            (RunCall(1, 2, 1, ()), RunCall(1, 2, 1, ((0, 1),)), RunCall(3, 4, 0, ((0, 1), (1, 2)))),
-            [*(0, 1), *(2, 3), *(2, 10, 11, 11), *(4, 5, 6, 6), *(4, 7, 8, 9)],
-            [0, 1, 2, 3, 8, 9, 10, 13, 14, 15, 5, 6],
-            [0, 0, 0, 0],
-        )
-
     def test_cost_and_dtypes(self):
         table = runs_of_segments(*DRAWN, min_saved=2, rates=CALLS_ONLY)
         assert table.num_forks == 2
@@ -135,20 +114,6 @@ def test_small_batches(sequences, calls, rows):
     table = runs_of_segments(*segments_of(sequences), min_saved=2, rates=FREE_FORKS)
     assert (table.calls, table.rows.tolist()) == (calls, rows)
     assert contents(cheapest_runs(*segments_of(sequences), FREE_FORKS)) == contents(table)
-
-
-def test_padding_rows_of_the_plan_are_a_run_of_their_own():
-    table = runs_of_segments(*segments_of([[7, 8, 1], [7, 8, 2]], pad_to_multiple_of=7), min_saved=2, rates=FREE_FORKS)
-    assert table.calls == (RunCall(1, 2, 1, ()), RunCall(1, 3, 0, ()), RunCall(2, 2, 0, ((0, 2),)))
-    assert table.rows.tolist() == [0, 1, 4, 5, 6, 2, 2, 3, 3]
-
-
-def test_forks_of_different_lengths_are_different_calls():
-    """Two prompts of three and of two tokens, each with two answers, and one of the first length again."""
-    prompts = [[1, 1, 1], [2, 2], [3, 3, 3]]
-    table = runs_of_segments(*segments_of([[*prompt, end] for prompt in prompts for end in (8, 9)]), 2, 1, FREE_FORKS)
-    assert table.calls == (RunCall(1, 2, 1, ()), RunCall(2, 3, 1, ()), RunCall(6, 2, 0, ((0, 2), (1, 4))))
-    assert table.parents.tolist() == [0, 0, 0, 0, 1, 1]
 
 
 def test_a_fork_that_ends_above_its_segment():
@@ -233,15 +198,6 @@ def test_forks_and_their_sources(sequences, options, rates, min_saved, multiple)
 
 @settings(max_examples=60, deadline=None)
 @given(**plans)
-def test_forks_off_computes_every_leaf_from_its_first_row(sequences, options, rates):
-    starts, parents = segments_of(sequences, **options)
-    table = runs_of_segments(starts, parents, None, rates=rates)
-    assert sorted(run.rows for call in runs_in(table) for run in call) == sorted(leaf_paths(starts, parents))
-    assert not len(table.parents)
-
-
-@settings(max_examples=60, deadline=None)
-@given(**plans)
 def test_with_a_fork_at_every_branch_only_single_rows_are_computed_twice(sequences, options, rates):
     """A segment of one row is too short for a fork by itself."""
     starts, parents = segments_of(sequences, **options)
@@ -287,7 +243,6 @@ def test_leaves_are_put_into_the_calls_that_cost_least(lengths, rates):
     assert table.cost(rates) == min(costs)
 
 
-TENSORS = ("rows", "places", "parents")
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 
 
@@ -305,22 +260,6 @@ def test_entries_of_a_batch():
         "radix_runs_places": [2, 0, 1, 3, 4, 5, 6],
         "radix_runs_parents": [0, 0],
     }
-
-
-def test_it_is_the_table_of_the_plan():
-    plan = plan_of(FOREST)
-    table = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
-    for runs in (RunLayout.from_table(table), runs_of(FOREST)):
-        assert contents(runs) == (table.calls, *(getattr(table, name).tolist() for name in TENSORS))
-        assert {getattr(runs, name).dtype for name in TENSORS} == {torch.int64}
-
-
-def test_a_tree_layout_has_them_if_asked():
-    layout, without = (TreeLayout.from_plan(plan_of(FOREST), run_cost=cost) for cost in (FREE_FORKS, None))
-    more = layout.to_batch().keys() - without.to_batch().keys()
-    assert more == {f"radix_runs_{name}" for name in ("calls", *TENSORS)}
-    assert contents(layout.runs) == contents(runs_of(FOREST))
-    assert without.runs is None and TreeLayout.from_batch(without.to_batch()).runs is None
 
 
 def test_the_collator_makes_them_of_its_rows():
