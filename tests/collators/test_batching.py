@@ -93,15 +93,6 @@ def test_nothing_is_lost_and_the_budget_is_kept_and_used(cut, cost, sequences, m
         assert cost([*batch, following[0]]) > max_tokens, "cut before the budget was full"
 
 
-@settings(max_examples=60, deadline=None)
-@given(ragged_batches(max_sequences=10), BUDGETS)
-def test_no_cut_computes_less_than_the_bound(sequences, max_tokens):
-    cut = cut_step(arrays(sequences), max_tokens)
-    assert cut.num_unique_tokens == num_unique(sequences)
-    assert cut.num_unique_tokens <= sum(num_unique([sequences[index] for index in group]) for group in cut.groups)
-    assert cut_step([], max_tokens) == ([], 0)
-
-
 COSTS = st.sampled_from([SequenceCost(), SequenceCost(row=5, pair=1)])
 
 

@@ -16,7 +16,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import cases
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.features import HARMLESS, all_feature_arrays
@@ -76,7 +76,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({**IDS, "assistant_masks": [1, 0]}, "feature 1: assistant_masks has 2 entries, input_ids has 3"),
     ({**ROW, "position_ids": [1, 2]}, "feature 1: position_ids has 2 entries, input_ids has 3"),
     ({**ROW, "attention_mask": [1, 1]}, "feature 1: attention_mask has 2 entries, input_ids has 3"),
-    ({**ROW, "input_ids": [1.0] * 3}, "feature 1: input_ids must be a flat list of integers, got float64 (3,)"),
     ({**ROW, "labels": [0.5] * 3}, "feature 1: labels must be a flat list of integers, got float64 (3,)"),
     ({**ROW, "input_ids": 5}, "feature 1: input_ids must be a flat list of integers, got int64 ()"),
     ({**ROW, "input_ids": "abc"}, "feature 1: input_ids must be a flat list of integers, got <U3 ()"),
@@ -98,16 +97,11 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     # padding
     ({**FIVE, "attention_mask": [1, 1, 0, 1, 1]}, HOLE),
-    ({**FIVE, "attention_mask": [0, 1, 0, 0, 1]}, HOLE),
     ({**FIVE, "attention_mask": [0] * 5}, "feature 1: attention_mask hides every token, so the sequence is empty"),
     ({**FIVE, "attention_mask": [1, 2, 1, 1, 1]}, "feature 1: attention_mask must be 0 or 1: attention_mask[1] = 2"),
     (
         {**FIVE, "attention_mask": [1, 1, 1, 0, 0], "labels": [N, 4, 5, 6, 7]},
         f"feature 1: labels[3] = 6 lies on {ON_PADDING}",
-    ),
-    (
-        {**FIVE, "attention_mask": [1, 1, 1, 0, 0], "labels": [N, N, N, N, 7]},
-        f"feature 1: labels[4] = 7 lies on {ON_PADDING}",
     ),
     (
         {**FIVE, "attention_mask": [0, 0, 1, 1, 1], "labels": [N, 4, 5, 6, 7]},
@@ -119,7 +113,6 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     # rows that another packer filled
     ({**ROW, "seq_lengths": [2, 1]}, PACKED),
-    ({**ROW, "seq_lengths": np.array([2, 1])}, PACKED),
     ({**FIVE, "position_ids": [0, 1, 2, 0, 1]}, PACKED),
     ({**ROW, "seq_lengths": [2]}, "feature 1: seq_lengths is 2, input_ids has 3 entries"),
     ({**ROW, "seq_lengths": 3}, "feature 1: seq_lengths must be a flat list of integers, got int64 ()"),
@@ -342,26 +335,6 @@ def arguments(folder: Path, **others: Any) -> dict[str, Any]:
 
 def first_batch(trainer: Trainer) -> dict[str, Any]:
     return next(iter(trainer.get_train_dataloader()))
-
-
-def test_hugging_faces_trainer_drops_the_mask(tiny_qwen3: Any, tmp_path: Path) -> None:
-    """By default. Without the refusal, the prompt would be trained too."""
-    prompt, tails = [3, 1, 4, 1, 5, 9], ([11, 12], [11, 13, 14], [20], [21, 22, 23])
-    masks = [[0] * len(prompt) + [1] * len(tail) for tail in tails]
-    rows = Dataset.from_list(
-        [{"input_ids": prompt + tail, "completion_mask": mask} for tail, mask in zip(tails, masks, strict=True)]
-    )
-
-    def batch(**others: Any) -> dict[str, Any]:
-        settings = TrainingArguments(**arguments(tmp_path, **others))
-        model, collator = prepare_model(tiny_qwen3()), RadixCollator()
-        return first_batch(Trainer(model, args=settings, train_dataset=rows, data_collator=collator))
-
-    with pytest.raises(ValueError, match=r"feature 0 has neither labels nor .*remove_unused_columns=False"):
-        batch()
-    kept = batch(remove_unused_columns=False)
-    labelled = [{"input_ids": prompt + tail, "labels": [N] * len(prompt) + tail} for tail in tails]
-    assert as_python(kept) == as_python(RadixCollator()(labelled))
 
 
 ASKED = [("20 21 22", "30"), ("20 21 23", "30 31"), ("20 21 22", "33 34"), ("24", "35")]

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from math import comb
 from pathlib import Path
 
 import datasets
@@ -225,19 +224,6 @@ def twenty():
     return chats(20, 160)
 
 
-@pytest.mark.parametrize("together", [1, 2, 4, 8, 16, 32])
-def test_r_of_20_prompts(twenty, together):
-    """1.8 for a plain shuffle, 8.0 for whole batches of a prompt; 6.5 for two halves."""
-    sequences, which = twenty
-    order = drawn(sequences, together)
-    num_prompts = [len(set(which[batch])) for batch in in_batches(order)]
-    runs, of_a_batch = 3200 // together, BATCH // together
-    assert_mean(num_prompts, 20 * (1 - comb(runs - runs // 20, of_a_batch) / comb(runs, of_a_batch)))
-    r = BATCH * (PROMPT + OWN) / (np.mean(num_prompts) * PROMPT + BATCH * OWN)
-    assert ratio(sequences, order) == pytest.approx(r, rel=1e-12)
-    assert round(r, 1) == {1: 1.8, 32: 8.0}.get(together, round(r, 1))
-
-
 def test_the_choice_mixes_prompts_and_reaches_most(twenty):
     sequences, which = twenty
     order = GroupedOrder.choose(find_prefix_groups(sequences), BATCH, 0)
@@ -257,15 +243,6 @@ def test_a_batch_has_no_more_prompts_than_it_must(batch_size):
         order = drawn(sequences, together, batch_size)
         counts = [len(set(which[batch].tolist())) for batch in in_batches(order, batch_size)]
         assert max(counts) <= batch_size // together + min(2, batch_size % together)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 33])
-def test_tiny_data_and_batches_larger_than_it(count):
-    sequences = chats(2, 20)[0][:count]
-    for batch_size in (1, 2, 32):
-        choice = GroupedOrder.choose(find_prefix_groups(sequences), batch_size, 0)
-        for order in (choice, GroupedOrder(choice.groups, batch_size, batch_size)):
-            assert sorted(order.draw(np.arange(count), rng()).tolist()) == list(range(count))
 
 
 def test_every_row_is_as_likely_in_every_batch():
@@ -296,9 +273,3 @@ def test_every_index_comes_as_often_as_it_was_given(groups, batch_size, together
     order = GroupedOrder(groups, batch_size, min(together, batch_size))
     found = order.draw(np.array(indices, dtype=np.int64), rng())
     assert sorted(found.tolist()) == sorted(indices)
-
-
-def test_r_of_nothing_and_of_empty_sequences():
-    assert ratio_of_batches(lambda index: [], [], None) == 1.0
-    assert ratio_of_batches(lambda index: [np.zeros(0, dtype=np.int64)], [[0]], None) == 1.0
-    assert batches_of(np.zeros(0, dtype=np.int64), 4) == []

@@ -99,14 +99,6 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 class TestLanes:
-    def test_rectangles_literally(self) -> None:
-        """Masks end where the longest lane does: here all are filled to 5 of their 6 slots at most."""
-        part = Lanes(16, 6, torch.zeros(4, 5)).rectangles(2)
-        assert (part.number, part.num_queries, part.num_keys) == (4, 2, 5)
-        slots = part.keys(torch.arange(NUM_SLOTS))
-        assert slots[:, 0].tolist() == [16, 22, 28, 34] and slots[1].tolist() == [22, 23, 24, 25, 26]
-        assert slots.untyped_storage().nbytes() == NUM_SLOTS * 8, "a view"
-
     @kernels
     @pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
     def test_against_plain_softmax(self, kernel: LoopingKernel, shared: list) -> None:
@@ -142,15 +134,6 @@ class TestLanes:
         after = attention_in_lanes(each.q, each[1:], lanes(), pieces(shared), kernel, Scoring(SCALE))
         assert unseen[19:22].all()
         close(after, before)
-
-    @kernels
-    def test_strided_queries(self, kernel: LoopingKernel) -> None:
-        """Layers hand over transposed tensors."""
-        each, shared = stored(len(FILLED)), SHARED["both"]
-        strided = each.q.transpose(0, 1).contiguous().transpose(0, 1)
-        assert not strided.is_contiguous()
-        found = attention_in_lanes(strided, each[1:], lanes(), pieces(shared), kernel, Scoring(SCALE))
-        close(found, plain(each, seen_in_lanes(shared)))
 
     @kernels
     def test_narrow_dtypes(self, kernel: LoopingKernel) -> None:

@@ -6,19 +6,11 @@ import numpy as np
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plans import DEEP, FOREST, plan_of
 
 from radixtrain.kernels.cascade import BUNDLE, bundled_pieces
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.plan import build_prefix_plan
-
-FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
-DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
-
-
-def plan_of(sequences, **options):
-    ids = [token for sequence in sequences for token in sequence]
-    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
 def layout_of(sequences, **options):

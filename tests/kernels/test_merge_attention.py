@@ -28,42 +28,28 @@ def ragged(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> 
     return Ragged(*as_tensors, max(lengths_q, default=0), max(lengths_k, default=0), causal, bounds)
 
 
-def some_pieces(size: int) -> dict[str, tuple[Piece, ...]]:
-    """Ten runs of rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, and two pieces meet there."""
-
-    def runs(lengths_q: list[int], lengths_k: list[int], causal: bool = False) -> Ragged:
-        return ragged([n * size for n in lengths_q], [n * size for n in lengths_k], causal)
-
-    def cut(start: int, end: int) -> slice:
-        return slice(start * size, end * size)
-
-    def rows(*indices: int) -> Tensor:
-        return (torch.tensor(indices)[:, None] * size + torch.arange(size)).flatten()
-
-    own = Piece(EVERYTHING, EVERYTHING, runs([3, 2, 3, 2], [3, 2, 3, 2], causal=True))
-    return {
-        "only own rows": (own,),
-        "slices": (
-            own,
-            Piece(cut(3, 10), cut(0, 3), runs([7], [3])),
-            Piece(cut(8, 10), cut(3, 5), runs([2], [2])),
-        ),
-        "index tensors": (
-            own,
-            Piece(rows(9, 3, 4, 5, 8), rows(2, 0, 1), runs([5], [3])),
-            Piece(rows(6, 7, 9, 8), rows(0, 1, 4, 3), runs([2, 2], [2, 2])),
-        ),
-        "indexed queries, sliced keys": (own, Piece(rows(3, 9, 7), cut(0, 3), runs([1, 2], [2, 1]))),
-        "sliced queries, indexed keys": (own, Piece(cut(5, 8), rows(2, 0, 4), runs([3], [3]))),
-        "entries without keys and without queries": (
-            Piece(EVERYTHING, EVERYTHING, runs([3, 2, 3, 0, 2], [3, 0, 3, 4, 0], causal=True)),
-            Piece(cut(3, 5), cut(0, 3), runs([2], [3])),
-            Piece(rows(8, 9), rows(3, 4), runs([1, 1], [1, 1])),
-        ),
-    }
-
-
-PIECES = some_pieces(size=1)
+# Ten rows: 0-2 are the trunk; 3-4 and 5-7 its branches; 8-9 hang below 3-4, and two pieces meet there.
+OWN = Piece(EVERYTHING, EVERYTHING, ragged([3, 2, 3, 2], [3, 2, 3, 2], causal=True))
+PIECES = {
+    "only own rows": (OWN,),
+    "slices": (
+        OWN,
+        Piece(slice(3, 10), slice(0, 3), ragged([7], [3])),
+        Piece(slice(8, 10), slice(3, 5), ragged([2], [2])),
+    ),
+    "index tensors": (
+        OWN,
+        Piece(torch.tensor([9, 3, 4, 5, 8]), torch.tensor([2, 0, 1]), ragged([5], [3])),
+        Piece(torch.tensor([6, 7, 9, 8]), torch.tensor([0, 1, 4, 3]), ragged([2, 2], [2, 2])),
+    ),
+    "indexed queries, sliced keys": (OWN, Piece(torch.tensor([3, 9, 7]), slice(0, 3), ragged([1, 2], [2, 1]))),
+    "sliced queries, indexed keys": (OWN, Piece(slice(5, 8), torch.tensor([2, 0, 4]), ragged([3], [3]))),
+    "entries without keys and without queries": (
+        Piece(EVERYTHING, EVERYTHING, ragged([3, 2, 3, 0, 2], [3, 0, 3, 4, 0], causal=True)),
+        Piece(slice(3, 5), slice(0, 3), ragged([2], [3])),
+        Piece(torch.tensor([8, 9]), torch.tensor([3, 4]), ragged([1, 1], [1, 1])),
+    ),
+}
 
 
 def union_mask(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plans import NESTED, attention_inputs, longer, plan_of
 from tiers import FULL, cases, tries
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -32,8 +33,6 @@ WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for ker
 EVERY_WAY = [*WAYS, ("reference", "auto"), ("auto", "auto")]
 every_way = pytest.mark.parametrize(("attention", "kernel"), EVERY_WAY)
 
-# Two trees: one of three levels below [1, 1, 2], one of one level below [2]; a prefix of another; one twice.
-NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [1, 1, 2, 2], [2, 1, 1], [2, 3, 3], [2, 1, 1], [5]]
 LONGEST = 12  # tokens of the longest sequence of NESTED with every run twice as long, and of generated batches
 MODIFIERS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -49,27 +48,6 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "soft-cap and window": {"softcap": 0.8, "window": 3},
     "all": {"scale": 0.3, "softcap": 0.8, "window": 2, "sinks": True},
 }
-
-
-def plan_of(sequences: list[list[int]], **options) -> PrefixPlan:
-    tokens = [token for sequence in sequences for token in sequence]
-    return build_prefix_plan(tokens, np.cumsum([0, *map(len, sequences)]), **options)
-
-
-def longer(sequences: list[list[int]], times: int) -> list[list[int]]:
-    """The same tree with every run `times` as long."""
-    return [[token for token in sequence for _ in range(times)] for sequence in sequences]
-
-
-def inputs(
-    plan: PrefixPlan, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), head_dim: int = 8, seed: int = 0
-) -> list[Tensor]:
-    """q, k, v, dout. No loss on padding, whose output means nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(plan.num_rows, n, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
-    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    tensors[3][plan.num_unique_tokens :] = 0
-    return tensors
 
 
 def ways_of(modifiers: dict[str, Any], longest: int = LONGEST) -> list[tuple[str, str]]:
@@ -147,7 +125,7 @@ def assert_ways_are_exact(plan: PrefixPlan, tensors: list[Tensor], modifiers: di
 def test_nested_in_float64(name: str) -> None:
     for options, heads in (({}, (2, 2)), ({"min_shared_tokens": 3}, (4, 1)), ({"pad_to_multiple_of": 16}, (4, 2))):
         plan = plan_of(longer(NESTED, 2), **options)
-        assert_ways_are_exact(plan, inputs(plan, torch.float64, heads), MODIFIERS[name])
+        assert_ways_are_exact(plan, attention_inputs(plan, torch.float64, heads), MODIFIERS[name])
 
 
 @settings(max_examples=tries(250, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -163,7 +141,7 @@ def test_generated_in_float64(
     """One sequence is as long as can be: windows bind, and some query has two keys, or gradients were zero."""
     sequences = [*sequences, [0, 1, 2, 3] * (LONGEST // 4)]
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
-    assert_ways_are_exact(plan, inputs(plan, torch.float64, (2, 1), 4), MODIFIERS[name])
+    assert_ways_are_exact(plan, attention_inputs(plan, torch.float64, (2, 1), 4), MODIFIERS[name])
 
 
 @every_way
@@ -173,7 +151,7 @@ def test_lower_precision(attention: str, kernel: str) -> None:
         plan = plan_of(longer(NESTED, 10), **options)
         mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            tensors = inputs(plan, dtype, head_dim=16)
+            tensors = attention_inputs(plan, dtype, head_dim=16)
             truth = by_tree(plan, [x.double() for x in tensors], "reference")
             out, _, *grads = flash_attention_by_the_book(*tensors, mask, 16**-0.5)
             actual = by_tree(plan, tensors, attention, kernel)
@@ -188,7 +166,7 @@ def test_modifiers_in_bfloat16(name: str) -> None:
     modifiers, plan = dict(MODIFIERS[name]), plan_of(longer(NESTED, 10))
     if "window" in modifiers:
         modifiers["window"] = 60 if modifiers["window"] == LONGEST else min(50, 10 * modifiers["window"])
-    tensors = inputs(plan, torch.bfloat16, head_dim=16)
+    tensors = attention_inputs(plan, torch.bfloat16, head_dim=16)
     truth = each_by_itself(plan, [x.double() for x in tensors], **modifiers)
     reference = each_by_itself(plan, tensors, **modifiers)
     for way in ways_of(modifiers, 60):
@@ -200,7 +178,7 @@ def test_modifiers_in_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("sequences", [[], [[], []]])
 def test_no_rows(sequences: list[list[int]]) -> None:
     plan, shapes = plan_of(sequences), [(0, 4, 8), (0, 4, 8), (0, 2, 8), (0, 2, 8)]
-    tensors = inputs(plan, torch.float32)
+    tensors = attention_inputs(plan, torch.float32)
     for way in EVERY_WAY:
         assert [x.shape for x in by_tree(plan, tensors, *way)] == shapes, way
     for attention in EVERYWHERE:
@@ -212,7 +190,7 @@ def test_no_rows(sequences: list[list[int]]) -> None:
 def test_gradcheck(attention: str, kernel: str) -> None:
     """Without modifiers, and with all that the strategy and the kernel take."""
     plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3], list(range(7, 7 + LONGEST))])
-    leaves = [x.requires_grad_() for x in inputs(plan, torch.float64, (2, 1), 3)[:3]]
+    leaves = [x.requires_grad_() for x in attention_inputs(plan, torch.float64, (2, 1), 3)[:3]]
     sinks = torch.linspace(-1, 2, 2, dtype=torch.float64, requires_grad=True)
     taken = [MODIFIERS[name] for name in MODIFIERS if (attention, kernel) in ways_of(MODIFIERS[name])]
     modifiers = {name: value for each in taken for name, value in each.items() if name != "sinks"}
@@ -228,7 +206,7 @@ def test_gradcheck(attention: str, kernel: str) -> None:
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_same_bits_every_time(attention: str) -> None:
     plan = plan_of(longer(NESTED, 10))
-    tensors = inputs(plan, torch.float32)
+    tensors = attention_inputs(plan, torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -243,14 +221,14 @@ def test_window_counts_tokens_not_positions() -> None:
     """Positions that jump, as after a dropped span, do not change who is near."""
     tokens = [1, 1, 2, 2, 3, 1, 1, 2, 2, 4]
     jumping = build_prefix_plan(tokens, [0, 5, 10], position_ids=[0, 1, 50, 51, 52] * 2)
-    assert_ways_are_exact(jumping, inputs(jumping, torch.float64), {"window": 3})
+    assert_ways_are_exact(jumping, attention_inputs(jumping, torch.float64), {"window": 3})
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_row_that_broke_breaks_no_other_branch(broken: float) -> None:
     """Branches that share a bundle and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
     plan = plan_of(NESTED)
-    q, k, v, dout = inputs(plan, torch.float64)
+    q, k, v, dout = attention_inputs(plan, torch.float64)
     own = torch.tensor(plan.inverse_indices[plan.cu_seqlens[2] - 2 : plan.cu_seqlens[2]])  # 4, 4 of the second sequence
     k[own[-1]], v[own[-1]] = broken, broken
     dout[own] = 0
@@ -396,7 +374,7 @@ class TestChoice:
         """Also after more calls of different head dims than are remembered; a refusal is not logged."""
         plan = plan_of(NESTED)
         with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
-            q, k, v, _ = inputs(plan, torch.float32)
+            q, k, v, _ = attention_inputs(plan, torch.float32)
             tree_attention(q, k, v, plan)
             with pytest.raises(UserError):
                 choose_attention("auto", "flash_attn", CPU, torch.float32, 64)

@@ -153,14 +153,6 @@ def test_any_predictions(monkeypatch: pytest.MonkeyPatch, dealt: str) -> None:
         assert_equal_in_float64(*(with_gradients(f(labels, rows, weights), given) for f in (ours, by_torch)))
 
 
-def test_weight_of_a_prediction_is_how_often_it_is_listed() -> None:
-    """Integer weights and a weight of zero too."""
-    given, times = parameters(torch.float64), WEIGHTS.to(torch.int64)  # the half becomes none
-    listed = ours(LABELS.repeat_interleave(times), ROWS.repeat_interleave(times), torch.ones(int(times.sum())))
-    for weights in (times.float(), times):
-        assert_equal_in_float64(with_gradients(ours(weights=weights), given), with_gradients(listed, given))
-
-
 def test_large_logits_stay_finite() -> None:
     hidden, weight, _ = parameters(torch.float32)
     for scale in (1e4, 3e4):

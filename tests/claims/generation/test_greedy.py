@@ -111,15 +111,6 @@ def test_in_float32(name: str) -> None:
     assert_within_noise(torch.stack(ours), ordinary, torch.cat(finished_logits(model, texts)), name)
 
 
-def test_the_prompts_bite() -> None:
-    """Windows are shorter than the prompts, prompts share kept rows, and lanes are used again."""
-    model = FAMILIES["text: Mistral"].build().eval()
-    assert model.config.sliding_window < min(len(prompt) for prompt in PROMPTS[:-1])
-    stats = answers(model).generated.stats
-    assert stats.num_computed_tokens + stats.num_cached_tokens < stats.num_prompt_tokens
-    assert stats.num_cached_tokens > 0, "no later prompt continued what an earlier one had computed"
-
-
 ADAPTERS: dict[str, dict[str, Any]] = {
     "layers": {"target_modules": "all-linear"},
     "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},

@@ -105,11 +105,3 @@ def test_later_prompts_evict_earlier_ones(tiny_qwen3: Callable[..., Any]) -> Non
         patch.setattr(sys.modules["radixtrain.generation.prefill"], "RadixCache", Watched)
         generate(tiny_qwen3().eval(), prompts, max_new_tokens=NEW, batch_size=4, eos_token_id=None, do_sample=False)
     assert max(seen) <= 2 * SHARED + 4 * LANE, seen
-
-
-def test_in_half_precision_they_take_half(tiny_qwen3: Callable[..., Any]) -> None:
-    bytes_of_a_token = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        _, cache = slots_in_use(tiny_qwen3().to(dtype).eval(), prompts_of(2), do_sample=False)
-        bytes_of_a_token[dtype] = bytes_of_a_slot(cache)
-    assert bytes_of_a_token[torch.float32] == 2 * bytes_of_a_token[torch.bfloat16] == 2 * 2 * 2 * 8 * 4

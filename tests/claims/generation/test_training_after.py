@@ -93,21 +93,6 @@ def test_changed_adapters(tiny_qwen3: Callable[..., Any], change: Callable[[Any]
     check_two_calls(with_lora(tiny_qwen3()), change)
 
 
-@pytest.mark.parametrize(
-    "change",
-    cases([*CHANGES, *CHANGES_OF_ADAPTERS[1:]], [train_a_step]),
-    ids=lambda change: change.__name__,
-)
-def test_without_a_look_at_the_weights(
-    tiny_qwen3: Callable[..., Any], change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test is tested: a cache that does not ask for the weights answers with old keys."""
-    monkeypatch.setattr(RadixCache, "of_weights", lambda self, fingerprint: None)
-    model = with_lora(tiny_qwen3()) if change in CHANGES_OF_ADAPTERS[1:] else tiny_qwen3()
-    with pytest.raises(AssertionError, match="old keys were met"):
-        check_two_calls(model, change)
-
-
 def trained_by(kind: str, tiny_qwen3: Callable[..., Any]) -> Any:
     """A model in training mode, as one of its ways to train leaves it."""
     model = tiny_qwen3().double().train()

@@ -4,11 +4,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plans import NESTED, attention_inputs, longer, plan_of
 from tiers import FULL, tries
 from torch import Tensor
 
@@ -22,33 +22,13 @@ from radixtrain.errors import UserError
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, ragged_batches
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.plan import PrefixPlan
 
 pytestmark = [
     FULL,
     pytest.mark.skipif(torch.cuda.is_available(), reason="these are for the CPU; on CUDA tests/kernels/test_cuda.py"),
 ]
 NAMES = ("out", "dq", "dk", "dv")
-NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [1, 1, 2, 2], [2, 1, 1], [2, 3, 3], [2, 1, 1], [5]]
-
-
-def plan_of(sequences: list[list[int]], **options) -> PrefixPlan:
-    tokens = [token for sequence in sequences for token in sequence]
-    return build_prefix_plan(tokens, np.cumsum([0, *map(len, sequences)]), **options)
-
-
-def longer(times: int) -> list[list[int]]:
-    """The same tree with every run `times` as long."""
-    return [[token for token in sequence for _ in range(times)] for sequence in NESTED]
-
-
-def inputs(plan: PrefixPlan, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), head_dim: int = 8) -> list[Tensor]:
-    """q, k, v, dout. No loss on padding, whose output means nothing."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(plan.num_rows, n, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
-    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    tensors[3][plan.num_unique_tokens :] = 0
-    return tensors
 
 
 def with_gradients(tree: PrefixPlan | TreeLayout, tensors: list[Tensor], strategy: str, **options) -> list[Tensor]:
@@ -64,10 +44,10 @@ def test_chosen_by_request_only() -> None:
 
 def test_lower_precision() -> None:
     """About as near to float64 as flash-attention's arithmetic in the same dtype, with tiles of several sizes."""
-    plan = plan_of(longer(10), min_shared_tokens=20)
+    plan = plan_of(longer(NESTED, 10), min_shared_tokens=20)
     mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
     for dtype, tiles in ((torch.float32, (32, 32)), (torch.float16, (16, 32)), (torch.float32, None)):
-        tensors = inputs(plan, dtype, head_dim=16)
+        tensors = attention_inputs(plan, dtype, head_dim=16)
         truth = with_gradients(plan, [x.double() for x in tensors], "reference")
         out, _, *grads = flash_attention_by_the_book(*tensors, mask, 16**-0.5)
         layout = TreeLayout.from_batch(TreeLayout.from_plan(plan, tiles=tiles).to_batch())
@@ -79,7 +59,7 @@ def test_lower_precision() -> None:
 @given(sequences=ragged_batches(min_length=0), pad_to_multiple_of=st.sampled_from([None, 8]))
 def test_generated(sequences: list[list[int]], pad_to_multiple_of: int | None) -> None:
     plan = plan_of([*sequences, [3] * 4], pad_to_multiple_of=pad_to_multiple_of)
-    tensors = inputs(plan, torch.float32, (2, 1), 4)
+    tensors = attention_inputs(plan, torch.float32, (2, 1), 4)
     truth = with_gradients(plan, [x.double() for x in tensors], "reference", scale=0.7)
     for name, x, exact in zip(NAMES, with_gradients(plan, tensors, "tree", scale=0.7), truth, strict=True):
         rows = slice(plan.num_unique_tokens)
@@ -89,12 +69,12 @@ def test_generated(sequences: list[list[int]], pad_to_multiple_of: int | None) -
 
 def test_no_rows() -> None:
     plan = plan_of([])
-    assert [len(x) for x in with_gradients(plan, inputs(plan, torch.float32), "tree")] == [0] * 4
+    assert [len(x) for x in with_gradients(plan, attention_inputs(plan, torch.float32), "tree")] == [0] * 4
 
 
 def attend(dtype: torch.dtype = torch.float32, head_dim: int = 8, **options) -> Tensor:
     plan = plan_of(NESTED)
-    return tree_attention(*inputs(plan, dtype, head_dim=head_dim)[:3], plan, attention="tree", **options)
+    return tree_attention(*attention_inputs(plan, dtype, head_dim=head_dim)[:3], plan, attention="tree", **options)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +128,7 @@ def test_a_device_without_tiles_says_how_to_ask_for_them(
 @pytest.mark.parametrize("collator", [RadixCollator(tree_tiles=True), RadixCollator()], ids=["tiles", "none"])
 def test_a_model(tiny_qwen3: Callable[..., Any], collator: RadixCollator) -> None:
     """Every gradient of a tiny Qwen3, against ordinary Hugging Face. On a CPU tiles may be missing."""
-    features = [{"input_ids": ids, "labels": ids} for ids in longer(2)[:4]]
+    features = [{"input_ids": ids, "labels": ids} for ids in longer(NESTED, 2)[:4]]
     report = verify_equivalence(tiny_qwen3(), features, attention="tree", collator=collator, precisions=["float32"])
     assert report.passed, str(report)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_of
 from tiers import FULL, tries
 from torch import Tensor
 
@@ -14,7 +15,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 pytest.importorskip("triton", reason="pip install triton runs it")
 
-from radixtrain import build_prefix_plan
 from radixtrain.kernels.experimental import tree_triton
 from radixtrain.kernels.experimental.tree_tiles import TreeTiles, tree_tiles
 from radixtrain.kernels.experimental.tree_triton import tiled_tree_attention
@@ -32,10 +32,6 @@ SCALE = 0.3
 ROUNDINGS = 4 * torch.finfo(torch.float32).eps  # of a mean of six numbers, and of the exponential of a logarithm
 NAMES = ("out", "dq", "dk", "dv")
 SMALL = [6, 6, 3, 4, 6, 6]  # a trunk of two rows, three branches below it: one row, one row, two rows
-
-
-def plan_of(sequences: list[list[int]], **options: int) -> PrefixPlan:
-    return build_prefix_plan(np.concatenate(sequences), np.cumsum([0, *map(len, sequences)]), **options)
 
 
 def deep_plan(levels: int = 3, run: int = 9, **options: int) -> PrefixPlan:
@@ -117,11 +113,6 @@ def assert_lists_are_the_mask(ends: np.ndarray, held: int, walked: int) -> None:
 @given(sequences=ragged_batches(), held=st.integers(1, 9), walked=st.integers(1, 9), pad=st.sampled_from([1, 4]))
 def test_lists_of_generated_tries(sequences: list[list[int]], held: int, walked: int, pad: int) -> None:
     assert_lists_are_the_mask(plan_of(sequences, pad_to_multiple_of=pad).row_subtree_ends, held, walked)
-
-
-def test_no_rows_have_no_lists() -> None:
-    lists = tree_tiles([], 16, 16)
-    assert (lists.num_rows, lists.key_starts.tolist(), lists.query_runs.shape) == (0, [0], (0, 4))
 
 
 @pytest.mark.parametrize("ends", [[2, 1], [2, 3], [0, 2]])

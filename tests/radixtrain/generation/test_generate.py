@@ -105,13 +105,6 @@ class TestArguments:
         assert found.token_ids == [[9] * 4] * 2 and all(logprob < -1 for logprob in found.logprobs[0])
         assert sorted(texts) == sorted((*ids, *[9] * n) for ids in ([1, 2], [5]) for n in range(4))
 
-    def test_stopping_criteria(self, model: Any) -> None:
-        def three_tokens(token_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
-            return torch.full((len(token_ids),), token_ids.shape[1] >= 3)
-
-        found = generate(model, [[1, 2], [5]], stopping_criteria=[three_tokens], **GREEDY)
-        assert [len(answer) for answer in found.token_ids] == [1, 2] and found.finish_reasons == ["stop"] * 2
-
 
 class TestCache:
     def test_what_a_call_computed_is_there_for_the_next(self, model: Any) -> None:

@@ -7,7 +7,6 @@ import torch
 from radixtrain.tree.cached_layout import shared_pieces
 
 
-# Three sequences with 1, 2 and 4 new rows, which are the last of their slots.
 class TestSharedPieces:
     def pieces(self, *runs: tuple[list[int], list[int]], device: str = "cpu") -> list[tuple]:
         """Rows of queries and keys, and the bounds of the call."""

@@ -2,27 +2,21 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import plan_of
 
 from radixtrain.attention import tree_attention
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.kernels.cpu_loops import TorchCPUKernel
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import CANDIDATES, CHOICES, AttentionWork, Rates, StepCost, attention_work
-from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
 FREE = {"call": 0.0, "rectangle": 0.0, "pair": 0.0, "element": 0.0, "flop": 0.0}
 DEEP = [[*range(100, 100 + 40 * n), 7] for n in range(1, 8)]
-
-
-def plan_of(sequences, **options):
-    ids = [token for sequence in sequences for token in sequence]
-    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
 def cost(on_host=True, row_flops=0.0, strategies=CHOICES, attention_share=1.0, mixer_share=0.0, **rates):
@@ -84,14 +78,6 @@ def test_seconds_literally():
     for rate, number in expected.items():
         assert cost(on_host=False, **{rate: 1.0}).seconds(plan, "cascade") == number
     assert cost(on_host=False, row_flops=10.0, flop=2.0).seconds(plan, "cascade") == 5 * 20
-
-
-@pytest.mark.parametrize("sequences", [[], [[]], [[3]]], ids=["no sequence", "an empty one", "one token"])
-@pytest.mark.parametrize("strategy", CHOICES)
-@pytest.mark.parametrize("on_host", [False, True])
-def test_nothing_to_share(sequences, strategy, on_host):
-    work = attention_work(plan_of(sequences), strategy, on_host)
-    assert work.pairs == sum(map(len, sequences))
 
 
 class TestCheapest:

@@ -4,30 +4,22 @@ import pickle
 from collections import Counter
 from dataclasses import fields, is_dataclass
 
-import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
+from plans import DEEP, FOREST, plan_of
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from radixtrain.kernels.cascade import Level
 from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.layout import PREFIX, TreeLayout
-from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCall, RunCost
 
 INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
-FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
-DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
-
-
-def plan_of(sequences, **options):
-    ids = [token for sequence in sequences for token in sequence]
-    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
 def layout_of(sequences, tiles=None, run_cost=None, **options):

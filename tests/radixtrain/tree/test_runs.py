@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plans import DEEP, FOREST, plan_of
 
 from radixtrain import RadixCollator
 from radixtrain.testing import FREE_FORKS, ragged_batches
-from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import MIN_SAVED, MULTIPLES, RunCall, RunCost, RunLayout, cheapest_runs, runs_of_segments
 
 CALLS_ONLY = RunCost(call=1.0, row=0.0, state=0.0)
 # The drawing of the module: A = [0, 3), B = [3, 5), C = [5, 7), D = [7, 10), E = [10, 12).
 DRAWN = np.array([0, 3, 5, 7, 10, 12]), np.array([-1, 0, 1, 1, 0])
-DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
 COMB = [[*[1] * teeth, 2] for teeth in range(12)]
 
 
@@ -26,11 +25,6 @@ class Run(NamedTuple):
     rows: list[int]
     path: list[int]
     call: int
-
-
-def plan_of(sequences, **options):
-    ids = [token for sequence in sequences for token in sequence]
-    return build_prefix_plan(ids, np.cumsum([0, *map(len, sequences)]), **options)
 
 
 def segments_of(sequences, **options):
@@ -116,16 +110,6 @@ def test_small_batches(sequences, calls, rows):
     assert contents(cheapest_runs(*segments_of(sequences), FREE_FORKS)) == contents(table)
 
 
-def test_a_fork_that_ends_above_its_segment():
-    """The trunk of 20 rows is not worth a fork, but with 3 more before 4 branches 16 of them are."""
-    trunk = [*range(100, 120)]
-    starts, parents = segments_of([[*trunk, 1], *([*trunk, 2, 3, 4, end] for end in (5, 6, 7, 8))])
-    table = runs_of_segments(starts, parents, 32, 16, FREE_FORKS)
-    assert table.calls == (RunCall(1, 16, 1, ()), RunCall(1, 21, 0, ()), RunCall(4, 8, 0, ((0, 4),)))
-    rest = [16, 17, 18, 19, 21, 22, 23]
-    assert table.rows.tolist() == [*range(16), *range(21), *(row for leaf in range(24, 28) for row in [*rest, leaf])]
-
-
 plans = {
     "sequences": ragged_batches(min_length=0, min_sequences=0, max_length=16),
     "options": st.fixed_dictionaries(
@@ -196,19 +180,6 @@ def test_forks_and_their_sources(sequences, options, rates, min_saved, multiple)
     assert not (min_saved is None and num_kept)
 
 
-@settings(max_examples=60, deadline=None)
-@given(**plans)
-def test_with_a_fork_at_every_branch_only_single_rows_are_computed_twice(sequences, options, rates):
-    """A segment of one row is too short for a fork by itself."""
-    starts, parents = segments_of(sequences, **options)
-    calls = runs_in(runs_of_segments(starts, parents, 2, rates=rates))
-    times = np.bincount([row for call in calls for run in call for row in run.rows], minlength=int(starts[-1]))
-    children = np.bincount(parents[parents >= 0], minlength=len(parents))
-    for segment, (start, end) in enumerate(pairwise(starts.tolist())):
-        is_too_short = children[segment] and end - start == 1
-        assert is_too_short or (times[start:end] == 1).all()
-
-
 @settings(max_examples=100, deadline=None)
 @given(**plans)
 @example(DEEP, {}, RunCost())
@@ -241,9 +212,6 @@ def test_leaves_are_put_into_the_calls_that_cost_least(lengths, rates):
     ways = [[0, *cut, count] for cut in cuts]
     costs = [sum(rates.call + (end - start) * ordered[end - 1] for start, end in pairwise(way)) for way in ways]
     assert table.cost(rates) == min(costs)
-
-
-FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 
 
 def runs_of(sequences, rates=FREE_FORKS):
