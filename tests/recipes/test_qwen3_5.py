@@ -13,9 +13,6 @@ import torch
 import yaml
 from tiers import FULL
 
-from radixtrain import RadixCollator, verify_equivalence
-from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import float64_arithmetic
 
 pytestmark = FULL
@@ -78,24 +75,6 @@ def test_fit_leaves_a_folder_that_loads_and_generates(folder: Path) -> None:
         models = [loader.from_pretrained(trained, dtype=torch.float64) for loader in loaders]
         generated = [model.generate(**inputs, max_new_tokens=4, do_sample=False).tolist() for model in models]
     assert len(generated[0][0]) > inputs["input_ids"].shape[1] and generated[0] == generated[-1]
-
-
-def test_adapters_in_the_recurrent_layers(folder: Path) -> None:
-    """Checkpointed, every tensor in float64, with a fork at every branch."""
-    from radixtrain.training.module import RadixModule
-
-    targets = ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"]
-    settings = {"use_peft": True, "lora_target_modules": targets, "activation_checkpointing": True}
-    module = RadixModule(str(folder / "model"), **settings)
-    module.configure_model()
-    assert module.model is not None
-    tokens = torch.randint(20, 300, (70,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = [[*tokens[:cut], 7, 9, n] for cut in (40, 70) for n in range(11, 14)]
-    collator = RadixCollator(run_cost=FREE_FORKS)
-    features = [{"input_ids": row, "labels": row} for row in rows]
-    assert RunLayout.from_batch(collator(features)).num_forks > 1
-    report = verify_equivalence(module.model, features, collator=collator, precisions=["float64"])
-    assert report.passed, report
 
 
 def test_runs_as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
