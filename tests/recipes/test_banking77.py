@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,14 +30,19 @@ def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(start_script, few_rows: Path) -> Callable[..., str]:
+def run(few_rows: Path) -> Callable[..., str]:
     """What the recipe prints, with the runs that it starts."""
 
     def run_it(*flags: str) -> str:
-        folders = (f"--data_dir={few_rows}", f"--output_dir={few_rows / 'runs'}")
-        done = start_script("recipes/banking77.py", *folders, *flags)
-        assert done.wait() == 0, done.said()[-2000:]
-        return done.printed()
+        command = [
+            sys.executable,
+            "recipes/banking77.py",
+            f"--data_dir={few_rows}",
+            f"--output_dir={few_rows / 'runs'}",
+        ]
+        done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
 
     return run_it
 

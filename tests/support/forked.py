@@ -162,12 +162,6 @@ class Server:
         """Start `python -c code`."""
         return self._start({"code": code, "environment": dict(os.environ)}, stderr)
 
-    def start_script(self, path: str, arguments: Sequence[str], stderr: Path) -> Run:
-        """Start `python path` with these arguments: see `forked_scripts.py`."""
-        scripts = str(Path(__file__).with_name("forked_scripts.py"))
-        code = f"import runpy; runpy.run_path({scripts!r})['run_script']({path!r}, {list(arguments)!r})"
-        return self.start_code(code, stderr)
-
     def _start(self, asked: Mapping[str, Any], stderr: Path) -> Run:
         stderr.touch()
         assert self._process.stdin is not None
