@@ -92,23 +92,6 @@ class TestWhichIsPlain:
         assert [record.getMessage() for record in caplog.records] == [line]
 
 
-def scaled(model: Any, logits: Tensor) -> Tensor:
-    return logits * 1.01
-
-
-def shifted(model: Any, logits: Tensor) -> Tensor:
-    return logits + model.extra
-
-
-def capped(model: Any, logits: Tensor) -> Tensor:
-    """A power of two changes no bit of a small logit."""
-    return 1024 * torch.tanh(logits / 1024)
-
-
-def conditional(model: Any, logits: Tensor) -> Tensor:
-    return torch.where(logits.abs() > 50, logits / 2, logits)
-
-
 def hooked(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda module, args, output: output / 2)
 
@@ -127,34 +110,40 @@ def narrow(model: Any) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: (args[0][..., :16],))
 
 
+def plus(model: Any, logits: Tensor) -> Tensor:
+    return logits + model.extra
+
+
+CHANGES_OF_LOGITS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "scaled": lambda model, logits: logits * 1.01,
+    "capped": lambda model, logits: 1024 * torch.tanh(logits / 1024),  # a power of two changes no bit of a small logit
+    "conditional": lambda model, logits: torch.where(logits.abs() > 50, logits / 2, logits),
+    "a bias": plus,
+    "a bias that is still zero": plus,
+    "a constant": plus,
+}
+
+
 class TestMutations:
     """Changes to a plain head. With the fused loss each would train wrong."""
 
-    def changed(self, model: Any, change: Callable[[Any, Tensor], Tensor]) -> Any:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", CHANGES_OF_LOGITS)
+    def test_logits_are_changed(self, name: str, dtype: torch.dtype) -> None:
+        model = build("Llama")
+        if name == "a constant":
+            model.register_buffer("extra", torch.full((64,), 1e-3))
+        elif "bias" in name:
+            model.extra = nn.Parameter(torch.full((64,), float(name == "a bias")))
+
         class Changed(type(model)):  # type: ignore[misc]
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 output = super().forward(*args, **kwargs)
-                output.logits = change(self, output.logits)
+                output.logits = CHANGES_OF_LOGITS[name](self, output.logits)
                 return output
 
         model.__class__ = Changed
-        return model
-
-    @pytest.mark.parametrize("change", [scaled, capped, conditional])
-    def test_logits_are_changed(self, change: Any) -> None:
-        for dtype in (torch.float32, torch.bfloat16):
-            model = build("Llama").to(dtype)
-            assert has_plain_head(model)
-            assert not has_plain_head(self.changed(model, change))
-
-    @pytest.mark.parametrize("value", [1.0, 0.0, 1e-3], ids=["a bias", "a bias that is still zero", "a constant"])
-    def test_something_is_added(self, value: float) -> None:
-        model, extra = build("Llama"), torch.full((64,), value)
-        if value == 1e-3:
-            model.register_buffer("extra", extra)
-        else:
-            model.extra = nn.Parameter(extra)
-        assert not has_plain_head(self.changed(model, shifted))
+        assert not has_plain_head(model.to(dtype))
 
     @pytest.mark.parametrize("change", [hooked, tanh_first, quantized, narrow], ids=lambda change: change.__name__)
     def test_the_head_is_changed(self, change: Callable[[Any], None]) -> None:

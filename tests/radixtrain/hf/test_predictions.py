@@ -8,7 +8,7 @@ import torch
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.steps import PaddedCollator
-from radixtrain.hf.predictions import TARGET_KEYS, labelled_logprobs, predict
+from radixtrain.hf.predictions import TARGET_KEYS, predict
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -53,16 +53,6 @@ def test_the_loss_is_the_sum_over_labelled_tokens(name: str, plain_head: bool, t
     assert (predictions.head is model.lm_head) == plain_head
     assert predictions.loss_sum().item() == pytest.approx(expected, rel=1e-12)
     assert predictions.targets.weights.sum() == len(LABELS)
-
-
-@pytest.mark.parametrize("plain_head", [True, False])
-@pytest.mark.parametrize("name", ["listed", "padded"])
-def test_log_probabilities_in_the_order_of_the_tokens(name: str, plain_head: bool, tiny_qwen3: Any) -> None:
-    expected = logprobs_of_hugging_face(tiny_qwen3().double())
-    batch = COLLATORS[name](FEATURES)
-    found = labelled_logprobs(batch, predict(model_for(name, tiny_qwen3().double()), batch, plain_head).logprobs())
-    assert [(sequence, label) for sequence, label, _ in found] == LABELS
-    assert [logprob for *_, logprob in found] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:

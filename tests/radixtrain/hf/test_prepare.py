@@ -59,19 +59,6 @@ def test_a_window_as_long_as_the_longest_sequence(family):
         assert error_of(windowed(family, window=11), attention=attention) <= BAR
 
 
-def test_full_layers_stay_on_cascade(monkeypatch):
-    seen = []
-
-    def spy(*args, **options):
-        seen.append(options["window"])
-        return tree_attention(*args, **options)
-
-    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", spy)
-    model = tiny_model("Gemma3ForCausalLM", layer_types=SLIDING["layer_types"])
-    prepare_model(model)(**RadixCollator()(NESTED))
-    assert seen == [4, None]
-
-
 @pytest.mark.parametrize(
     ("family", "lost"), [("Gemma2", "softcap"), ("Gemma2", "window"), ("GptOss", "sinks"), ("Mistral", "window")]
 )
@@ -147,15 +134,6 @@ class TestNeverOnAnotherAttention:
         del batch["radix_subtree_ends"]
         with pytest.raises(ValueError, match="lost its entry 'radix_subtree_ends'"):
             prepare_model(tiny_qwen3())(**batch)
-
-    def test_no_square_mask_is_built(self, tiny_qwen3):
-        seen = []
-        model = prepare_model(tiny_qwen3())
-        model.model.layers[0].register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
-        )
-        model(**RadixCollator()(FEATURES))
-        assert seen[0].numel() == 0
 
 
 def test_a_refused_choice_leaves_the_model_as_it_was(tiny_qwen3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.scores import SCORES, Scorer, _numbers, check_scores
-from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.oracle import float64_throughout
-from radixtrain.verification.report import TENSOR_FACTOR
 
 N = -100
 INSTRUCTION = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
@@ -92,12 +89,6 @@ def assert_records(found: list[dict[str, Any]], expected: list[dict[str, Any]]) 
                 assert value == pytest.approx(other[name], rel=1e-12, abs=1e-12), name
 
 
-def numbers_of(records: list[dict[str, Any]], name: str) -> Iterator[float]:
-    for value in (record[name] for record in records):
-        if value is not None:
-            yield from value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-
-
 COLLATORS = [RadixCollator(), pytest.param(RadixCollator(pad_to_multiple_of=8), marks=FULL), PaddedCollator()]
 
 
@@ -114,26 +105,6 @@ def test_every_score_is_that_of_a_loop(model: Any, collator: Any) -> None:
                 records_of(model, collator, Scorer((name,), WORDS)),
                 [{key: value for key, value in record.items() if key in wanted} for record in expected],
             )
-
-
-@FULL
-@pytest.mark.parametrize("collator", COLLATORS)
-def test_float32_is_as_exact_as_a_loop_in_float32(model: Any, collator: Any) -> None:
-    """All scores in one vector, each of length one: a score is few numbers, and a loop has those of some by luck."""
-    with float64_throughout(model):
-        truth = by_hugging_face(model)
-    reference = by_hugging_face(model)
-    found = records_of(model, collator, Scorer(SCORES, WORDS))
-
-    def vector(records: list[dict[str, Any]]) -> Tensor:
-        exact, parts = (
-            [torch.tensor([*numbers_of(each, name)], dtype=torch.float64) for name in SCORES]
-            for each in (truth, records)
-        )
-        return torch.cat([part / whole.norm() for part, whole in zip(parts, exact, strict=True)])
-
-    vectors = vector(found).float(), vector(reference).float(), vector(truth)
-    assert_within_reference_error(*vectors, factor=TENSOR_FACTOR, names="every score")
 
 
 def test_an_embedding_that_is_not_normalized(tiny_qwen3: Any) -> None:

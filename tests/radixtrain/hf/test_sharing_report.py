@@ -78,15 +78,12 @@ class TestRadixBatches:
         run(prepare_model(model), RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)  # less than the padding
         assert not caplog.records
 
-    def test_not_of_a_frozen_model(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_not_of_a_frozen_model_or_in_evaluation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
         """A reference model that computes with gradients on."""
-        model.requires_grad_(False)
+        run(model.eval(), RadixCollator()(UNSHARED), 2 * NUM_CALLS)
+        model.train().requires_grad_(False)
         run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
         run(prepare_model(model), ordinary(), 2 * NUM_CALLS)
-        assert not caplog.records
-
-    def test_not_in_evaluation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        run(model.eval(), RadixCollator()(UNSHARED), 2 * NUM_CALLS)
         assert not caplog.records
 
 

@@ -7,34 +7,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
-from radixtrain.hf.windows import no_mask, window_of, window_on_mask
 
-LONGEST = 9
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
-
-
-@pytest.mark.parametrize(
-    ("masked", "argument", "window"),
-    [
-        (0, None, None),  # the whole past
-        (4, None, 4),  # a layer that does not hand its window over
-        (4, 4, 4),
-        (4, LONGEST, 4),  # the argument does not bind, so it does not contradict
-        (LONGEST, LONGEST, None),
-        (LONGEST - 1, LONGEST - 1, LONGEST - 1),
-    ],
-)
-def test_window_by_mask_and_argument(masked, argument, window):
-    mask = torch.empty(1, 1, 0, masked, dtype=torch.bool)
-    assert window_on_mask(mask) == masked
-    assert window_of("layer 0", mask, argument, LONGEST, may_bind=True) == window
-
-
-def test_what_a_backbone_is_given():
-    device = torch.device("cpu")
-    assert no_mask(True, device).shape == (1, 0), "asks the mask functions"
-    assert no_mask(False, device).shape == (1, 1, 0, 0), "is returned as it is"
-    assert window_of("layer 0", no_mask(False, device), None, LONGEST, may_bind=False) is None
 
 
 def test_a_window_that_contradicts_the_mask():

@@ -161,11 +161,6 @@ def test_the_empty_batch_fails_as_ever():
 
 
 class TestCaches:
-    def test_given(self):
-        assert_untouched(
-            qwen3, lambda model: model(input_ids=IDS, past_key_values=cache()), "a cache is given (past_key_values)"
-        )
-
     def test_by_configuration_without_gradients(self):
         assert_untouched(qwen3, torch.no_grad()(lambda model: model(**BATCH)), FROM_CONFIGURATION)
 
@@ -187,21 +182,16 @@ class TestCaches:
 
 
 class TestState:
-    def test_another_attention(self):
-        assert_untouched(
-            qwen3,
-            lambda model: model(**BATCH),
-            "attn_implementation is now 'eager'",
-            before=lambda model: model.set_attn_implementation("eager"),
-        )
-
-    def test_a_replica_of_data_parallel(self):
-        assert_untouched(
-            qwen3,
-            lambda model: model(**BATCH),
-            "torch.nn.DataParallel runs copies of the model",
-            before=lambda model: setattr(model.model, "_is_replica", True),
-        )
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda model: model.set_attn_implementation("eager"), "attn_implementation is now 'eager'"),
+            (lambda model: setattr(model.model, "_is_replica", True), "torch.nn.DataParallel runs copies of the model"),
+        ],
+        ids=["another attention", "a replica"],
+    )
+    def test_changed_afterwards(self, change, reason):
+        assert_untouched(qwen3, lambda model: model(**BATCH), reason, before=change)
 
     @pytest.mark.parametrize("transform", cases(["grad", "vmap", "jvp"], quick=["grad"]))
     def test_transforms(self, transform):

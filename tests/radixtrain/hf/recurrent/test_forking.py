@@ -248,15 +248,6 @@ class TestNothingElseNotices:
         assert torch.equal(first.grad, torch.ones_like(first))
         assert not any(parameter.grad is not None for parameter in rest)
 
-    @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-    def test_modes(self, tiny_hybrid: Callable[..., Any], without: Callable[[], Any]) -> None:
-        mixer = mixer_of(tiny_hybrid("Qwen3.5")).eval()
-        with without():
-            wanted = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            assert tried(mixer) == ""
-            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == wanted
-        assert not any(module.training for module in mixer.modules())
-
     def test_autocast_keeps_no_copies(self, tiny_hybrid: Callable[..., Any]) -> None:
         """It would cast a weight once, and use the copy for the rest of the pass."""
         mixer = mixer_of(tiny_hybrid("Qwen3.5"))

@@ -51,6 +51,8 @@ class TestTheTrial:
         return asked
 
     def test_once(self, model: Any, asked: list[Any]) -> None:
+        model(**batch_of([[1, 2, 3], [4, 5]]))
+        assert not asked, "nothing forks"
         for _ in range(2):
             model(**batch_of())
         assert asked == [torch.float32]
@@ -60,10 +62,6 @@ class TestTheTrial:
         assert asked == [torch.float32] * 2
         model.bfloat16()(**batch_of())
         assert asked == [torch.float32] * 2 + [torch.bfloat16]
-
-    def test_not_without_forks(self, model: Any, asked: list[Any]) -> None:
-        model(**batch_of([[1, 2, 3], [4, 5]]))
-        assert not asked
 
     def test_again_if_undecided(self, model: Any, asked: list[Any], caplog: pytest.LogCaptureFixture) -> None:
         """There is no warning, because the next batch may decide otherwise."""

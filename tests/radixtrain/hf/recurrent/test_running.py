@@ -19,13 +19,12 @@ from radixtrain.hf.recurrent.running import (
     TreeRuns,
     arguments_by_name,
     cache_argument,
-    parents_of,
     run_on_tree,
 )
-from radixtrain.testing import FREE_FORKS, ragged_batches
+from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs, runs_of_segments
+from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs
 
 RUNS, CHANNELS = 2, 3
 
@@ -158,19 +157,6 @@ def contents(runs):
     return runs.calls, runs.rows.tolist(), runs.places.tolist(), runs.parents.tolist()
 
 
-@settings(max_examples=4 * TRIES, deadline=None)
-@given(
-    ragged_batches(min_length=0, min_sequences=0, max_length=14),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([None, 8]),
-)
-def test_parents_from_the_ends_of_subtrees(sequences, min_shared_tokens, pad_to_multiple_of):
-    plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
-    found = parents_of(plan.segment_starts, plan.subtree_ends)
-    assert found.dtype == np.int64
-    assert found.tolist() == plan.segment_parents.tolist()
-
-
 def test_otherwise_the_cheapest_by_default():
     plan = plan_of(LONG)
     runs = TreeRuns(TreeLayout.from_plan(plan))
@@ -178,16 +164,6 @@ def test_otherwise_the_cheapest_by_default():
     assert expected.num_forks == 1
     assert contents(runs.forked) == contents(RunLayout.from_table(expected))
     assert runs.forked is runs.forked, "made once"
-
-
-@pytest.mark.parametrize("run_cost", [None, RunCost()], ids=["made here", "of the batch"])
-def test_whole_sequences(run_cost):
-    plan = plan_of(LONG)
-    runs = TreeRuns(TreeLayout.from_plan(plan, run_cost=run_cost))
-    expected = runs_of_segments(plan.segment_starts, plan.segment_parents, None)
-    assert contents(runs.whole) == contents(RunLayout.from_table(expected))
-    assert runs.whole is runs.whole and runs.whole is not runs.forked
-    assert not any(call.keeps or call.sources for call in runs.whole.calls)
 
 
 def test_runs_of_the_batch_are_not_read_back():
