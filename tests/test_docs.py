@@ -168,44 +168,18 @@ SECTIONS = ("model", "data", "evaluate_generation")
 NOT_KEYS = ("self", "model", "datamodule")  # of `verify`, which the command line fills in
 
 
-class Recorder:
-    """Stands in for the parser of the command line: `RadixCLI` adds its own keys to it, and the links between keys."""
-
-    def __init__(self) -> None:
-        self.rows: list[list[str]] = []
-        self.linked: set[str] = set()
-
-    def add_argument(self, name: str, *, type: Any, default: Any, help: str) -> None:
-        self.rows.append([name.removeprefix("--"), kind_of(type), as_yaml(default), help])
-
-    def add_class_arguments(self, *_: Any) -> None:
-        """Of a section, which has a table of its own."""
-
-    def link_arguments(self, source: str, target: str, **_: Any) -> None:
-        self.linked.add(target)
-
-
-@cache
-def recorded() -> Recorder:
-    from radixtrain.commands.own_keys import add_own_keys
-
-    recorder = Recorder()
-    add_own_keys(recorder)  # type: ignore[arg-type]
-    return recorder
-
-
 def rows_of(table: str) -> list[list[str]]:
     """key, values, default, meaning: from the signature and the docstring."""
     from radixtrain.commands.bench import bench
+    from radixtrain.commands.cli_args import run_settings
     from radixtrain.commands.doctor import doctor
     from radixtrain.commands.export import export
+    from radixtrain.commands.keys import LINKS
     from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
     from radixtrain.training.module import RadixModule
     from radixtrain.training.trainer import Trainer
 
-    if table == "cli":
-        return recorded().rows
-    sections = {"model": RadixModule, "data": SFTData, "evaluate_generation": EvaluateGeneration}
+    sections = {"model": RadixModule, "data": SFTData, "evaluate_generation": EvaluateGeneration, "cli": run_settings}
     owner = {**sections, "verify": Trainer.verify, "export": export, "bench": bench, "doctor": doctor}[table]
     called = owner.__init__ if inspect.isclass(owner) else owner
     kinds = get_type_hints(called)
@@ -213,7 +187,7 @@ def rows_of(table: str) -> list[list[str]]:
     keys = {
         name: parameter
         for name, parameter in inspect.signature(called).parameters.items()
-        if f"{table}.{name}" not in recorded().linked and (table in SECTIONS or name not in NOT_KEYS)
+        if f"{table}.{name}" not in LINKS and (table in SECTIONS or name not in NOT_KEYS)
     }
     return [
         [name, kind_of(kinds[name]), as_yaml(parameter.default), documented[name] or ""]

@@ -14,7 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from radixtrain.errors import UserError
+from radixtrain import __version__
+from radixtrain.errors import UserError, first_line
 from radixtrain.versions import OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
 __all__ = ["Finding", "doctor", "findings", "run"]
@@ -76,19 +77,15 @@ def _text(found: Sequence[Finding]) -> str:
     """A paragraph for each section, and a last line."""
     lines = []
     for section, group in groupby(found, key=lambda finding: finding.section):
-        lines += [section, *(line for finding in group for line in _lines(finding)), ""]
+        lines.append(section)
+        for finding in group:
+            problem = f"ERROR: {finding.problem}" if finding.blocks else finding.problem
+            parts = [part for part in (finding.value, problem, finding.fix) if part]
+            lines.append(f"  {finding.name:<{WIDTH}} {': '.join(parts)}")
+        lines.append("")
     if not any(finding.blocks for finding in found):
         lines.append("Training can run here. `radixtrain verify` compares its gradient with the ordinary one.")
     return "\n".join(lines)
-
-
-def _lines(finding: Finding) -> list[str]:
-    name = f"  {finding.name:<{WIDTH}}"
-    if not finding.problem:
-        return [f"{name} {finding.value}"]
-    mark = "ERROR: " if finding.blocks else ""
-    told = ": ".join(part for part in (finding.value, f"{mark}{finding.problem}", finding.fix) if part)
-    return [f"{name} {told}"]
 
 
 class Finding(NamedTuple):
@@ -116,43 +113,35 @@ def findings() -> list[Finding]:
         "caches": _caches,
         "services": _services,
     }
-    return [finding for name, look in sections.items() for finding in _looked_at(name, look)]
-
-
-def _looked_at(section: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    try:
-        yield from look()
-    except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, or does not load
-        text = (str(error).splitlines() or [type(error).__name__])[0]
-        yield Finding(section, section, "unknown", text, "pip install --force-reinstall radixtrain", blocks=True)
+    found: list[Finding] = []
+    for name, look in sections.items():
+        try:
+            found += look()
+        except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, or does not load
+            fix = "pip install --force-reinstall radixtrain"
+            found.append(Finding(name, name, "unknown", first_line(error), fix, blocks=True))
+    return found
 
 
 def _packages() -> Iterator[Finding]:
-    from radixtrain import __version__
-
     yield Finding("packages", "radixtrain", __version__)
     yield Finding("packages", "python", platform.python_version())
     for name in NEEDED:
-        yield _needed(name)
+        yield _package(name, "not installed", f"pip install {name}", is_needed=True)
     for name, (purpose, fix) in OPTIONAL.items():
-        missing = Finding("packages", name, "", f"not installed; it is for {purpose}", fix)
-        version = installed(name)
-        yield missing if version is None else _found(name, version, OLDEST_OPTIONAL, blocks=False)
+        yield _package(name, f"not installed; it is for {purpose}", fix, is_needed=False)
 
 
-def _needed(name: str) -> Finding:
+def _package(name: str, missing: str, fix: str, is_needed: bool) -> Finding:
+    """missing, fix: what is said if it is not installed."""
     version = installed(name)
     if version is None:
-        return Finding("packages", name, "", "not installed", f"pip install {name}", blocks=True)
-    return _found(name, version, OLDEST, blocks=True)
-
-
-def _found(name: str, version: str, oldest: dict[str, str], blocks: bool) -> Finding:
-    """blocks: whether an old version does."""
+        return Finding("packages", name, "", missing, fix, blocks=is_needed)
     if not is_older(name, version):
         return Finding("packages", name, version)
     problem = WHY.get(name, "older ones lack what radixtrain calls")
-    return Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest[name]}'", blocks)
+    oldest = {**OLDEST_OPTIONAL, **OLDEST}[name]
+    return Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest}'", blocks=is_needed)
 
 
 def _devices() -> Iterator[Finding]:
@@ -165,22 +154,19 @@ def _devices() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = f"torch uses {torch.get_num_threads()} of them"
     yield Finding("devices", "cpu", f"{processor()}, {cores} cores, {threads}, {bytes_text(memory)}")
-    build = torch.version.cuda or torch.version.hip
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
         yield Finding("devices", f"cuda:{number}", f"{name}, {bytes_text(free)} of {bytes_text(total)} free")
     if torch.cuda.is_available():
         return
-    has_gpu = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    build = torch.version.cuda or torch.version.hip
     problem, fix = "", ""
-    if has_gpu and build is None:
-        problem, fix = "a GPU is here, and this torch is built without CUDA", "see https://pytorch.org for the command"
-    elif has_gpu:
-        problem, fix = "a GPU is here, and torch does not see it", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    yield Finding(
-        "devices", "cuda", f"none; torch is built for {f'CUDA {build}' if build else 'the CPU'}", problem, fix
-    )
+    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+        problem = f"a GPU is here, and {'torch does not see it' if build else 'this torch is built without CUDA'}"
+        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if build else "see https://pytorch.org for the command"
+    value = f"none; torch is built for {f'CUDA {build}' if build else 'the CPU'}"
+    yield Finding("devices", "cuda", value, problem, fix)
 
 
 def _attention() -> Iterator[Finding]:
@@ -197,8 +183,8 @@ def _attention() -> Iterator[Finding]:
         name = str(dtype).removeprefix("torch.")
         yield Finding("attention", f"auto, {name}", f"{choice.strategy} on {device.type}, kernel {choice.kernel}")
     call = KernelCall(device, torch.bfloat16, HEAD_DIM, softcap=False, window=False, sinks=False)
-    refusals = {kernel: varlen_refusal(kernel, call) for kernel in KERNELS}
-    for kernel, refusal in refusals.items():
+    for kernel in KERNELS:
+        refusal = varlen_refusal(kernel, call)
         yield Finding("attention", kernel, f"cannot run in bfloat16: {refusal}" if refusal else "can run")
 
 
@@ -218,22 +204,18 @@ def _disks() -> Iterator[Finding]:
 
 
 def _caches() -> Iterator[Finding]:
+    """How many entries, and a line for each of the first damaged ones."""
     from radixtrain.data.tokenized.cache import TokenizingOptions, damage_in
     from radixtrain.report.formatting import bytes_text
 
     folder = TokenizingOptions().folder
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    entries = [entry for entry in found if entry.is_dir() and not entry.name.startswith(".")]
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    entries = [entry for entry in inside if entry.is_dir() and not entry.name.startswith(".")]
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    yield from _kept("tokenised data", entries, f", {bytes_text(size)} in {folder}", damage_in)
-
-
-def _kept(name: str, paths: list[Path], about: str, damage_in: Callable[[Path], str | None]) -> Iterator[Finding]:
-    """How many, and a line for each of the first damaged ones."""
-    yield Finding("caches", name, f"{len(paths):,}{about}")
-    damaged = [(path, damage) for path in paths if (damage := damage_in(path))]
-    for path, damage in damaged[:MOST_NAMED]:
-        yield Finding("caches", "damaged", str(path), damage, "the next run that needs it makes it again")
+    yield Finding("caches", "tokenised data", f"{len(entries):,}, {bytes_text(size)} in {folder}")
+    damaged = [(entry, damage) for entry in entries if (damage := damage_in(entry))]
+    for entry, damage in damaged[:MOST_NAMED]:
+        yield Finding("caches", "damaged", str(entry), damage, "the next run that needs it makes it again")
     if len(damaged) > MOST_NAMED:
         yield Finding("caches", "damaged", f"and {len(damaged) - MOST_NAMED:,} more")
 

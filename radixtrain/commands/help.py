@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from radixtrain.commands import COMMANDS
-from radixtrain.commands.keys import Key, keys_of, trainer_keys
+from radixtrain.commands.keys import Key, all_keys, keys_of
 from radixtrain.errors import did_you_mean
 
 __all__ = ["help_text", "topic_of"]
@@ -86,7 +86,7 @@ def _line(key: Key, width: int) -> str:
 
 def _in_full(command: str, topic: str, width: int) -> str:
     """Every key whose section or last part is the topic; of a topic that is none, the nearest ones."""
-    keys = [*keys_of(command), *(trainer_keys() if COMMANDS[command].module == "lightning" else ())]
+    keys = all_keys(command)
     found = [key for key in keys if topic in (key.name, key.name.partition(".")[0], key.name.rpartition(".")[2])]
     if not found:
         return f"no key {topic!r}{did_you_mean(topic, (key.name.rpartition('.')[2] for key in keys))}\n"

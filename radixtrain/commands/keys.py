@@ -17,11 +17,21 @@ from typing import NamedTuple
 
 from radixtrain.commands import COMMANDS
 
-__all__ = ["Key", "keys_of", "trainer_keys", "with_values"]
+__all__ = ["LINKS", "Key", "all_keys", "keys_of", "trainer_keys", "with_values"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null"}
 GIVEN_BY_US = ("self", "model", "datamodule")  # arguments of a method of the trainer that are no keys
+# Keys that another key fills in, and that cannot be set themselves.
+LINKS = {
+    "trainer.default_root_dir": "output_dir",
+    "model.dedup": "dedup",
+    "data.dedup": "dedup",
+    "data.seed": "seed_everything",
+    "data.model_name_or_path": "model.model_name_or_path",
+    "data.predict_unlabelled": "model.scores",
+    "data.predict_prompts": "model.generate",
+}
 
 
 class Key(NamedTuple):
@@ -60,14 +70,14 @@ def keys_of(command: str) -> tuple[Key, ...]:
         return (*([CONFIG] if has_config else []), *_keys(path, command))
     own = _keys(PACKAGE / "training" / "trainer.py", f"Trainer.{command}")
     shared = () if any(key.name == "ckpt_path" for key in own) else (CKPT,)
-    linked, answers = _linked(), PACKAGE / "training" / "answers"
+    evaluation = PACKAGE / "training" / "answers" / "evaluate_generation.py"
     sections = [
-        *_keys(answers / "evaluate_generation.py", "EvaluateGeneration.__init__", "evaluate_generation."),
+        *_keys(evaluation, "EvaluateGeneration.__init__", "evaluate_generation."),
         *_keys(PACKAGE / "training" / "module.py", "RadixModule.__init__", "model."),
         *_keys(PACKAGE / "data" / "datamodule.py", "SFTData.__init__", "data."),
     ]
-    settings = [key for key in sections if key.name not in linked]
-    return (CONFIG, *_added_by_us(), SEED, *shared, *own, PRINT, *settings)
+    top = _keys(PACKAGE / "commands" / "cli_args.py", "run_settings")
+    return (CONFIG, *top, SEED, *shared, *own, PRINT, *(key for key in sections if key.name not in LINKS))
 
 
 @cache
@@ -76,8 +86,12 @@ def trainer_keys() -> tuple[Key, ...]:
     found = find_spec("lightning")
     assert found is not None and found.origin is not None
     path = Path(found.origin).parent / "pytorch" / "trainer" / "trainer.py"
-    linked = _linked()
-    return tuple(key for key in _keys(path, "Trainer.__init__", "trainer.") if key.name not in linked)
+    return tuple(key for key in _keys(path, "Trainer.__init__", "trainer.") if key.name not in LINKS)
+
+
+def all_keys(command: str) -> tuple[Key, ...]:
+    """Every key of a command, those of Lightning's trainer last."""
+    return (*keys_of(command), *(trainer_keys() if COMMANDS[command].module == "lightning" else ()))
 
 
 @cache
@@ -157,30 +171,6 @@ def _documented(docstring: str) -> dict[str, str]:
     entries = re.split(r"\n    (?=\w+:)", "\n" + under)
     named = (entry.partition(":") for entry in entries if ":" in entry)
     return {name.strip(): " ".join(text.split()) for name, _, text in named}
-
-
-def _added_by_us() -> list[Key]:
-    """What `own_keys.py` adds to the top level."""
-    calls = [node for node in _calls("add_argument") if isinstance(node.args[0], ast.Constant)]
-    keys = []
-    for call in calls:
-        given = {keyword.arg: keyword.value for keyword in call.keywords}
-        name, meant = ast.literal_eval(call.args[0]), ast.literal_eval(given["help"])
-        keys.append(Key(name.removeprefix("--"), _kind(given["type"]), _as_yaml(given["default"]), meant))
-    return keys
-
-
-def _linked() -> set[str]:
-    """Keys that another key fills in, and that cannot be set themselves."""
-    return {ast.literal_eval(call.args[1]) for call in _calls("link_arguments")}
-
-
-def _calls(method: str) -> list[ast.Call]:
-    """Those of a method of the parser in `own_keys.py`."""
-    found = _find(_source(PACKAGE / "commands" / "own_keys.py"), "add_own_keys")
-    assert found is not None
-    calls = [node for node in ast.walk(found[0]) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == method]
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:

@@ -21,10 +21,10 @@ from radixtrain.commands.before_reading import (
     checkpoint_of_fit,
     checkpoint_to_evaluate,
 )
+from radixtrain.commands.cli_args import add_cli_args
 from radixtrain.commands.environment import warn_of_variables
 from radixtrain.commands.export import export_run
 from radixtrain.commands.loggers import errors_of_wandb, loggers_of
-from radixtrain.commands.own_keys import add_own_keys
 from radixtrain.commands.quiet import quiet
 from radixtrain.commands.repeated_keys import refuse_repeated_keys
 from radixtrain.commands.run_callbacks import RunCallbacks
@@ -77,7 +77,7 @@ class RadixCLI(LightningCLI):
         super().__init__(args=list(typed), **options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        add_own_keys(parser)
+        add_cli_args(parser)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Only the one that runs: to make the parser of one takes 0.07 s."""

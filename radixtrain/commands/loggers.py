@@ -18,15 +18,8 @@ from requests.utils import get_netrc_auth
 from radixtrain.errors import UserError, first_line
 
 __all__ = [
-    "OFFLINE",
-    "TRACKING",
-    "check_loggers",
-    "check_wandb",
-    "errors_of_wandb",
-    "is_logged_in",
-    "is_online",
-    "loggers_of",
-    "settings_of_wandb",
+    *("TRACKING", "check_loggers", "errors_of_wandb"),
+    *("is_logged_in", "is_online", "loggers_of", "settings_of_wandb"),
 ]
 
 PROJECT = "radixtrain"  # at Weights & Biases, unless WANDB_PROJECT names another
@@ -70,7 +63,7 @@ def check_loggers(config: Any) -> None:
     if "tensorboard" in names and not (find_spec("tensorboard") or find_spec("tensorboardX")):
         raise UserError("trainer.logger: TensorBoard is not installed: pip install tensorboard")
     if any(name == "wandb" and not options.get("offline") for name, options in loggers):
-        check_wandb()
+        _check_wandb()
 
 
 @contextmanager
@@ -102,8 +95,11 @@ def _described(logger: Any) -> tuple[str, dict[str, Any]]:
     return name, dict(vars(options)) if options else {}
 
 
-def check_wandb() -> None:
-    """UserError in one line if it cannot. Asks neither the terminal nor, without a login, the network."""
+def _check_wandb() -> None:
+    """UserError in one line if it cannot work. Asks neither the terminal nor, without a login, the network.
+
+    Without a connection, Weights & Biases tries for a minute and a half. A proxy is taken at its word.
+    """
     settings = settings_of_wandb()
     if not is_online(settings):
         return
@@ -112,7 +108,17 @@ def check_wandb() -> None:
             f"trainer.logger: nobody is logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
             f"{OFFLINE}"
         )
-    _check_connection(settings.base_url)
+    server = urlsplit(settings.base_url)
+    if server.scheme in getproxies():
+        return
+    port = server.port or (80 if server.scheme == "http" else 443)
+    try:
+        socket.create_connection((str(server.hostname), port), SECONDS).close()
+    except OSError as error:
+        raise UserError(
+            f"trainer.logger: no connection to Weights & Biases at {server.hostname}: {error.strerror or error}; "
+            f"{OFFLINE}"
+        ) from None
 
 
 def settings_of_wandb() -> Any:
@@ -128,18 +134,3 @@ def is_online(settings: Any) -> bool:
 
 def is_logged_in(settings: Any) -> bool:
     return bool(settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url))
-
-
-def _check_connection(url: str) -> None:
-    """Without it, Weights & Biases tries for a minute and a half. A proxy is taken at its word."""
-    place = urlsplit(url)
-    if place.scheme in getproxies():
-        return
-    port = place.port or (80 if place.scheme == "http" else 443)
-    try:
-        socket.create_connection((str(place.hostname), port), SECONDS).close()
-    except OSError as error:
-        raise UserError(
-            f"trainer.logger: no connection to Weights & Biases at {place.hostname}: {error.strerror or error}; "
-            f"{OFFLINE}"
-        ) from None

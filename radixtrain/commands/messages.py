@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 
-from radixtrain.commands import COMMANDS
-from radixtrain.commands.keys import keys_of, trainer_keys
+from radixtrain.commands.keys import Key, all_keys, keys_of
 from radixtrain.errors import did_you_mean
 
 __all__ = ["usage_message"]
@@ -39,44 +38,43 @@ NESTED = r'Parser key "([^"]+)": .*? Parser key "([^"]+)": (Expected a \S+Litera
 
 def usage_message(text: str, command: str) -> str:
     """The message for people. text: jsonargparse's. A message of a kind that is not known stays, on one line."""
-    refused = re.search(r"Importing '([^']+)' is not allowed", text)
-    if refused:
+    line = " ".join(text.split())
+    if denied := re.search(r"Importing '([^']+)' is not allowed", line):
         return (
-            f"class_path {refused[1]!r} is not imported: a configuration may name only classes of radixtrain, "
+            f"class_path {denied[1]!r} is not imported: a configuration may name only classes of radixtrain, "
             f"lightning, torch and transformers. For other classes, call radixtrain from your own script"
         )
-    line = " ".join(text.split())
     if unknown := re.match(r"unrecognized arguments: (.*)", line):
         return _unknown_keys(unknown[1], command)
-    if in_a_file := re.search(r"does not accept option '([^']+)'|^Option '([^']+)' is not accepted", line):
-        return _unknown_keys(f"--{in_a_file[1] or in_a_file[2]}", command)
+    if in_a_file := re.match(r"(?:Subcommand '\w+' does not accept option|Option) '([^']+)'", line):
+        return _unknown_keys(f"--{in_a_file[1]}", command)
     if lacking := re.match(r"argument (?:-\w/)?--(\S+): expected one argument", line):
         return f"{lacking[1]} needs a value: --{lacking[1]} VALUE"
     if wrong_file := _wrong_file(line):
         return wrong_file
     if inside := re.match(NESTED, line):
         return _wrong_value(f"{inside[1]}.{inside[2]}", inside[3], command)
-    if no_section := re.match(r'Key "(\w+)\.\w+" not found in namespace', line):
-        return f"{no_section[1]} is a section: expected keys with their values"
     wrong = re.match(r'Parser key "([^"]+)": (.*)', line)
-    if wrong and (option := re.search(r"Option '([^']+)' is not accepted", wrong[2])):
-        return f"no key {option[1]} in {wrong[1]} (`radixtrain {command} --help {wrong[1]}` lists the keys)"
     if wrong is None:
         return line
+    if option := re.search(r"Option '([^']+)' is not accepted", wrong[2]):
+        return f"no key {option[1]} in {wrong[1]} (`radixtrain {command} --help {wrong[1]}` lists the keys)"
     return _wrong_value(wrong[1], wrong[2], command) or _wrong_kind(wrong[1], wrong[2], command) or line
 
 
 def _wrong_file(line: str) -> str:
     """What is wrong with a file of `--config`; nothing if the message is about something else."""
-    if found := re.match(r"Parser key \"config\": (File does not exist|Path is not a file): '(.*)'", line):
-        return f"--config: {'no such file' if 'exist' in found[1] else 'not a file'}: {found[2]}"
-    if found := re.match(r"Unexpected config:(.*)", line):
-        got = found[1].strip() or "an empty file"
+    if unread := re.match(r"Parser key \"config\": (File does not exist|Path is not a file): '(.*)'", line):
+        return f"--config: {'no such file' if 'exist' in unread[1] else 'not a file'}: {unread[2]}"
+    if no_keys := re.match(r"Unexpected config:(.*)", line):
+        got = no_keys[1].strip() or "an empty file"
         return f"--config: expected keys with their values, such as `output_dir: runs/a`; got {_shortened(got)}"
-    if found := re.match(r"Problems parsing config: (.*)", line):
-        return "--config: the file is not YAML: " + found[1].replace(' in "<unicode string>",', ", in")
-    if found := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", line):
-        return f"{found[1]} is a section: expected keys with their values; got {found[2]}"
+    if no_yaml := re.match(r"Problems parsing config: (.*)", line):
+        return "--config: the file is not YAML: " + no_yaml[1].replace(' in "<unicode string>",', ", in")
+    if section := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", line):
+        return f"{section[1]} is a section: expected keys with their values; got {section[2]}"
+    if section := re.match(r'Key "(\w+)\.\w+" not found in namespace', line):
+        return f"{section[1]} is a section: expected keys with their values"
     return ""
 
 
@@ -85,7 +83,7 @@ def _unknown_keys(arguments: str, command: str) -> str:
     names = [word[2:].partition("=")[0] for word in arguments.split() if word.startswith("--")]
     if not names:
         return f"{arguments.split()[0]} is no key: write --key value, and --config FILE for a YAML file"
-    known = _names(command)
+    known = [key.name for key in all_keys(command)]
     return "; ".join(f"no key {name}{_nearest(name, known, command)}" for name in dict.fromkeys(names))
 
 
@@ -100,11 +98,6 @@ def _nearest(name: str, known: list[str], command: str) -> str:
     return whole or f" (`radixtrain {command} --help` lists the keys)"
 
 
-def _names(command: str) -> list[str]:
-    other = trainer_keys() if COMMANDS[command].module == "lightning" else ()
-    return [key.name for key in (*keys_of(command), *other)]
-
-
 def _wrong_value(key: str, text: str, command: str) -> str:
     """Of a key whose values are a fixed set, plain kinds or classes of Lightning; nothing for any other."""
     got = re.search(r"(?:Got value|Given value): (\S+)$", text)
@@ -117,7 +110,7 @@ def _wrong_value(key: str, text: str, command: str) -> str:
         return f"{key} must be true or false; got {got[1]}"
     if key in CLASSES and re.fullmatch(r"\w+", got[1]):
         return f"{key}: no {got[1]!r}{_class_meant(got[1], CLASSES[key])}"
-    choices = next((each.choices for each in keys_of(command) if each.name == key), ()) or _literals(text)
+    choices = _key(key, command).choices or _literals(text)
     if not choices:
         return f"{key} must be {kinds}; got {got[1]}" if (kinds := _kinds(text)) else ""
     return f"{key} must be one of {', '.join(choices)}; got {got[1]}{did_you_mean(got[1], choices)}"
@@ -134,9 +127,14 @@ def _wrong_kind(key: str, text: str, command: str) -> str:
     classes = re.findall(r"Expected a dot import path string: (\w+)", text)
     if key in CLASSES and classes:
         return f"{key}: no {classes[-1]!r}{_class_meant(classes[-1], CLASSES[key])}"
-    kind = next((each.kind for each in keys_of(command) if each.name == key), "")
+    kind = _key(key, command).kind
     expected = f" must be {kind.replace(', ', ' or ')}" if kind else ": no such value"
     return f"{key}{expected}; got {_shortened(text.rpartition('Given value: ')[2])}{HELP.format(command, key)}"
+
+
+def _key(name: str, command: str) -> Key:
+    """The key of the sources, or one of which nothing is known."""
+    return next((key for key in keys_of(command) if key.name == name), Key(name, "", None, ""))
 
 
 def _shortened(text: str) -> str:
@@ -152,12 +150,15 @@ def _kinds(text: str) -> str:
 
 def _class_meant(name: str, classes: tuple[str, ...]) -> str:
     """`wandb` is near to WandbLogger, and so is `WandbLoger`."""
-    short = {each.lower().removesuffix("logger"): each for each in classes}
-    close = get_close_matches(name.lower(), [*short, *map(str.lower, classes)], n=1, cutoff=0.5)
-    meant = [each for each in classes if close and close[0] in (each.lower(), each.lower().removesuffix("logger"))]
-    return (
-        f", did you mean {meant[0]}?" if meant else f"; there are {', '.join(classes)}, and others by their class_path"
-    )
+    meant = {spelling: each for each in reversed(classes) for spelling in _spellings(each)}
+    close = get_close_matches(name.lower(), meant, n=1, cutoff=0.5)
+    if close:
+        return f", did you mean {meant[close[0]]}?"
+    return f"; there are {', '.join(classes)}, and others by their class_path"
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return name.lower(), name.lower().removesuffix("logger")
 
 
 def _literals(text: str) -> tuple[str, ...]:

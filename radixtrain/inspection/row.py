@@ -29,7 +29,7 @@ from radixtrain.inspection.picture import named_rows
 from radixtrain.inspection.runs import paths_of
 from radixtrain.inspection.tokens import marked, sample_tokens, token_cells, visible
 
-__all__ = ["FoundRow", "Place", "SharedRows", "find_row", "places_of", "row_stages"]
+__all__ = ["FoundRow", "SampleLocation", "SharedRows", "find_row", "row_stages", "sample_locations"]
 
 MOST_CHARS = 800  # of a field, and of a rendered text
 REFUSED = "bold red"
@@ -152,25 +152,25 @@ def _computed(data: SFTData, where: str) -> Iterator[RenderableType]:
     yield _title("computed, in the first epoch")
     try:
         data.setup("inspect")
-        places = places_of(data, where)
+        locations = sample_locations(data, where)
     except UserError as error:
         yield Text.assemble(("not known: the steps cannot be made: ", REFUSED), str(error))
         return
-    if not places:
+    if not locations:
         yield _indented(Text("not trained: data.val_size took the row for validation"))
-    for place in places:
-        part = place.part
+    for location in locations:
+        part = location.part
         yield _indented(
             f"step {part.step} of {part.num_steps}, micro-batch {part.index} of {part.num_micro_batches}, sequence "
-            f"{place.sequence} of {len(part.samples)}, counted from 0"
+            f"{location.sequence} of {len(part.samples)}, counted from 0"
         )
-        yield _indented(_indented(_shared(place)))
+        yield _indented(_indented(_shared(location)))
 
 
-def _shared(place: Place) -> Table:
+def _shared(location: SampleLocation) -> Table:
     """A line for each run of rows: how many tokens, and who shares them."""
     table = Table.grid(padding=(0, 2))
-    for shared in place.shared:
+    for shared in location.shared:
         first, end = shared.rows
         others = f"shared with {len(shared.others)}: {named_rows(shared.others)}" if shared.others else "its own"
         table.add_row(f"rows {first}-{end - 1}", f"{end - first:,} tokens", others)
@@ -260,7 +260,7 @@ class SharedRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class SampleLocation:
     """One sample of a row in the first epoch. sequence: its index in the micro-batch. shared: its rows, in order."""
 
     part: MicroBatch
@@ -268,7 +268,7 @@ class Place:
     shared: tuple[SharedRows, ...]
 
 
-def places_of(data: SFTData, where: str) -> list[Place]:
+def sample_locations(data: SFTData, where: str) -> list[SampleLocation]:
     """Where the samples of a row are computed in the first epoch; none if it is not trained on.
 
     data: after `setup("inspect")`. where: `file:line` of the row.
@@ -279,7 +279,7 @@ def places_of(data: SFTData, where: str) -> list[Place]:
     if step is None:
         return []
     return [
-        Place(part, sequence, tuple(_shared_rows(part, sequence)))
+        SampleLocation(part, sequence, tuple(_shared_rows(part, sequence)))
         for part in micro_batches(data, step)
         for sequence, sample in enumerate(part.samples)
         if sample.where == where

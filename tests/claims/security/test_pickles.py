@@ -102,21 +102,7 @@ def test_a_tokenizer(name: str, shop: Path, tmp_path: Path, mark: Path) -> None:
 
 
 def test_data(tmp_path: Path, mark: Path) -> None:
-    for kind in [
-        "pt",
-        "pth",
-        "pkl",
-        "pickle",
-        "joblib",
-        "npy",
-        "ckpt",
-        "bin",
-        "parquet",
-        "arrow",
-        "jsonl",
-        "json",
-        "csv",
-    ]:
+    for kind in KINDS:
         path = saved(tmp_path / f"a.{kind}", mark)
         with pytest.raises(UserError):
             for found in found_in(Source(str(path))):

@@ -207,7 +207,7 @@ def test_weights_are_looked_for_before_the_rows_are_read(fit: Any, shop: Path, t
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     flags = f"--model.model_name_or_path={folder} --data.train_file=none.jsonl"
-    assert fit(1, flags).startswith(f"{path}: the weights are incomplete, ")
+    assert fit(1, flags).startswith(f"{path}: the weights cannot be read, the file is incomplete or damaged (")
     path.unlink()
     assert "no weights (model.safetensors or model.safetensors.index.json)" in fit(1, flags)
 

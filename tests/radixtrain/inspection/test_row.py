@@ -10,7 +10,7 @@ from rich.console import Group
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.inspection.row import find_row, places_of, row_stages
+from radixtrain.inspection.row import find_row, row_stages, sample_locations
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_what_a_sample_shares_adds_up_to_its_tokens(data_of: Callable[..., SFTDa
     data = data_of(*(pair(answer) for answer in ("a b", "a c", "d", "a b")), shuffle_dataset=False)
     data.setup("inspect")
     for conversation in data.conversations["train"]:
-        [place] = places_of(data, conversation[0].where)
+        [place] = sample_locations(data, conversation[0].where)
         rows = [row for shared in place.shared for row in range(*shared.rows)]
         ids = place.part.batch["input_ids"][0][rows]
         assert ids.tolist() == conversation[0].input_ids.tolist()

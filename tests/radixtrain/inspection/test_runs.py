@@ -38,31 +38,6 @@ def test_a_tree_of_two_levels(tokenizer: PreTrainedTokenizerBase, sample_of: Bui
     assert not any(token.bears_loss for token in first.tokens)
 
 
-def test_a_run_ends_where_a_sequence_does(tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part) -> None:
-    part = part_of([sample_of("a", "b"), sample_of("ab", "c")])
-    tree = run_tree(part, tokenizer)
-    assert texts(part, tokenizer) == [("ab", 2, [1]), ("c", 1, [])]
-    assert [len(run.ends) for run in tree.runs] == [1, 1]
-    assert part.samples[tree.runs[0].ends[0]].input_ids.tolist() == [97, 98]
-
-
-def test_a_token_that_only_some_sequences_learn_has_their_weight(
-    tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part
-) -> None:
-    runs = run_tree(part_of([sample_of("a", "b"), sample_of("ab", "c")]), tokenizer).runs
-    assert [(token.text, token.bears_loss, token.weight) for token in runs[0].tokens] == [
-        ("a", False, 1),
-        ("b", True, 1),
-    ]
-
-
-def test_sequences_that_begin_differently_are_roots(
-    tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part
-) -> None:
-    tree = run_tree(part_of([sample_of("a", "b"), sample_of("c", "d")]), tokenizer)
-    assert tree.roots == [0, 1]
-
-
 def test_a_character_that_branches_inside_is_whole_in_each_branch(
     tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part
 ) -> None:

@@ -19,12 +19,6 @@ def test_loss_stands_in_brackets(tokenizer: PreTrainedTokenizerBase, sample_of: 
     assert {(span.start, span.end) for span in text.spans if span.style == LOSS} >= {(start, start + 1)}
 
 
-def test_a_sample_may_have_several_runs_with_loss(tokenizer: PreTrainedTokenizerBase) -> None:
-    ids = np.array([*b"abcdef"])
-    labels = np.where([False, True, False, True, True, False], ids, -100)
-    assert marked_text(Sample(ids, labels, "x:1"), tokenizer).plain == "a⟦b⟧c⟦de⟧f"
-
-
 def test_the_first_token_bears_no_loss(tokenizer: PreTrainedTokenizerBase, sample_of: Build) -> None:
     assert marked_text(sample_of("", "abc"), tokenizer).plain == "a⟦bc⟧"
 

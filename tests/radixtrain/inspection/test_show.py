@@ -88,11 +88,6 @@ def test_it_fits_the_terminal(shown: Callable[..., str], width: int) -> None:
     assert width - 12 < max(map(cell_len, lines)) <= width
 
 
-def test_arrays_on_request(shown: Callable[..., str]) -> None:
-    text = shown(indices=True)
-    assert "radix_inverse_indices  int64 [" in text and "the row of each original token" in text
-
-
 def test_parts_of_a_step(shown: Callable[..., str]) -> None:
     sizes = {"max_tokens": 120, "max_length": 100}
     parts = [shown(micro_batch=index, **sizes) for index in range(2)]
