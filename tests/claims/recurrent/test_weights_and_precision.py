@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import BAR, FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of
+from hybrids import BAR, FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of, mixers_in
 from tiers import FULL
 
 from radixtrain import prepare_model
@@ -34,6 +34,34 @@ def test_frozen(tiny_hybrid: Build, kind: str, frozen: str) -> None:
     truth = float64_truth(model, FEATURES)
     assert 0 < len(truth.tensors) < len(list(model.parameters()))
     assert_exact(prepare_model(model), truth)
+
+
+@FULL
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("use_dora", "prepared", "checkpointing"),
+    [(False, "before", True), (False, "after", False), (True, "after", True)],
+)
+def test_adapters(tiny_hybrid: Build, kind: str, use_dora: bool, prepared: str, checkpointing: bool) -> None:
+    """LoRA and DoRA on what a mixer projects, put on before or after `prepare_model`."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = {"Qwen3.5": "in_proj_qkv in_proj_a out_proj", "Bamba": "in_proj", "LFM2": "in_proj out_proj"}
+    config = LoraConfig(r=2, target_modules=targets[kind].split(), use_dora=use_dora, init_lora_weights=False)
+
+    def build(prepare: str | None) -> Any:
+        torch.manual_seed(0)
+        model = tiny_hybrid(kind)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        model = get_peft_model(prepare_model(model) if prepare == "before" else model, config)
+        return prepare_model(model) if prepare == "after" else model
+
+    truth = float64_truth(build(None), FEATURES)
+    model = build(prepared)
+    assert len(mixers_in(model)) == 1
+    assert_exact(model, truth)
 
 
 @FULL
