@@ -24,6 +24,7 @@ INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one,
 THINGS = ["apple", "pear", "hammer", "saw", "apple", "card", "file"]  # one of them twice
 QUESTIONS = [f"{INSTRUCTION}Where is the {thing}?" for thing in THINGS]
 WORDS = [" one", " two"]
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 FLOAT64 = {"model__dtype": "float64", "trainer__precision": "64-true"}
 
 Predict = Callable[..., list[dict[str, Any]]]
@@ -131,6 +132,19 @@ def test_the_embedding_of_a_text(predict: Predict, shop: Path, dedup: bool) -> N
     expected = [loop.embedding(loop.tokenizer(text)["input_ids"]) for text in QUESTIONS]
     rows = [{"text": text} for text in QUESTIONS]
     assert_equal(predict(rows, model__scores="[embedding]", **FLOAT64, dedup=dedup), expected)
+
+
+@FULL
+@pytest.mark.parametrize("precision", [{"trainer__precision": "bf16-mixed"}, {"model__dtype": "bfloat16"}])
+def test_in_16_bits_the_last_steps_are_float32(predict: Predict, precision: dict[str, str]) -> None:
+    """Numbers of a sum or a norm of 1 are off by a rounding of float32 each, of which bfloat16 has 65,536."""
+    scores = {"model__scores": "[next_token_probs, embedding]", "model__next_tokens": json.dumps(WORDS)}
+    for record in predict([{"text": text} for text in QUESTIONS[:3]], **scores, **precision):
+        for total, size in (
+            (math.hypot(*record["embedding"]), len(record["embedding"])),
+            (sum(record["next_token_probs"].values()), len(WORDS)),
+        ):
+            assert abs(total - 1) <= size * FLOAT32_EPS
 
 
 @float64_arithmetic()

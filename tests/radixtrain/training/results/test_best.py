@@ -127,6 +127,11 @@ class TestStopEarly:
         assert self.states([3, 4], patience=1) == [False, True]
         assert self.states([3, NAN], patience=5) == [False, True]
 
+    def test_it_says_why(self) -> None:
+        stop = StopEarly("eval_loss", 2)
+        assert [self.seen(stop, value) for value in (1, 2, 3)][-1] == "eval_loss did not improve in 2 validations"
+        assert self.seen(StopEarly("eval_loss", 2), NAN) == "eval_loss was not finite"
+
 
 def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
