@@ -85,6 +85,17 @@ def test_compile(fresh_dynamo):
 
 
 @FULL
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(tiny_qwen3, table, reentrant):
+    def build(share: Callable[[Any], Any]) -> Loop:
+        model = share(tiny_qwen3())
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return Loop(model, padded_batches(), own_loss)
+
+    table(f"plain loop, checkpointing, use_reentrant={reentrant}", compare(build))
+
+
+@FULL
 def test_autocast_in_bfloat16(tiny_qwen3):
     truth, ordinary, shared = [], [], []
     for seed in range(5):
