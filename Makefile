@@ -49,12 +49,12 @@ clean:  ## remove caches and builds; .venv and runs stay
 # Stamps: set-up runs again only after one of the SOURCES has changed.
 .venv/.user: $(SOURCES)
 	$(PYTHON) -m venv .venv
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[fit]'
 	touch $@
 
 .venv/.dev: $(SOURCES)
 	$(PYTHON) -m venv .venv
-	$(INSTALL) -e '.[dev,peft]'
+	$(INSTALL) -e '.[dev]'
 	touch .venv/.user $@
 
 runs/demo/train.jsonl: | .venv/.user

@@ -20,7 +20,7 @@ from radixtrain.commands.help import help_text, topic_of
 from radixtrain.commands.keys import with_values
 from radixtrain.commands.messages import usage_message
 from radixtrain.errors import EndedElsewhere, Stopped, UserError, did_you_mean
-from radixtrain.versions import check_versions
+from radixtrain.versions import FIT, OLDEST, check_versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +62,8 @@ def _answer(arguments: list[str]) -> int:
 
 def _run(typed: list[str]) -> int:
     try:
-        if typed[0] != "doctor":  # it says what else is wrong
-            check_versions()
+        # doctor needs one of them, and says what else is wrong.
+        check_versions({"jsonargparse": FIT["jsonargparse"]} if typed[0] == "doctor" else OLDEST | FIT)
     except UserError as error:
         return _fail(str(error), 1)
     from jsonargparse import ArgumentError  # here, since --help needs no imports that take seconds

@@ -5,27 +5,24 @@ installed later, and nothing looks if radixtrain is used from its folder.
 """
 
 import re
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 
 from radixtrain.errors import UserError
 
-__all__ = ["OLDEST", "OLDEST_OPTIONAL", "WHY", "check_versions", "installed", "is_older"]
+__all__ = ["FIT", "OLDEST", "OLDEST_OPTIONAL", "WHY", "check_versions", "installed", "is_older"]
 
 # Package -> the oldest version that works: the bounds of pyproject.toml, which tests/test_packaging.py compares.
-OLDEST = {
+OLDEST = {"jinja2": "3.1", "numpy": "2", "safetensors": "0.5", "torch": "2.10", "transformers": "5.17", "xxhash": "3"}
+# Package -> the same, of those that the commands need beside them: the extra `fit`.
+FIT = {
     "datasets": "4",
-    "jinja2": "3.1",
     "jsonargparse": "4.53",
     "lightning": "2.6.6",
-    "numpy": "2",
     "plotly": "6",
     "rich": "13",
-    "safetensors": "0.5",
-    "torch": "2.10",
-    "transformers": "5.17",
     "wandb": "0.19",
-    "xxhash": "3",
 }
 # Package -> the same, of those that no command needs to start.
 OLDEST_OPTIONAL = {"bitsandbytes": "0.46.1", "flash-attn": "2.7", "matplotlib": "3.9", "peft": "0.20"}
@@ -38,20 +35,26 @@ WHY = {
 UNKNOWN = "unknown"
 
 
-def check_versions() -> None:
-    """Raises UserError if a package that every command needs is missing or too old. Imports none of them."""
-    problems = {name: problem for name in OLDEST if (problem := _problem(name))}
-    if problems:
-        packages = " ".join(f"'{name}>={OLDEST[name]}'" for name in problems)
-        raise UserError(f"{'; '.join(problems.values())}: pip install -U {packages}")
+def check_versions(packages: Mapping[str, str] = OLDEST) -> None:
+    """Imports none of them. packages: name -> the oldest version that works.
+
+    Raises UserError if one is missing or too old.
+    """
+    problems = {name: problem for name, oldest in packages.items() if (problem := _problem(name, oldest))}
+    if not problems:
+        return
+    if set(problems) <= set(FIT) and all(installed(name) is None for name in problems):
+        raise UserError(f"not installed: {', '.join(problems)}; every command needs pip install 'radixtrain[fit]'")
+    wanted = " ".join(f"'{name}>={packages[name]}'" for name in problems)
+    raise UserError(f"{'; '.join(problems.values())}: pip install -U {wanted}")
 
 
-def _problem(name: str) -> str:
+def _problem(name: str, oldest: str) -> str:
     """Empty if there is none."""
     version = installed(name)
     if version is None:
         return f"{name} is not installed"
-    return f"{name} {version} is older than {OLDEST[name]}, the oldest that works" if is_older(name, version) else ""
+    return f"{name} {version} is older than {oldest}, the oldest that works" if is_older(name, version) else ""
 
 
 def installed(name: str) -> str | None:
@@ -73,7 +76,7 @@ def _is_found(name: str) -> bool:
 
 def is_older(name: str, version: str) -> bool:
     """Whether a version of a package is older than the oldest that works. A release candidate counts as its release."""
-    oldest = OLDEST.get(name) or OLDEST_OPTIONAL.get(name, "0")
+    oldest = (OLDEST | FIT | OLDEST_OPTIONAL).get(name, "0")
     return version != UNKNOWN and _numbers(version) < _numbers(oldest)
 
 

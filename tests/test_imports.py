@@ -37,6 +37,41 @@ def test_import_leaves_out(statement: str, heavy: set[str]) -> None:
     assert not (loaded_by(statement) - baseline) & heavy
 
 
+# The library where only its own dependencies are installed: what the extra `fit` brings cannot be found.
+WITHOUT_FIT = """
+import sys
+from importlib.machinery import PathFinder
+from radixtrain.versions import FIT
+
+hidden, find_spec = {*FIT, "matplotlib", "pyarrow", "pandas", "peft", "trl"}, PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *at: None if name.split(".")[0] in hidden else find_spec(name, *at))
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+import radixtrain
+
+for name in radixtrain.__all__:
+    getattr(radixtrain, name)
+sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=8)).train()
+rows = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8]])
+shared = radixtrain.share_prefixes(model)
+shared(input_ids=rows, labels=rows).loss.backward()
+assert radixtrain.sharing_report(shared).compression_ratio == 12 / 8
+radixtrain.restore_model(shared)
+assert len(radixtrain.generate(model, rows.tolist(), max_new_tokens=2)) == 2
+features = [{"input_ids": row, "labels": row} for row in rows.tolist()]
+batch = radixtrain.RadixCollator()(features)
+radixtrain.prepare_model(model)(**batch).loss.backward()
+assert radixtrain.verify_equivalence(model, features).passed
+assert not set(FIT) & set(sys.modules)
+"""
+
+
+def test_the_library_needs_nothing_of_the_extra_fit() -> None:
+    loaded_by(WITHOUT_FIT)
+
+
 def test_public_names_are_found() -> None:
     """And a heavy import is seen, which one of them needs. An unknown name is an AttributeError."""
     statement = "import radixtrain\nfor name in radixtrain.__all__: getattr(radixtrain, name)"

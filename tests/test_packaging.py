@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import radixtrain
-from radixtrain.versions import OLDEST, OLDEST_OPTIONAL
+from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "collators"]
@@ -48,15 +48,15 @@ def requirements(*extras: str) -> list[str]:
 
 def test_constraints_pin_what_the_project_names() -> None:
     pins = re.findall(r"^([\w.-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    names = {re.match(r"[\w-]+", each)[0] for each in requirements("dev", "peft")}
+    names = {re.match(r"[\w-]+", each)[0] for each in requirements("fit", "dev")} - {"radixtrain"}
     assert "torch" in names and "pytest" in names
     assert names <= set(pins)
 
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:
     """What `check_versions` and `doctor` ask for is what pip does."""
-    bounds = {re.sub(r"\[\w+\]", "", each.lower()) for each in requirements("flash", "peft", "qlora")}
-    assert bounds == {f"{name}>={oldest}" for name, oldest in (OLDEST | OLDEST_OPTIONAL).items()}
+    bounds = {re.sub(r"\[\w+\]", "", each.lower()) for each in requirements("fit", "flash", "peft", "qlora")}
+    assert bounds == {f"{name}>={oldest}" for name, oldest in (OLDEST | FIT | OLDEST_OPTIONAL).items()}
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from radixtrain import __version__
 from radixtrain.errors import UserError, first_line
-from radixtrain.versions import OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
+from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
 __all__ = ["Finding", "doctor", "findings", "run"]
 
@@ -140,7 +140,7 @@ def _package(name: str, missing: str, fix: str, is_needed: bool) -> Finding:
     if not is_older(name, version):
         return Finding("packages", name, version)
     problem = WHY.get(name, "older ones lack what radixtrain calls")
-    oldest = {**OLDEST_OPTIONAL, **OLDEST}[name]
+    oldest = (OLDEST | FIT | OLDEST_OPTIONAL)[name]
     return Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest}'", blocks=is_needed)
 
 

@@ -32,7 +32,7 @@ def sentences(message):
 
 
 def test_this_machine_has_what_is_needed():
-    check_versions()
+    check_versions(versions.OLDEST | versions.FIT)
     assert installed("torch") and installed("no-such-package") is None
 
 
@@ -41,6 +41,15 @@ def test_a_command_says_it_in_one_line(old, capsys):
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert sentences(printed.removeprefix("error: ").rstrip()) == sentences(old)
+
+
+def test_a_library_without_the_commands(monkeypatch, capsys):
+    """pip install radixtrain, without its extra: nothing of it is needed by the public names."""
+    monkeypatch.setattr(versions, "installed", lambda name: None if name in versions.FIT else "999")
+    for command in ("fit", "doctor"):
+        assert main([command]) == 1
+        assert capsys.readouterr().err.endswith("; every command needs pip install 'radixtrain[fit]'\n")
+    check_versions()
 
 
 def test_doctor_looks_further(old, monkeypatch):
@@ -84,7 +93,7 @@ def test_a_package_that_says_no_version(monkeypatch, tmp_path):
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys; from radixtrain.versions import check_versions; check_versions(); print('torch' in sys.modules)"
+    code = "import sys; from radixtrain.versions import *; check_versions(OLDEST | FIT); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

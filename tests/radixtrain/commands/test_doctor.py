@@ -11,7 +11,7 @@ from radixtrain.commands.doctor import NEEDED, OPTIONAL, Finding, findings
 from radixtrain.data.tokenized.store import write_about
 from radixtrain.kernels.varlen import KERNELS
 from radixtrain.tree.cost_model import Rates
-from radixtrain.versions import OLDEST, WHY
+from radixtrain.versions import FIT, OLDEST, WHY
 
 RATES = Rates(call=1, rectangle=1, pair=1, element=1, flop=1)
 
@@ -49,7 +49,8 @@ def test_for_machines(capsys):
 
 def test_packages_that_are_too_old(monkeypatch, capsys):
     """All that training needs are in the error; an optional one blocks nothing."""
-    needed = sorted(set(NEEDED) & set(OLDEST))
+    oldest = OLDEST | FIT
+    needed = sorted(set(NEEDED) & set(oldest))
     monkeypatch.setattr(module, "installed", lambda name: "0.0.3+cu1" if name in (*needed, "peft") else "999")
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
@@ -57,7 +58,7 @@ def test_packages_that_are_too_old(monkeypatch, capsys):
     for name in needed:
         why = WHY.get(name, "older ones lack what radixtrain calls")
         assert f"ERROR: {why}" in captured.out
-        assert f"{name} 0.0.3+cu1: {why}: pip install -U '{name}>={OLDEST[name]}'" in captured.err
+        assert f"{name} 0.0.3+cu1: {why}: pip install -U '{name}>={oldest[name]}'" in captured.err
     assert of("packages")["peft"] == Finding(
         "packages", "peft", "0.0.3+cu1", "older ones lack what radixtrain calls", "pip install -U 'peft>=0.20'"
     )
