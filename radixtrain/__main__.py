@@ -19,7 +19,7 @@ from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
 from radixtrain.commands.keys import with_values
 from radixtrain.commands.messages import usage_message
-from radixtrain.errors import EndedElsewhere, Stopped, UserError, did_you_mean
+from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
 from radixtrain.versions import FIT, OLDEST, check_versions
 
 
@@ -81,7 +81,7 @@ def _run(typed: list[str]) -> int:
         import_module(f"radixtrain.commands.{COMMANDS[arguments[0]].module}").run(arguments)
         return 0
     except UserError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except EndedElsewhere:
         return 1
     except Stopped as stop:

@@ -1,11 +1,11 @@
-"""Errors that a user can fix. The command line prints the message as one line and exits with code 1, no traceback."""
+"""Errors that a user can fix: the command line prints one line and exits with code 1, or 2 for a `UsageError`."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 __all__ = [
     *("TRAIN_WITHOUT_SHARING", "DataError", "EndedElsewhere"),
-    *("Stopped", "UserError", "did_you_mean", "first_line"),
+    *("Stopped", "UsageError", "UserError", "did_you_mean", "first_line"),
 ]
 
 TRAIN_WITHOUT_SHARING = "train it without sharing (fit: dedup: false)"
@@ -13,6 +13,10 @@ TRAIN_WITHOUT_SHARING = "train it without sharing (fit: dedup: false)"
 
 class UserError(ValueError):
     """What the user asked for cannot be done. The message says what was expected, what came and how to fix it."""
+
+
+class UsageError(UserError):
+    """What was typed, or a file of settings, is wrong in itself: a key, a type, a class. Exit code 2."""
 
 
 class DataError(UserError):

@@ -29,6 +29,8 @@ from radixtrain.commands.quiet import quiet
 from radixtrain.commands.repeated_keys import refuse_repeated_keys
 from radixtrain.commands.run_callbacks import RunCallbacks
 from radixtrain.commands.trainer_settings import (
+    CLASSES,
+    PACKAGES,
     REFUSED_BY_LIGHTNING,
     check_interval,
     check_settings,
@@ -36,7 +38,7 @@ from radixtrain.commands.trainer_settings import (
 )
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError, first_line
+from radixtrain.errors import UsageError, UserError, first_line
 from radixtrain.redaction import masked_arguments
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import launcher_env
@@ -60,7 +62,6 @@ QUOTES = (
     "model.next_tokens: YAML reads yes, no, on and off without quotes as true and false; write them in double quotes, "
     """on the command line inside single ones: --model.next_tokens='["yes", "no"]'"""
 )
-ALLOWED_IMPORTS = ("radixtrain", "lightning", "torch", "transformers")
 
 
 class RadixCLI(LightningCLI):
@@ -100,6 +101,27 @@ class RadixCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """What loggers write about themselves is masked; they get every other secret as it is."""
         mask_what_is_logged(self.settings.trainer.logger)
+
+    def instantiate_classes(self) -> None:
+        """As Lightning's. What a class says to its options is one line: jsonargparse tries every type, and tells all."""
+        refused: list[UserError] = []
+
+        def made(kind: type, *args: Any, **options: Any) -> Any:
+            try:
+                return kind(*args, **options)
+            except Exception as error:
+                is_ours = isinstance(error, UserError)
+                refused.append(error if is_ours else UsageError(f"trainer: {kind.__name__}: {first_line(error)}"))
+                raise
+
+        for each in CLASSES:
+            self.parser.add_instantiator(made, each)
+        try:
+            super().instantiate_classes()
+        except ValueError:
+            if refused:
+                raise refused[0] from None
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """A CSV logger, and checkpoints of our own unless the configuration names others."""
@@ -236,7 +258,9 @@ def run(argv: Sequence[str]) -> None:
     quiet(speaks=launcher_env().rank == 0)
     warn_of_variables(os.environ)
     # A `class_path` is imported before its type is checked, so a configuration could run anything.
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(ALLOWED_IMPORTS))
+    set_parsing_settings(
+        import_path_denylist=["*"], import_path_allowlist=list(PACKAGES), instantiate_subclass_spec_in_any=False
+    )
     refuse_repeated_keys()
     strict = {"exit_on_error": False, "allow_abbrev": False}
     if list(argv) == sys.argv[1:]:

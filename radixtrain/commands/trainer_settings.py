@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
-from lightning.pytorch.callbacks import Timer
+from jsonargparse import Namespace
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks.finetuning import multiplicative
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from radixtrain.commands.keys import keys_of, trainer_keys
 from radixtrain.commands.loggers import TRACKING, check_loggers
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError, first_line
+from radixtrain.errors import UsageError, UserError, first_line
 from radixtrain.redaction import check_unmasked
 
 __all__ = [
+    *("CLASSES", "PACKAGES"),
     "REFUSED_BY_LIGHTNING",
     "as_list",
     "check_interval",
@@ -38,6 +49,11 @@ LEAST = {
     "trainer.log_every_n_steps": 0,
     "trainer.reload_dataloaders_every_n_epochs": 0,
 }
+# A configuration makes objects of these classes only, and hands no function over: any other could run code, as
+# `torch.hub.load` and `transformers.pipeline` do. The one function is the default of a callback.
+PACKAGES = ("radixtrain", "lightning", "torch", "transformers")
+CLASSES = (Callback, Logger, Profiler, Strategy, Accelerator, Precision, CheckpointIO, ClusterEnvironment, LayerSync)
+FUNCTIONS = (multiplicative,)
 MOST_DEVICES = 1_000
 MOST_SECONDS = 2_000_000  # gloo counts milliseconds in 32 bits
 NEVER_NULL = ("save_total_limit", "ddp_timeout")
@@ -59,13 +75,43 @@ def check_trainer_settings(config: Any) -> None:
 
 
 def check_settings(settings: Any, command: str) -> None:
-    """UserError for a value that no run can use. settings: of the command, as they were parsed."""
+    """UserError for a value that no run can use. settings: of the command, as they were parsed, nothing made yet."""
+    for key, value in _parts("", settings):
+        _check_object(key, value)
     check_seed(settings.seed_everything)
     check_limits(settings)
     _check_weights_only(settings)
     if command in TRACKING:
         check_loggers(settings)
     check_unmasked(settings.as_dict())
+
+
+def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value and all that it holds, with dotted keys; a class is named in the key of what it takes."""
+    yield key, value
+    if isinstance(value, Namespace | Mapping):
+        parts = vars(value) if isinstance(value, Namespace) else value
+        for name, part in parts.items():
+            yield from _parts(f"{key}.{name}".lstrip("."), part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(key, part)
+
+
+def _check_object(key: str, value: Any) -> None:
+    """UsageError for a class that is no part of a trainer, and for a function."""
+    if callable(value) and value not in FUNCTIONS and not isinstance(value, (*CLASSES, os.PathLike)):
+        name = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
+        raise UsageError(f"{key}: {name} is a function or a class, which a configuration cannot hand over")
+    path = value.get("class_path") if isinstance(value, Namespace) else None
+    if path is None:
+        return
+    kind = resolve_name(str(path)) if str(path).partition(".")[0] in PACKAGES else None
+    if not (isinstance(kind, type) and issubclass(kind, CLASSES)):
+        raise UsageError(
+            f"{key}: class_path {path!r} is not made: expected a subclass of "
+            f"{' or '.join(each.__name__ for each in CLASSES)}; for anything else, call radixtrain from your own script"
+        )
 
 
 def check_seed(seed: Any) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiers import FULL
+import torch
+from tiers import FULL, cases
 
 from radixtrain.__main__ import main
 
@@ -22,6 +23,14 @@ NAMES = (
     "radixtrain_evil.Thing",
     "transformers_evil.Thing",
 )
+FOLDER = "hub"  # replaced by the folder with the code
+HUB = {"class_path": "torch.hub.load", "init_args": {"repo_or_dir": FOLDER, "model": "f", "source": "local"}}
+REMOTE = {"model": FOLDER, "task": "text-generation", "trust_remote_code": True}
+PIPELINE = {"class_path": "transformers.pipeline", "init_args": REMOTE}
+FROM = {"pretrained_model_name_or_path": FOLDER, "trust_remote_code": True}
+METHOD = {"class_path": "transformers.AutoModelForCausalLM.from_pretrained", "dict_kwargs": FROM}
+PICKLE = {"class_path": "torch.load", "init_args": {"f": f"{FOLDER}/x.pt", "weights_only": False}}
+WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
 OTHERS = {
     "a list": {"callbacks": [{"class_path": "evilthing.Thing"}]},
     "a function": {"callbacks": [{"class_path": LAMBDA, "init_args": {"on_fit_start": "evilthing.run"}}]},
@@ -31,6 +40,17 @@ OTHERS = {
             {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "evilthing.run"}}
         ],
         "logger": [{"class_path": "evilthing.Thing"}],
+    },
+    "a hub of torch": {"callbacks": [{"class_path": LAMBDA, "init_args": {"setup": HUB}}]},
+    "a hub of torch, by its short name": {"callbacks": [{"class_path": "LambdaCallback", "init_args": {"setup": HUB}}]},
+    "a pipeline": {"callbacks": [{"class_path": LAMBDA, "init_args": {"setup": PIPELINE}}]},
+    "a method": {"callbacks": [{"class_path": LAMBDA, "init_args": {"setup": METHOD}}]},
+    "a pickle": {"callbacks": [{"class_path": LAMBDA, "init_args": {"setup": PICKLE}}]},
+    "the name of a function": {"callbacks": [{"class_path": LAMBDA, "init_args": {"setup": "torch.hub.load"}}]},
+    "a callback that is a function": {"callbacks": [HUB]},
+    "a value of any type": {"logger": [{**WANDB, "init_args": {"experiment": HUB}}]},
+    "a callable class": {
+        "callbacks": [{"class_path": LAMBDA, "init_args": {"setup": {"class_path": "torch.nn.Relu"}}}]
     },
     "a process": {"callbacks": [{"class_path": "subprocess.Popen", "init_args": {"args": ["true"]}}]},
     "a built-in": {"callbacks": [{"class_path": "builtins.exec"}]},
@@ -64,10 +84,50 @@ def test_at_every_key(ran: Path, arguments: Callable[..., list[str]]) -> None:
             assert not ran.exists(), (key, value)
 
 
-@FULL
-def test_other_ways(ran: Path, tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
-    for name, trainer in OTHERS.items():
-        (tmp_path / "c.yaml").write_text(json.dumps({"trainer": trainer}))
-        for more in ([], ["--print_config"]):
-            assert main([*arguments(), f"--config={tmp_path / 'c.yaml'}", *more]) in (1, 2), name
-        assert not ran.exists(), name
+@pytest.mark.parametrize("name", cases(OTHERS, ["a hub of torch", "a method", "the name of a function"]))
+def test_other_ways(
+    name: str, ran: Path, evil_folder: Path, arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = evil_folder.parent / "c.yaml"
+    config.write_text(json.dumps({"trainer": OTHERS[name]}).replace('"hub', f'"{evil_folder}'))
+    assert main([*arguments(), f"--config={config}"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "class_path" in line or "is a function or a class" in line
+    assert not ran.exists()
+
+
+@pytest.fixture
+def evil_folder(tmp_path: Path, ran: Path) -> Path:
+    """What `torch.hub.load`, `transformers.pipeline`, `from_pretrained` and `torch.load` would run code of."""
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).touch()\ndef f(*_): ...\n"
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name in ("hubconf.py", "evil.py"):
+        (folder / name).write_text(code)
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
+    torch.save(Touches(ran), folder / "x.pt")
+    return folder
+
+
+class Touches:
+    """A pickle of it makes a file when it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_options_that_a_class_does_not_take(
+    arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, said in (
+        ({"init_args": {"monitor": "loss"}, "dict_kwargs": {"nope": 1}}, "unexpected keyword argument 'nope'"),
+        ({"init_args": {"monitor": "loss", "mode": "up"}}, "`mode` can be min, max, got up"),
+    ):
+        value = json.dumps([{"class_path": "lightning.pytorch.callbacks.EarlyStopping", **options}])
+        assert main([*arguments(), f"--trainer.callbacks={value}"]) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert line.startswith("error: trainer: EarlyStopping: ") and said in line
