@@ -103,7 +103,7 @@ class RadixCLI(LightningCLI):
         mask_what_is_logged(self.settings.trainer.logger)
 
     def instantiate_classes(self) -> None:
-        """As Lightning's. What a class says to its options is one line: jsonargparse tries every type, and tells all."""
+        """As Lightning's. What a class says to its options is one line; jsonargparse repeats it for every type."""
         refused: list[UserError] = []
 
         def made(kind: type, *args: Any, **options: Any) -> Any:
