@@ -110,8 +110,8 @@ class RadixCLI(LightningCLI):
             try:
                 return kind(*args, **options)
             except Exception as error:
-                is_ours = isinstance(error, UserError)
-                refused.append(error if is_ours else UsageError(f"trainer: {kind.__name__}: {first_line(error)}"))
+                line = f"trainer: {kind.__name__}: {first_line(error)}"
+                refused.append(error if isinstance(error, UserError) else UsageError(line))
                 raise
 
         for each in CLASSES:
