@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ def cut_sorted(by_order: SortedSequences, max_tokens: int | None) -> list[list[i
     return _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
 
 
-def cut_by_padded_tokens(sequences: Sequence[IntArray], max_tokens: int | None) -> list[list[int]]:
+def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> list[list[int]]:
     """The ordinary baseline: longest first, cut before sequences x longest sequence exceeds the budget."""
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     batches: list[list[int]] = []

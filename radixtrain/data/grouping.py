@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.data.sample import Sample
 from radixtrain.errors import UserError
@@ -16,6 +19,8 @@ __all__ = [
     "conversation_groups",
     "expected_r",
     "grouped_order",
+    "whole_chats",
+    "whole_share",
 ]
 
 Conversations = Sequence[Sequence[Sample]]
@@ -48,6 +53,34 @@ def expected_r(conversations: Conversations, batches: Iterable[Sequence[int]], m
     little, are not taken into account.
     """
     return ratio_of_batches(lambda index: [sample.input_ids for sample in conversations[index]], batches, max_tokens)
+
+
+def whole_chats(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+    """(tokens, labels) of each sequence that a trainer on whole chats has of a conversation.
+
+    Of a chat that is split into its turns this is one, as long as the last turn with all before it. Anything else is
+    there as it is.
+    """
+    counts = [(len(sample.input_ids), int((sample.labels[1:] != IGNORE_INDEX).sum())) for sample in samples]
+    return [(counts[-1][0], sum(labels for _, labels in counts))] if is_split(samples) else counts
+
+
+def whole_share(conversations: Conversations, batches: Iterable[Sequence[int]]) -> float | None:
+    """Tokens of whole chats for each token of the samples; None if no chat is split. See `whole_chats`."""
+    num_tokens = num_whole = 0
+    for index in (index for batch in batches for index in batch):
+        num_tokens += sum(len(sample.input_ids) for sample in conversations[index])
+        num_whole += sum(length for length, _ in whole_chats(conversations[index]))
+    return None if num_whole == num_tokens else num_whole / num_tokens
+
+
+def is_split(samples: Sequence[Sample]) -> bool:
+    """Whether these are the turns of a chat: each ends with its labels, unlike most branches of an agent's run."""
+    return len(samples) > 1 and all(
+        len(labelled := np.flatnonzero(sample.labels != IGNORE_INDEX))
+        and labelled[-1] - labelled[0] == len(labelled) - 1 == len(sample.labels) - 1 - labelled[0]
+        for sample in samples
+    )
 
 
 def grouped_order(

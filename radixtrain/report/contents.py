@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Break", "DataReport", "Example", "Setting", "TreeNode"]
+__all__ = ["Break", "DataReport", "Example", "Setting", "Splitting", "TreeNode"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,11 @@ class TreeNode:
 class Setting:
     """What a run would be with these settings.
 
-    r: tokens per computed token.
-    best_r: the same if every step were one micro-batch.
-    speedup: predicted, of a training step, against the ordinary padded baseline on this machine. None: not predicted.
+    r: tokens of the rows per computed token. whole_r: tokens of the whole chats per computed token, which is less; None
+        if no chat is split into its turns.
+    best_r: `least_r` if every step were one micro-batch.
+    speedup: predicted, of a training step, against the ordinary padded baseline on this machine; whole_speedup: against
+        that of whole chats. None: not predicted.
     seconds_per_epoch: predicted. memory_bytes: predicted peak of a step, weights and optimizer included.
     """
 
@@ -42,9 +45,34 @@ class Setting:
     group_by_prefix: bool
     r: float
     best_r: float
+    whole_r: float | None = None
     speedup: float | None = None
+    whole_speedup: float | None = None
     seconds_per_epoch: float | None = None
     memory_bytes: int | None = None
+
+    @property
+    def least_r(self) -> float:
+        """Against the baseline that computes less."""
+        return self.r if self.whole_r is None else self.whole_r
+
+    @property
+    def least_speedup(self) -> float | None:
+        """Against the same baseline; None if nothing was predicted."""
+        return self.speedup if self.whole_speedup is None else self.whole_speedup
+
+
+class Splitting(NamedTuple):
+    """What splitting chats into their turns does.
+
+    turns: 0 if no chat is split. changed: turns of which the whole chat has other tokens; templates leave out the
+        thinking of earlier turns, for instance.
+    whole_share: tokens of whole chats for each token of the rows.
+    """
+
+    turns: int = 0
+    changed: int = 0
+    whole_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +115,9 @@ class DataReport:
 
     length_quantiles: of the samples in tokens: `{"min": 12, "10 %": 40, "50 %": ..., "90 %", "99 %", "max"}`.
     num_prompts: shared prompts, each counted once. tree: its root has an empty text.
-    settings: a grid of batch sizes and max_tokens; best: one of them; command: it as a command to paste.
+    splitting: of chats into their turns.
+    settings: a grid of batch sizes and max_tokens; best: one of them, None if nothing was predicted; command: it as a
+        command to paste.
     num_epoch_tokens: of an epoch, in which sources with a weight come more or less often; 0 if each row comes once.
     environment: machine and versions, for the foot of the page.
     notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
@@ -110,9 +140,10 @@ class DataReport:
     tree: TreeNode
     current: Setting
     settings: tuple[Setting, ...]
-    best: Setting
+    best: Setting | None
     command: str
     breaks: tuple[Break, ...]
+    splitting: Splitting
     environment: dict[str, str]
     num_epoch_tokens: int = 0
     notes: tuple[str, ...] = ()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from radixtrain.report.contents import DataReport, Setting
+from radixtrain.report.contents import DataReport, Setting, Splitting
 
-__all__ = ["bytes_text", "duration", "headline", "prediction", "ratio", "rounded", "setting_name"]
+__all__ = [
+    "both_r",
+    "bytes_text",
+    "duration",
+    "headline",
+    "prediction",
+    "ratio",
+    "rounded",
+    "setting_name",
+    "split_turns",
+]
 
 MINUTE, HOUR = 60, 3600
 
@@ -49,17 +59,44 @@ def setting_name(setting: Setting) -> str:
 
 def headline(report: DataReport) -> str:
     """The data in one sentence: what an epoch holds, and what the user's own settings leave to compute."""
-    num_tokens = report.num_epoch_tokens or report.num_tokens
+    num_tokens, own = report.num_epoch_tokens or report.num_tokens, report.current
     tokens = f"{num_tokens:,} tokens{' in an epoch' if report.num_epoch_tokens else ''}"
-    if report.current.r < 1.005:
+    if own.r < 1.005:
         return f"{tokens}, none of them shared within a micro-batch: r = 1"
-    computed = rounded(num_tokens / report.current.r)
-    return f"{tokens}, of which about {computed} are computed: r = {ratio(report.current.r)}"
+    computed = rounded(num_tokens / own.r)
+    if own.whole_r is None:
+        return f"{tokens}, of which about {computed} are computed: r = {ratio(own.r)}"
+    whole = round(num_tokens * report.splitting.whole_share)
+    return (
+        f"{whole:,} tokens as whole chats, {tokens} as the {report.splitting.turns:,} turns of which about {computed} "
+        f"are computed: {both_r(own)}"
+    )
+
+
+def both_r(setting: Setting) -> str:
+    """r, against both baselines if chats are split."""
+    if setting.whole_r is None:
+        return f"r = {ratio(setting.r)}"
+    of_chats = f"{ratio(setting.whole_r)} against whole chats, as TRL trains them"
+    return f"r = {of_chats}, {ratio(setting.r)} against the same rows"
+
+
+def split_turns(split: Splitting) -> str:
+    """What splitting chats into turns buys, as a sentence; empty if none is split."""
+    if not split.turns:
+        return ""
+    differ = f"{split.changed:,} of {split.turns:,} turns have" if split.changed else "No turn has"
+    return (
+        f"Chats are split, so each turn is what the model sees at inference. {differ} other tokens in the whole chat."
+    )
 
 
 def prediction(setting: Setting) -> str:
     """What a training step with the setting is predicted to bring, as a sentence."""
     if setting.speedup is None:
         return "The speed-up on this machine was not predicted."
-    times = f"{ratio(setting.speedup)}x"
-    return f"A training step is predicted to run at {times} the speed of an ordinary padded one on this machine."
+    of_rows = f"{ratio(setting.speedup)}x the speed of an ordinary padded one"
+    if setting.whole_speedup is None:
+        return f"A training step is predicted to run at {of_rows} on this machine."
+    of_chats = f"{ratio(setting.whole_speedup)}x the speed of one on whole chats"
+    return f"A training step is predicted to run at {of_chats} on this machine, and {of_rows} of the same rows."

@@ -94,7 +94,11 @@ def _hash(script: str) -> str:
 def _by_speed(report: DataReport) -> Sequence[Setting]:
     """Every setting once: the user's, the best, then the others, the shortest epoch (or the highest r) first."""
     others = sorted(report.settings, key=lambda s: (s.seconds_per_epoch is None, s.seconds_per_epoch or 0.0, -s.r))
-    return list(dict.fromkeys([report.current, report.best, *others]))
+    return list(dict.fromkeys([report.current, *_proposed(report), *others]))
+
+
+def _proposed(report: DataReport) -> list[Setting]:
+    return [] if report.best is None else [report.best]
 
 
 def _outline(root: TreeNode) -> list[tuple[int, TreeNode]]:
@@ -132,8 +136,8 @@ def quantities(settings: Sequence[Setting]) -> dict[str, Quantity]:
     most = max((s.memory_bytes or 0 for s in settings), default=0)
     unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
     return {
-        "r": Quantity("r, tokens per computed token", "", lambda s: s.r, limit=lambda s: s.best_r),
-        "speedup": Quantity("predicted speed-up", "x", lambda s: s.speedup),
+        "r": Quantity("r, tokens per computed token", "", lambda s: s.least_r, limit=lambda s: s.best_r),
+        "speedup": Quantity("predicted speed-up", "x", lambda s: s.least_speedup),
         "memory": Quantity(
             f"peak memory, {unit}", f" {unit}", lambda s: None if s.memory_bytes is None else s.memory_bytes / size
         ),
@@ -174,7 +178,7 @@ def panels(report: DataReport) -> list[dict[str, Any]]:
 
     A panel has at least two places on its x axis. marks: the user's settings, and the best ones if they are on a line.
     """
-    drawn = list(dict.fromkeys([*report.settings, report.current, report.best]))
+    drawn = list(dict.fromkeys([*report.settings, report.current, *_proposed(report)]))
     made = []
     for section, quantity in quantities(drawn).items():
         for axis, fixed in (("batch_size", "max_tokens"), ("max_tokens", "batch_size")):
@@ -196,7 +200,7 @@ def _drawing(report: DataReport, points: Sequence[Setting], axis: str, quantity:
         if quantity.limit:
             lines.append({**line, "name": f"best r, {name}", "limit": True, "y": [quantity.limit(s) for s in on]})
     named = {"yours": report.current, "best": report.best}
-    marks = [{"name": n, "x": getattr(s, axis), "y": quantity.value(s)} for n, s in named.items() if s in points]
+    marks = [{"name": n, "x": getattr(s, axis), "y": quantity.value(s)} for n, s in named.items() if s and s in points]
     return {"lines": [line for line in lines if line["x"]], "marks": marks}
 
 

@@ -45,7 +45,7 @@ class Prediction:
     radix, ordinary: a, b, c and d of the formula above, of the whole model. peak: of a radix micro-batch, the same.
     optimizer_seconds: of a step. state_bytes: weights, gradients and moments.
     waits_for_collator: whether collating takes cores from the step.
-    timed_layers: of the models that were timed.
+    timed_layers: of the models that were timed. cpu_share: see `Timings`.
     """
 
     radix: np.ndarray
@@ -55,18 +55,23 @@ class Prediction:
     state_bytes: int
     waits_for_collator: bool
     timed_layers: tuple[int, ...]
+    cpu_share: float
 
     def radix_seconds(self, step: CountedStep) -> float:
         collating = step.collate_seconds if self.waits_for_collator else 0.0
         return _total(self.radix, step.radix) + self.optimizer_seconds + STEP_SECONDS + collating
 
-    def ordinary_seconds(self, step: CountedStep) -> float:
-        return _total(self.ordinary, step.ordinary) + self.optimizer_seconds + STEP_SECONDS
+    def ordinary_seconds(self, micro_batches: Iterable[Counts]) -> float:
+        return _total(self.ordinary, micro_batches) + self.optimizer_seconds + STEP_SECONDS
 
-    def speedup(self, sampled: SampledSteps) -> float:
-        """Of a step, ordinary over radix."""
-        ordinary, radix = (sum(map(each, sampled.steps)) for each in (self.ordinary_seconds, self.radix_seconds))
-        return ordinary / radix
+    def speedups(self, sampled: SampledSteps) -> tuple[float, float]:
+        """Of a step, ordinary over radix: of the same rows, and of whole chats."""
+        radix = sum(map(self.radix_seconds, sampled.steps))
+        rows, whole = (
+            sum(map(self.ordinary_seconds, steps))
+            for steps in ([step.ordinary for step in sampled.steps], [step.whole for step in sampled.steps])
+        )
+        return rows / radix, whole / radix
 
     def seconds_per_epoch(self, sampled: SampledSteps) -> float:
         return sampled.scale * sum(map(self.radix_seconds, sampled.steps))
@@ -111,6 +116,7 @@ def predict_seconds(setup: RunSetup, cases: Sequence[Case], num_workers: int, ma
         state_bytes=_state_bytes(setup, setup.num_layers),
         waits_for_collator=_shares_cores(setup.device, num_workers),
         timed_layers=depths,
+        cpu_share=min(first.cpu_share, last.cpu_share),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ __all__ = ["Arm", "Case", "RunSetup", "Timings", "cases_of", "time_cases"]
 Arm = Literal["radix", "ordinary"]
 ARMS: tuple[Arm, ...] = ("radix", "ordinary")
 PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all
-REPEATS = 3  # the median counts, so that the first one, which is slower, does not
+REPEATS = 3  # keep the minimum: other load can only slow a run down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,11 @@ class Timings:
 
     seconds: of each case. peaks: bytes that the smallest and the largest case of each arm add to weights and gradients.
     optimizer_seconds: of clipping and the optimizer's step.
+    cpu_share: part of the time for which this thread had a core; 1 on a GPU, where it waits.
     """
 
     num_layers: int
+    cpu_share: float
     seconds: dict[Case, float]
     peaks: dict[Case, int]
     optimizer_seconds: float
@@ -120,10 +122,18 @@ def time_cases(
     try:
         with _without_messages():
             chosen, peaks = runner.affordable(cases, max_seconds, max_bytes)
+            wall, cpu = time.perf_counter(), time.thread_time()
             seconds = runner.seconds(chosen)
+            wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
             optimizer_seconds = runner.optimizer_seconds()
             peaks |= {case: runner.peak(case) for case in _one_of_each_arm(reversed(chosen)) if case not in peaks}
-        return Timings(num_layers=num_layers, seconds=seconds, peaks=peaks, optimizer_seconds=optimizer_seconds)
+        return Timings(
+            num_layers=num_layers,
+            cpu_share=cpu / wall if setup.device.type == "cpu" else 1.0,
+            seconds=seconds,
+            peaks=peaks,
+            optimizer_seconds=optimizer_seconds,
+        )
     finally:
         restore_model(model)
         del model, runner
@@ -208,7 +218,7 @@ class _Runner:
         return [case for case in cases if case in chosen], peaks
 
     def seconds(self, cases: Sequence[Case]) -> dict[Case, float]:
-        """The median of some runs of each, the arms in turns. Each turn of an arm begins without gradients."""
+        """The fastest of some runs of each, the arms in turns. Each turn of an arm begins without gradients."""
         in_arms = sorted(cases, key=lambda case: ARMS.index(case.arm))
         first = _one_of_each_arm(in_arms)
 
@@ -220,7 +230,7 @@ class _Runner:
         turns = seconds_in_turns(
             {case: partial(self.run, case) for case in in_arms}, self.setup.device, REPEATS, before=before
         )
-        return {case: statistics.median(turns[case]) for case in cases}
+        return {case: min(turns[case]) for case in cases}
 
     def optimizer_seconds(self) -> float:
         """Of a step with the gradients that are there."""
@@ -230,4 +240,4 @@ class _Runner:
             nn.utils.clip_grad_norm_(trained, self.setup.max_grad_norm or math.inf)
             self.optimizer.step()
 
-        return statistics.median(seconds_of(step, self.setup.device) for _ in range(REPEATS))
+        return min(seconds_of(step, self.setup.device) for _ in range(REPEATS))

@@ -1,7 +1,8 @@
 """How much the steps of an epoch share, by the settings that decide it: r, from a sample of steps.
 
 r depends on which conversations make a step (`batch_size`, `group_by_prefix`) and on how a step is cut (`max_tokens`).
-The first epoch is drawn as `fit` draws it, and some of its steps, at equal distances, are collated as `fit` does.
+The first epoch is drawn as `fit` draws it, and some of its steps, at equal distances, are collated as `fit` does. How
+many depends on their tokens and not on the clock, so that r is the same however busy the machine is.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from radixtrain.collators.batching import cut_by_padded_tokens
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.data.grouping import conversation_groups, grouped_order
+from radixtrain.data.grouping import conversation_groups, grouped_order, is_split, whole_chats
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepSampler, epoch_size, features_of
+from radixtrain.report.contents import Splitting
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.groups import PrefixGroups
@@ -42,11 +44,13 @@ __all__ = [
     "ordinary_counts",
     "plans_of",
     "radix_counts",
+    "splitting",
 ]
 
 BATCH_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_TOKENS_FACTORS = (0.25, 0.5, 1, 2, 4)
 MAX_STEPS = 16
+COUNTED_TOKENS = 1_000_000  # of a setting: steps are counted until they hold so many
 QUANTILES = {"min": 0.0, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
 SHORTEST_PROMPT = 16  # tokens, the resolution of `find_prefix_groups`
 MAX_SORTED_TOKENS = 32_000_000  # 8 bytes each
@@ -72,15 +76,17 @@ class Counts(NamedTuple):
 class CountedStep:
     """An optimizer step in both arms.
 
-    num_tokens: T. num_unique_tokens: rows if the step were one micro-batch.
-    radix, ordinary: of each micro-batch.
+    num_tokens: T. num_whole_tokens: of the whole chats. num_unique_tokens: rows if the step were one micro-batch.
+    radix, ordinary, whole: of each micro-batch; whole: of an ordinary step of whole chats.
     collate_seconds: that the radix collator took.
     """
 
     num_tokens: int
+    num_whole_tokens: int
     num_unique_tokens: int
     radix: tuple[Counts, ...]
     ordinary: tuple[Counts, ...]
+    whole: tuple[Counts, ...]
     collate_seconds: float
 
     @property
@@ -89,27 +95,31 @@ class CountedStep:
         return round(sum(counts.rows for counts in self.radix))
 
 
-def counted_step(features: Features, collator: StepCollator, step_cost: StepCost | None) -> CountedStep:
-    """Collate the sequences of a step as `fit` does, and count. The padded arm is counted without being collated.
+def counted_step(
+    features: Features,
+    collator: StepCollator,
+    step_cost: StepCost | None,
+    whole: Sequence[tuple[int, int]] | None = None,
+) -> CountedStep:
+    """Collate the sequences of a step as `fit` does, and count. The padded arms are counted without being collated.
 
-    collator: with `dedup`. step_cost: of one layer on this machine; None without one.
+    collator: with `dedup`. step_cost: of one layer; None without one.
+    whole: tokens and labels of the whole chats of the step; None if the sequences are no turns of chats.
     """
     start = time.perf_counter()
     step = collator(features)
     seconds = time.perf_counter() - start
     assert step.num_unique_tokens is not None
     micro_batches = zip(step.micro_batches, plans_of(features, step), strict=True)
-    lengths = [len(feature["input_ids"]) for feature in features]
-    labels = [int((np.asarray(feature["labels"])[1:] != IGNORE_INDEX).sum()) for feature in features]
-    padded = cut_by_padded_tokens([feature["input_ids"] for feature in features], collator.max_tokens)
+    rows = [(len(each["input_ids"]), int((np.asarray(each["labels"])[1:] != IGNORE_INDEX).sum())) for each in features]
+    whole = rows if whole is None else whole
     return CountedStep(
         num_tokens=step.num_tokens,
+        num_whole_tokens=sum(length for length, _ in whole),
         num_unique_tokens=step.num_unique_tokens,
         radix=tuple(radix_counts(batch, plan, step_cost) for batch, plan in micro_batches),
-        ordinary=tuple(
-            _padded(len(group), max(lengths[index] for index in group), sum(labels[index] for index in group))
-            for group in padded
-        ),
+        ordinary=_padded_step(rows, collator.max_tokens),
+        whole=_padded_step(whole, collator.max_tokens),
         collate_seconds=seconds,
     )
 
@@ -141,6 +151,15 @@ def ordinary_counts(batch: Mapping[str, Any]) -> Counts:
     return _padded(num_sequences, longest, len(batch[PREDICTOR_INDICES]))
 
 
+def _padded_step(sequences: Sequence[tuple[int, int]], max_tokens: int | None) -> tuple[Counts, ...]:
+    """Of a step of sequences with so many tokens and labels, cut as `PaddedCollator` gets them."""
+    cut = cut_by_padded_tokens([range(length) for length, _ in sequences], max_tokens)
+    groups = ([sequences[index] for index in group] for group in cut)
+    return tuple(
+        _padded(len(group), max(length for length, _ in group), sum(labels for _, labels in group)) for group in groups
+    )
+
+
 def _padded(num_sequences: int, longest: int, predictions: int) -> Counts:
     return Counts(num_sequences * longest, num_sequences * longest**2, predictions)
 
@@ -170,6 +189,15 @@ class SampledSteps:
     def r(self) -> float:
         """Tokens per computed token."""
         return self.num_tokens / sum(step.num_rows for step in self.steps)
+
+    @property
+    def num_whole_tokens(self) -> int:
+        return sum(step.num_whole_tokens for step in self.steps)
+
+    @property
+    def whole_r(self) -> float:
+        """Tokens of whole chats per computed token."""
+        return self.num_whole_tokens / sum(step.num_rows for step in self.steps)
 
     @property
     def best_r(self) -> float:
@@ -205,18 +233,18 @@ class Epoch:
         """Of conversations that begin alike. Reads every conversation once."""
         return conversation_groups(self.conversations)
 
-    def sampled(self, draw: Draw, max_seconds: float) -> SampledSteps:
-        """Steps of the first epoch, as many as can be counted in this time, and at least one.
+    def sampled(self, draw: Draw) -> SampledSteps:
+        """Steps of the first epoch, until they hold `COUNTED_TOKENS`. With one batch size and order, the same steps.
 
         A last step that holds fewer conversations than the others is left out, unless it is the only one.
         """
-        began = time.perf_counter()
         collator = replace(self.collator, max_tokens=draw.max_tokens)
         counted, num_conversations = [], 0
         for batch in self.batches(draw):
-            counted.append(counted_step(self.features(batch), collator, self.step_cost))
+            whole = [chat for index in batch for chat in whole_chats(self.conversations[index])]
+            counted.append(counted_step(self.features(batch), collator, self.step_cost, whole))
             num_conversations += len(batch)
-            if time.perf_counter() - began > max_seconds:
+            if sum(step.num_tokens for step in counted) > COUNTED_TOKENS:
                 break
         return SampledSteps(draw=draw, steps=tuple(counted), scale=self.size / num_conversations)
 
@@ -281,9 +309,24 @@ def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:
 
     Of a sample of the conversations if the epoch is longer than `MAX_SORTED_TOKENS`.
     """
-    total = int(epoch.lengths.sum())
-    step = max(1, -(-total // MAX_SORTED_TOKENS))
-    chosen = range(0, len(epoch.conversations), step)
-    sequences = [sample.input_ids for index in chosen for sample in epoch.conversations[index]]
+    sequences = [sample.input_ids for index in _some_conversations(epoch) for sample in epoch.conversations[index]]
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     return int(lengths.sum()), sort_sequences(np.concatenate(sequences), cumulative(lengths)).num_unique_tokens
+
+
+def splitting(epoch: Epoch) -> Splitting:
+    """Of the same sample as `num_distinct_tokens`."""
+    turns = changed = num_tokens = num_whole = 0
+    for samples in (epoch.conversations[index] for index in _some_conversations(epoch)):
+        num_tokens += sum(len(sample.input_ids) for sample in samples)
+        num_whole += sum(length for length, _ in whole_chats(samples))
+        turns += len(samples)
+        if is_split(samples):
+            last = samples[-1].input_ids
+            changed += sum(not np.array_equal(turn.input_ids, last[: len(turn.input_ids)]) for turn in samples)
+    return Splitting(turns, changed, num_whole / num_tokens) if num_whole < num_tokens else Splitting()
+
+
+def _some_conversations(epoch: Epoch) -> range:
+    """All of them, or every second one, every third ..., if they have more tokens than `MAX_SORTED_TOKENS`."""
+    return range(0, len(epoch.conversations), max(1, -(-int(epoch.lengths.sum()) // MAX_SORTED_TOKENS)))

@@ -12,7 +12,7 @@ from rich.tree import Tree
 
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
-from radixtrain.report.formatting import bytes_text, duration, headline, prediction, ratio
+from radixtrain.report.formatting import bytes_text, duration, headline, prediction, ratio, split_turns
 
 __all__ = ["print_report"]
 
@@ -20,6 +20,7 @@ MAX_RUNS = 14  # of the tree
 WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves
 MAX_TEXT = 60  # characters of a run
 NOTHING = "-"
+NUMBERS = ("best r", "speed-\nup", "epoch", "memory")
 
 
 def print_report(report: DataReport, console: Console | None = None) -> None:
@@ -27,7 +28,7 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     console.print(Text(f"{report.title}, for {report.model}", style="bold"))
     _paragraph(console, f"{headline(report)}.")
-    _paragraph(console, prediction(report.current))
+    _paragraph(console, " ".join(filter(None, (prediction(report.current), split_turns(report.splitting)))))
     console.print()
     console.print(_data_table(report))
     console.print(_settings_table(report))
@@ -35,7 +36,8 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
     _breaks(console, report.breaks)
     _list(console, "What else would help", report.hints)
     _list(console, "Notes", report.notes)
-    console.print(Text("The best setting, as a command:" if report.best != report.current else "To train:"))
+    changes = report.best is not None and report.best != report.current
+    console.print(Text("The best setting, as a command:" if changes else "To train:"))
     console.print(Text(f"  {report.command}", style="bold"), soft_wrap=True)
 
 
@@ -60,7 +62,8 @@ def _data_table(report: DataReport) -> Table:
 def _settings_table(report: DataReport) -> Table:
     """All settings; the user's own and the best one are named."""
     table = _table("Settings of data, and what a step and an epoch would be")
-    for name in ("batch_size", "max_tokens", "grouped", "r", "best r", "speed-up", "epoch", "memory"):
+    is_split = report.current.whole_r is not None
+    for name in ("batch_\nsize", "max_\ntokens", "group", "r", *(["r,\nrows"] if is_split else []), *NUMBERS):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for setting in report.settings:
@@ -72,17 +75,18 @@ def _cells(setting: Setting) -> list[str]:
     return [
         f"{setting.batch_size:,}",
         f"{setting.max_tokens:,}",
-        "yes" if setting.group_by_prefix else "no",
+        "yes" if setting.group_by_prefix else "",
+        *([] if setting.whole_r is None else [ratio(setting.whole_r)]),
         ratio(setting.r),
         ratio(setting.best_r),
-        NOTHING if setting.speedup is None else f"{ratio(setting.speedup)}x",
+        NOTHING if setting.least_speedup is None else f"{ratio(setting.least_speedup)}x",
         NOTHING if setting.seconds_per_epoch is None else duration(setting.seconds_per_epoch),
         NOTHING if setting.memory_bytes is None else bytes_text(setting.memory_bytes),
     ]
 
 
 def _names(setting: Setting, report: DataReport) -> str:
-    names = {"yours": report.current, "best max_tokens": report.best}
+    names = {"yours": report.current, "best": report.best}
     return ", ".join(name for name, each in names.items() if each == setting)
 
 

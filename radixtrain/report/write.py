@@ -14,7 +14,7 @@ from radixtrain.bench.environment import environment
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError
-from radixtrain.report.contents import DataReport, Setting
+from radixtrain.report.contents import DataReport, Setting, Splitting
 from radixtrain.report.divergence import find_breaks
 from radixtrain.report.formatting import duration, ratio
 from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
@@ -26,6 +26,7 @@ from radixtrain.report.sharing import (
     length_quantiles,
     num_distinct_tokens,
     num_shared_prompts,
+    splitting,
 )
 from radixtrain.report.tree import prefix_tree
 from radixtrain.tree.arrays import IntArray
@@ -35,11 +36,11 @@ __all__ = ["best_setting", "command_to_paste", "hints", "make_report"]
 
 logger = logging.getLogger(__name__)
 
-OWN_SECONDS, OTHER_SECONDS = 4.0, 0.8  # to count steps of the user's own setting, and of each other one
 TREE_SAMPLES, TREE_NODES = 2000, 300
 TIMED_STEPS = 2
 USABLE = 0.9  # part of the free memory that a setting may take
-CLEARLY = 1.05  # a setting is better than the user's own if it is faster by more than the noise of timings
+CLEARLY = 1.05  # a setting is better than the user's own if its r is so many times as large
+ALONE = 0.9  # part of the time that a process has its core for if no other program wants it
 WORTH_A_HINT = 1.1
 NO_GAIN = 1.05  # speed-up below which sharing does not pay
 
@@ -49,16 +50,15 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
 
     data: after its `setup`. setup: how the model would train.
     typed: the command line after the command, for the command to paste.
-    max_seconds: for timing micro-batches; 0 predicts nothing.
+    max_seconds: for timing micro-batches; 0 predicts nothing, and proposes no setting.
     """
     notes: list[str] = []
     hparams = data.hparams
-    step_cost, why_not = None, "max_seconds is 0"
-    if max_seconds:
-        try:
-            step_cost, why_not = step_cost_of_run(setup), ""
-        except UserError as error:
-            why_not = str(error)
+    step_cost, why_not = None, "" if max_seconds else "max_seconds is 0"
+    try:
+        step_cost = step_cost_of_run(setup)
+    except UserError as error:
+        why_not = str(error)
     epoch = _epoch(data, step_cost)
     together = hparams.group_by_prefix
     own = Draw(hparams.batch_size, hparams.max_tokens, together if together is True or together > 1 else False)
@@ -77,19 +77,25 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
             f"Speed and memory are predicted from micro-batches of these data on {layers} of {setup.num_layers} layers "
             f"with random weights, timed here."
         )
+        if prediction.cpu_share < ALONE:
+            notes.append(
+                f"Measured beside other programs: they took {1 - prediction.cpu_share:.0%} of the time, so seconds are "
+                f"too long and the speed-up is uncertain. Run it again when the machine is idle. r is not affected."
+            )
     settings = {draw: _setting(sampled[draw], prediction) for draw in sorted(sampled)}
-    best = best_setting(settings[own], settings.values(), free_bytes(setup.device))
+    best = best_setting(settings[own], settings.values(), free_bytes(setup.device)) if prediction else None
+    about = _about_data(data, epoch, notes)
     return DataReport(
-        **_about_data(data, epoch, notes),
+        **about,
         title=_name_of(hparams.train_file),
         model=str(hparams.model_name_or_path),
         current=settings[own],
         settings=tuple(settings.values()),
         best=best,
-        command=command_to_paste(typed, settings[own], best),
+        command=command_to_paste(typed, settings[own], best or settings[own]),
         environment=_environment(setup),
         notes=tuple(notes),
-        hints=tuple(hints(settings[own], list(settings.values()))),
+        hints=tuple(hints(settings[own], list(settings.values()), about["splitting"])),
     )
 
 
@@ -117,7 +123,7 @@ def _sampled(epoch: Epoch, own: Draw, max_length: int | None) -> dict[Draw, Samp
     """Some steps of the user's own setting and of others."""
     grid = epoch.settings_grid(own, max_length or int(epoch.lengths.max()))
     logger.info("counting what the steps of %d settings share", len(grid))
-    return {draw: epoch.sampled(draw, OWN_SECONDS if draw == own else OTHER_SECONDS) for draw in grid}
+    return {draw: epoch.sampled(draw) for draw in grid}
 
 
 def _predicted(setup: RunSetup, epoch: Epoch, own: Draw, num_workers: int, max_seconds: float) -> Prediction:
@@ -128,14 +134,17 @@ def _predicted(setup: RunSetup, epoch: Epoch, own: Draw, num_workers: int, max_s
 
 
 def _setting(sampled: SampledSteps, prediction: Prediction | None) -> Setting:
-    draw = sampled.draw
+    draw, is_split = sampled.draw, sampled.num_whole_tokens != sampled.num_tokens
+    speedup, whole_speedup = (None, None) if prediction is None else prediction.speedups(sampled)
     return Setting(
         batch_size=draw.batch_size,
         max_tokens=draw.max_tokens,
         group_by_prefix=bool(draw.group_by_prefix),
         r=sampled.r,
-        best_r=sampled.best_r,
-        speedup=None if prediction is None else prediction.speedup(sampled),
+        best_r=sampled.best_r * (sampled.num_whole_tokens / sampled.num_tokens),
+        whole_r=sampled.whole_r if is_split else None,
+        speedup=speedup,
+        whole_speedup=whole_speedup if is_split else None,
         seconds_per_epoch=None if prediction is None else prediction.seconds_per_epoch(sampled),
         memory_bytes=None if prediction is None else prediction.memory_bytes(sampled),
     )
@@ -154,6 +163,7 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         "num_samples": len(corpus.lengths),
         "num_tokens": num_tokens,
         "num_epoch_tokens": _num_epoch_tokens(corpus),
+        "splitting": splitting(epoch),
         "num_unique_tokens": round(num_distinct * num_tokens / num_sorted),
         "num_labels": round(rows.num_labels * num_tokens / rows.num_tokens),  # less what `val_size` took out
         "num_prompts": num_shared_prompts(epoch.groups),
@@ -201,17 +211,18 @@ def _environment(setup: RunSetup) -> dict[str, str]:
 
 
 def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -> Setting:
-    """The fastest of those that leave the optimization as it is: only `max_tokens` differs from the user's own.
+    """What shares most and leaves the optimization as it is: only `max_tokens` differs from the user's own.
 
-    free_bytes: memory that a run can have. The user's own if nothing was predicted, or none is clearly faster.
+    The user's own unless it does not fit or another one has a clearly larger r; then the smallest that comes near the
+    largest r. Seconds do not count: they would choose another one each time that something else runs.
+
+    free_bytes: memory that a run can have.
     """
-    if own.seconds_per_epoch is None:
-        return own
     same = (each for each in settings if _optimization(each) == _optimization(own))
     fitting = [each for each in same if (each.memory_bytes or 0) <= USABLE * free_bytes]
-    fastest = min(fitting, key=_seconds, default=own)
-    fits = own in fitting
-    return own if fits and _seconds(own) < CLEARLY * _seconds(fastest) else fastest
+    most = max((each.least_r for each in fitting), default=0.0)
+    enough = [each for each in fitting if most < CLEARLY * each.least_r]
+    return own if own in enough or not enough else min(enough, key=lambda each: each.max_tokens)
 
 
 def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
@@ -229,14 +240,19 @@ def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
     return shlex.join(["python", "-m", "radixtrain", "fit", *for_fit, *changed])
 
 
-def hints(own: Setting, settings: Sequence[Setting]) -> Iterator[str]:
-    """Sentences: that nothing is gained; what a larger batch or `group_by_prefix` would bring.
+def hints(own: Setting, settings: Sequence[Setting], split: Splitting) -> Iterator[str]:
+    """Sentences: nothing is gained; chats need not be split; what a larger batch or `group_by_prefix` brings.
 
-    Both change the steps, so neither is chosen.
+    These change the steps, so none is chosen.
     """
-    if own.speedup is not None and own.speedup < NO_GAIN:
+    if split.turns and not split.changed:
         yield (
-            f"as they are, these rows gain nothing: a step takes {1 / own.speedup:.2f} of the ordinary time. "
+            "--data.split_turns=false: every turn has the same tokens in its whole chat, so splitting brings nothing "
+            "here, and whole chats have the same labels in fewer rows"
+        )
+    if own.least_speedup is not None and own.least_speedup < NO_GAIN:
+        yield (
+            f"as they are, these rows gain nothing: a step takes {1 / own.least_speedup:.2f} of the ordinary time. "
             f"--dedup=false is the ordinary trainer; what follows, and fewer breaks, may change that"
         )
     budget = [each for each in settings if each.max_tokens == own.max_tokens]
@@ -244,15 +260,15 @@ def hints(own: Setting, settings: Sequence[Setting]) -> Iterator[str]:
     larger = [
         each for each in budget if each.group_by_prefix == own.group_by_prefix and each.batch_size > own.batch_size
     ]
-    if grouped and not own.group_by_prefix and grouped[0].r >= WORTH_A_HINT * own.r:
+    if grouped and not own.group_by_prefix and grouped[0].least_r >= WORTH_A_HINT * own.least_r:
         yield (
             f"--data.group_by_prefix=true: {_gain(own, grouped[0])}. Rows of one prompt then meet in a step; an epoch "
             f"is still every row once, but steps are less mixed"
         )
     if larger:
-        most = max(larger, key=lambda each: each.r)
-        enough = min((each for each in larger if each.r >= 0.9 * most.r), key=lambda each: each.batch_size)
-        if enough.r >= WORTH_A_HINT * own.r:
+        most = max(larger, key=lambda each: each.least_r)
+        enough = min((each for each in larger if each.least_r >= 0.9 * most.least_r), key=lambda each: each.batch_size)
+        if enough.least_r >= WORTH_A_HINT * own.least_r:
             yield (
                 f"--data.batch_size={enough.batch_size}: {_gain(own, enough)}. An epoch then has fewer optimizer "
                 f"steps, each over more rows, so the learning rate may need to change"
@@ -260,7 +276,7 @@ def hints(own: Setting, settings: Sequence[Setting]) -> Iterator[str]:
 
 
 def _gain(own: Setting, other: Setting) -> str:
-    text = f"r = {ratio(other.r)} in place of {ratio(own.r)}"
+    text = f"r = {ratio(other.least_r)} in place of {ratio(own.least_r)}"
     if own.seconds_per_epoch is None or other.seconds_per_epoch is None:
         return text
     return (
@@ -270,8 +286,3 @@ def _gain(own: Setting, other: Setting) -> str:
 
 def _optimization(setting: Setting) -> tuple[int, bool]:
     return setting.batch_size, setting.group_by_prefix
-
-
-def _seconds(setting: Setting) -> float:
-    assert setting.seconds_per_epoch is not None
-    return setting.seconds_per_epoch

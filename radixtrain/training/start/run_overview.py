@@ -15,7 +15,14 @@ from radixtrain.collators.batching import share_by_unique_tokens
 from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import UnreadRow, open_rows
-from radixtrain.data.grouping import Arrangement, Conversations, conversation_groups, expected_r, grouped_order
+from radixtrain.data.grouping import (
+    Arrangement,
+    Conversations,
+    conversation_groups,
+    expected_r,
+    grouped_order,
+    whole_share,
+)
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import EncodeReport
@@ -118,7 +125,9 @@ def sharing_entries(data: SFTData) -> list[Entry]:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
     batches = list(batches_of(data.train_order(), settings.batch_size))
     r = expected_r_of_ranks(corpus, batches, settings.max_tokens, num_ranks)
-    text = f"about {r:.1f} tokens per computed token in this order"
+    share = whole_share(corpus, batches)
+    baselines = f" against whole chats, as TRL trains them, {r:.1f} against the same rows" if share else ""
+    text = f"about {r * (share or 1):.1f} tokens per computed token in this order{baselines}"
     if num_ranks > 1:  # devices share nothing with one another
         text += f" on {num_ranks} devices, {expected_r(corpus, batches, settings.max_tokens):.1f} on one"
     entries.append(("r", text))

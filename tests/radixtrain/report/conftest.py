@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from headless_browser import Browser, found
 
-from radixtrain.report.contents import Break, DataReport, Example, Setting, TreeNode
+from radixtrain.report.contents import Break, DataReport, Example, Setting, Splitting, TreeNode
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
 
@@ -72,6 +72,7 @@ def report() -> DataReport:
         **{"current": settings[4], "best": settings[6], "command": f"radixtrain fit --a '{HOSTILE}'"},
         breaks=(Break(cause="a date", examples=(example, blank), **cause),),
         environment={"torch": HOSTILE},
+        splitting=Splitting(),
         notes=("Estimated from 500 steps.",),
         hints=("A batch_size of 64 would give r = 8.",),
     )

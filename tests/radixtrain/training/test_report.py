@@ -1,5 +1,7 @@
 """`radixtrain report`: the command on a folder that holds a configuration and a tokenizer, and no weights."""
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +10,9 @@ from typing import Any
 import pytest
 
 from radixtrain.__main__ import main
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.training.start.run_overview import sharing_entries
 
 Arguments = Callable[..., list[str]]
 
@@ -39,6 +44,92 @@ def test_nothing_is_predicted_if_no_time_is_given(
     assert main(arguments("report", model__model_name_or_path=without_weights, max_seconds=0)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "was not predicted" in text and "max_seconds is 0" in text
+
+
+# ChatML that keeps what earlier turns were.
+KEEPING = """{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for message in messages %}<|im_start|>{{
+message.role }}\n{{ message.content }}{{ (message.tool_calls or '') | string }}<|im_end|>\n{% endfor %}{%
+if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": f"shelf_{n}", "parameters": {}}} for n in range(4)]
+SYSTEM = {"role": "system", "content": "You run the shop, and follow its policy in every answer. " * 8}
+
+
+def agent_chat(number: int, num_turns: int = 12) -> dict[str, Any]:
+    """A customer and an assistant that calls tools in every second turn."""
+    messages = [SYSTEM, {"role": "user", "content": f"Customer {number} looks for the hammer."}]
+    for turn in range(num_turns):
+        call = {"type": "function", "function": {"name": f"shelf_{turn % 4}", "arguments": {"of": number}}}
+        calls = {"tool_calls": [call]} if turn % 2 else {}
+        messages.append({"role": "assistant", "content": f"Shelf {turn}.", **calls})
+        messages.append({"role": "tool" if turn % 2 else "user", "content": f"Result {turn} of {number}."})
+    return {"messages": messages[:-1], "tools": TOOLS}
+
+
+def nested_log(number: int) -> list[dict[str, Any]]:
+    """The requests of a chat as a server logs them: each row has what came before it, and one answer more."""
+    chat = agent_chat(number, 6)
+    return [{**chat, "messages": chat["messages"][:end]} for end in range(3, len(chat["messages"]) + 1, 2)]
+
+
+def thinking_chat(number: int) -> dict[str, Any]:
+    turns = [
+        (
+            {"role": "user", "content": f"{turn}?"},
+            {"role": "assistant", "content": "Ok.", "reasoning_content": "Hm " * 9},
+        )
+        for turn in range(4)
+    ]
+    return {"messages": [SYSTEM | {"content": f"Shop {number}."}, *(message for turn in turns for message in turn)]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "keeps", "num_changed"),
+    [
+        ([agent_chat(number) for number in range(5)], True, 0),
+        ([row for number in range(3) for row in nested_log(number)], True, 0),
+        ([thinking_chat(number) for number in range(5)], False, 15),
+    ],
+    ids=["tools", "nested logs", "thinking"],
+)
+def test_chats_are_compared_with_whole_chats_too(
+    arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    rows: list[dict[str, Any]], keeps: bool, num_changed: int,
+) -> None:  # fmt: skip
+    """In one step: against tokens that are counted here, as a trainer without sharing has them."""
+    file, template = tmp_path / "chats.jsonl", tmp_path / "keeping.jinja"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    template.write_text(KEEPING)
+    data = {"batch_size": len(rows), "max_tokens": 10**6, "max_length": 10**5, "min_shared_tokens": 1}
+    data |= {"chat_template_path": str(template)} if keeps else {}
+    tokenizer = load_tokenizer(str(shop / "model"), data.get("chat_template_path"))
+
+    def tokens(messages: list[dict[str, Any]], tools: Any) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        return tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"]
+
+    whole = [tokens(row["messages"], row.get("tools")) for row in rows]
+    turns = [
+        tokens(row["messages"][: end + 1], row.get("tools"))
+        for row in rows
+        for end, message in enumerate(row["messages"])
+        if message["role"] == "assistant"
+    ]
+    computed = len({tuple(turn[: end + 1]) for turn in turns for end in range(len(turn))})
+    of_chats, of_rows = (sum(map(len, sequences)) / computed for sequences in (whole, turns))
+    flags = {f"data__{name}": value for name, value in data.items()}
+    assert main(arguments("report", **flags, data__train_file=file, max_seconds=0)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"{sum(map(len, whole)):,} tokens as whole chats, {sum(map(len, turns)):,} tokens as the {len(turns)}" in text
+    )
+    found = re.search(r"r = ([\d.]+) against whole chats, as TRL trains them, ([\d.]+) against the same rows", text)
+    assert found and list(map(float, found.groups())) == pytest.approx([of_chats, of_rows], rel=0.006)
+    assert (f"{num_changed} of {len(turns)} turns" if num_changed else "No turn has other tokens") in text
+    assert ("--data.split_turns=false" in text) == keeps
+    of_fit = SFTData(str(file), **data, model_name_or_path=str(shop / "model"))
+    of_fit.setup("fit")
+    assert f"about {of_chats:.1f} tokens" in dict(sharing_entries(of_fit))["r"]
+    assert f"whole chats, as TRL trains them, {of_rows:.1f} against" in dict(sharing_entries(of_fit))["r"]
 
 
 @pytest.mark.parametrize(
