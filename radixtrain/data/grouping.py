@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,16 +12,18 @@ from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.data.sample import Sample
 from radixtrain.errors import UserError
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
 __all__ = [
     "Arrangement",
+    "Expected",
     "check_group_by_prefix",
     "conversation_groups",
     "expected_r",
     "grouped_order",
+    "is_split",
     "whole_chats",
-    "whole_share",
 ]
 
 Conversations = Sequence[Sequence[Sample]]
@@ -43,8 +46,15 @@ class Arrangement:
         return f"r is {self.r:.1f}; data.group_by_prefix: true would give about {self.grouped_r:.1f}"
 
 
-def expected_r(conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None) -> float:
-    """r of these steps: tokens per computed token.
+class Expected(NamedTuple):
+    """r, tokens of the samples per computed token; and tokens of whole chats for each of them, see `whole_chats`."""
+
+    r: float
+    whole_share: float
+
+
+def expected_r(conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None) -> Expected:
+    """What these steps are expected to share.
 
     batches: the conversations of each step, by index.
     max_tokens: unique tokens of a micro-batch, by which a step is cut; None if it is not.
@@ -52,7 +62,17 @@ def expected_r(conversations: Conversations, batches: Iterable[Sequence[int]], m
     Each conversation is read once for each time that it is listed. `min_shared_tokens` and padding, which change r by
     little, are not taken into account.
     """
-    return ratio_of_batches(lambda index: [sample.input_ids for sample in conversations[index]], batches, max_tokens)
+    num_tokens = num_whole = 0
+
+    def sequences_of(index: int) -> list[IntArray]:
+        nonlocal num_tokens, num_whole
+        samples = conversations[index]
+        num_tokens += sum(len(sample.input_ids) for sample in samples)
+        num_whole += sum(length for length, _ in whole_chats(samples))
+        return [sample.input_ids for sample in samples]
+
+    r = ratio_of_batches(sequences_of, batches, max_tokens)
+    return Expected(r, num_whole / num_tokens if num_tokens else 1.0)
 
 
 def whole_chats(samples: Sequence[Sample]) -> list[tuple[int, int]]:
@@ -63,15 +83,6 @@ def whole_chats(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     """
     counts = [(len(sample.input_ids), int((sample.labels[1:] != IGNORE_INDEX).sum())) for sample in samples]
     return [(counts[-1][0], sum(labels for _, labels in counts))] if is_split(samples) else counts
-
-
-def whole_share(conversations: Conversations, batches: Iterable[Sequence[int]]) -> float | None:
-    """Tokens of whole chats for each token of the samples; None if no chat is split. See `whole_chats`."""
-    num_tokens = num_whole = 0
-    for index in (index for batch in batches for index in batch):
-        num_tokens += sum(len(sample.input_ids) for sample in conversations[index])
-        num_whole += sum(length for length, _ in whole_chats(conversations[index]))
-    return None if num_whole == num_tokens else num_whole / num_tokens
 
 
 def is_split(samples: Sequence[Sample]) -> bool:

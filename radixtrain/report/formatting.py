@@ -31,11 +31,9 @@ def rounded(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`< 0.01 ms`, `0.88 ms`, `0.4 s`, `45 s`, `12 min 5 s`, `3 h 20 min`, `30 h`."""
-    if seconds < 1e-5:
-        return "< 0.01 ms" if seconds > 0 else "0 s"
-    if seconds < 0.0995:
-        return f"{1000 * seconds:.2g} ms"
+    """`< 1 s`, `1.4 s`, `45 s`, `12 min 5 s`, `3 h 20 min`, `30 h`."""
+    if seconds < 1:
+        return "< 1 s"
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     if seconds < HOUR - 0.5:

@@ -32,7 +32,7 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
     console.print()
     console.print(_data_table(report))
     console.print(_settings_table(report))
-    console.print(_tree(report.tree))
+    console.print(_tree(report.tree, report.num_samples))
     _breaks(console, report.breaks)
     _list(console, "What else would help", report.hints)
     _list(console, "Notes", report.notes)
@@ -98,9 +98,10 @@ def _table(title: str) -> Table:
     return Table(title=f"\n{title}", title_justify="left", title_style="", box=None, padding=(0, 1, 0, 0))
 
 
-def _tree(root: TreeNode) -> Tree:
+def _tree(root: TreeNode, num_samples: int) -> Tree:
     """The runs that save most, level by level: at most `MAX_RUNS`, and none that saves less than `WORTH_A_LINE`."""
-    top = Tree(Text("\nThe prefix tree"))
+    of = "" if root.num_sequences >= num_samples else f" of {root.num_sequences:,} of the {num_samples:,} samples"
+    top = Tree(Text(f"\nThe prefix tree{of}"))
     waiting, num_shown = deque([(root, top)]), 0
     least = WORTH_A_LINE * max((_saved(child) for child in root.children), default=0)
     while waiting:

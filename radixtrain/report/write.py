@@ -63,6 +63,11 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
     together = hparams.group_by_prefix
     own = Draw(hparams.batch_size, hparams.max_tokens, together if together is True or together > 1 else False)
     sampled = _sampled(epoch, own, hparams.max_length)
+    num_steps, epoch_steps = len(sampled[own].steps), -(-epoch.size // own.batch_size)
+    if num_steps < epoch_steps:
+        notes.append(
+            f"r is an estimate: it is counted on a sample of {num_steps:,} of the {epoch_steps:,} steps of an epoch."
+        )
     prediction = None
     if not why_not:
         try:
@@ -156,7 +161,9 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
     num_tokens = int(corpus.lengths.sum())
     num_sorted, num_distinct = num_distinct_tokens(epoch)
     if num_sorted < num_tokens:
-        notes.append(f"Distinct tokens are those of a sample of {num_sorted:,} tokens, and so an upper bound.")
+        notes.append(
+            f"Distinct tokens and turns are counted on {num_sorted:,} of the tokens; the former are an upper bound."
+        )
     logger.info("looking for what breaks sharing")
     return {
         "num_rows": rows.num_rows,

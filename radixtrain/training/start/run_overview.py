@@ -21,7 +21,6 @@ from radixtrain.data.grouping import (
     conversation_groups,
     expected_r,
     grouped_order,
-    whole_share,
 )
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
@@ -124,14 +123,15 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     if not settings.dedup:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
     batches = list(batches_of(data.train_order(), settings.batch_size))
-    r = expected_r_of_ranks(corpus, batches, settings.max_tokens, num_ranks)
-    share = whole_share(corpus, batches)
-    baselines = f" against whole chats, as TRL trains them, {r:.1f} against the same rows" if share else ""
-    text = f"about {r * (share or 1):.1f} tokens per computed token in this order{baselines}"
+    alone = expected_r(corpus, batches, settings.max_tokens)
+    r = alone.r if num_ranks == 1 else expected_r_of_ranks(corpus, batches, settings.max_tokens, num_ranks)
+    text = f"about {r * alone.whole_share:.1f} tokens per computed token in this order"
+    if alone.whole_share < 1:
+        text += f" against whole chats, as TRL trains them, {r:.1f} against the same rows"
     if num_ranks > 1:  # devices share nothing with one another
-        text += f" on {num_ranks} devices, {expected_r(corpus, batches, settings.max_tokens):.1f} on one"
+        text += f" on {num_ranks} devices, {alone.r * alone.whole_share:.1f} on one"
     entries.append(("r", text))
-    hint = _arrangement(data, drawn, groups, r).hint
+    hint = _arrangement(data, drawn, groups, r, alone.whole_share).hint
     return [*entries, ("advice", hint)] if hint else entries
 
 
@@ -157,15 +157,16 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     ]
 
 
-def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float) -> Arrangement:
-    """r of the run, and r that `group_by_prefix: true` would reach, estimated from a part of the conversations."""
+def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float, whole_share: float) -> Arrangement:
+    """r of the run, and that `group_by_prefix: true` would reach, estimated from a part of the conversations."""
     settings = data.hparams
     grouped = grouped_order(drawn, settings.batch_size, True, settings.seed, groups)
     if grouped is None or settings.group_by_prefix is not False or not settings.shuffle_dataset:
         return Arrangement(r, r)
     order = grouped.draw(np.arange(len(drawn)), np.random.default_rng([settings.seed, 0]))
     batches = batches_of(order, settings.batch_size)
-    return Arrangement(r, expected_r_of_ranks(drawn, batches, settings.max_tokens, ranks().size))
+    grouped_r = expected_r_of_ranks(drawn, batches, settings.max_tokens, ranks().size)
+    return Arrangement(r * whole_share, grouped_r * whole_share)
 
 
 def expected_r_of_ranks(
@@ -177,7 +178,7 @@ def expected_r_of_ranks(
     token, by which a run may share out otherwise.
     """
     if num_ranks == 1:
-        return expected_r(conversations, batches, max_tokens)
+        return expected_r(conversations, batches, max_tokens).r
     num_tokens = num_computed = 0
     for batch in batches:
         sequences = [sample.input_ids for index in batch for sample in conversations[index] if len(sample.input_ids)]

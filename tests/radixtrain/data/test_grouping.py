@@ -44,7 +44,7 @@ def test_r_of_each_order(twenty):
     grouped = grouped_order(twenty, 32, True, 42).draw(np.arange(3200), np.random.default_rng(0))
     by_prompt = np.argsort(np.arange(3200) % 20, kind="stable")
     orders = (np.random.default_rng(0).permutation(3200), by_prompt, grouped)
-    plain, most, chosen = (expected_r(twenty, batches_of(order, 32), 16384) for order in orders)
+    plain, most, chosen = (expected_r(twenty, batches_of(order, 32), 16384).r for order in orders)
     assert plain < ENOUGH * most < chosen < most
     assert Arrangement(plain, chosen).hint == f"r is 1.8; data.group_by_prefix: true would give about {chosen:.1f}"
 
@@ -64,7 +64,7 @@ def test_expected_r_is_that_of_the_steps(max_tokens):
         for batch in batches
     ]
     expected = sum(step.num_tokens for step in steps) / sum(step.num_computed_tokens for step in steps)
-    assert expected_r(conversations, batches, max_tokens) == pytest.approx(expected)
+    assert expected_r(conversations, batches, max_tokens).r == pytest.approx(expected)
 
 
 def test_what_is_a_plain_shuffle(twenty):
@@ -149,5 +149,5 @@ def test_real_prompts(shop):
         together: GroupedOrder(grouping.groups, 32, together).draw(np.arange(3000), np.random.default_rng(1))
         for together in (1, grouping.together, 32)
     }
-    r = {together: expected_r(conversations, batches_of(order, 32), None) for together, order in orders.items()}
+    r = {together: expected_r(conversations, batches_of(order, 32), None).r for together, order in orders.items()}
     assert r[32] > r[grouping.together] > 0.78 * r[32] > 1.2 * r[1]

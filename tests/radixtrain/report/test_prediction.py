@@ -56,6 +56,7 @@ def by_law(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seconds={case: seconds_of(case, num_layers) for case in cases},
             peaks={case: int(case.counts.rows) * (50 + 7 * num_layers) for case in cases},
             optimizer_seconds=0.01 + 0.002 * num_layers,
+            cpu_share=1.0,
         )
 
     monkeypatch.setattr(module, "time_cases", time_cases)
@@ -63,8 +64,11 @@ def by_law(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def step_of(radix: Counts, ordinary: Counts, collate_seconds: float = 0.0) -> CountedStep:
+    """A whole chat has a tenth of the rows of its turns."""
     return CountedStep(
         num_tokens=1000,
+        num_whole_tokens=100,
+        whole=(Counts(ordinary.rows / 10, 0, 0),),
         num_unique_tokens=100,
         radix=(radix,),
         ordinary=(ordinary,),
@@ -81,7 +85,7 @@ class TestByLaw:
         other = Counts(3000, 700, 300)
         step = step_of(other, other)
         overhead = 0.01 + 0.002 * num_layers + module.STEP_SECONDS
-        for arm, seconds in (("radix", found.radix_seconds(step)), ("ordinary", found.ordinary_seconds(step))):
+        for arm, seconds in (("radix", found.radix_seconds(step)), ("ordinary", found.ordinary_seconds(step.ordinary))):
             assert seconds == pytest.approx(seconds_of(Case(arm, other, {}, 1), num_layers) + overhead)
 
     def test_layers_of_several_kinds_are_timed_together(self, by_law: list[int]) -> None:
@@ -118,13 +122,15 @@ class TestPrediction:
         state_bytes=5,
         waits_for_collator=False,
         timed_layers=(1, 3),
+        cpu_share=1.0,
     )
 
     def test_speedup_and_epoch(self) -> None:
         steps = (step_of(Counts(100, 0, 0), Counts(400, 0, 0)), step_of(Counts(300, 0, 0), Counts(600, 0, 0)))
         sampled = SampledSteps(draw=Draw(8, 100), steps=steps, scale=4.0)
         fixed = 2 * (10 + module.STEP_SECONDS)
-        assert self.FOUND.speedup(sampled) == pytest.approx((1000 + fixed) / (400 + fixed))
+        expected = [(rows + fixed) / (400 + fixed) for rows in (1000, 100)]
+        assert list(self.FOUND.speedups(sampled)) == pytest.approx(expected)
         assert self.FOUND.seconds_per_epoch(sampled) == pytest.approx(4 * (400 + fixed))
         assert self.FOUND.memory_bytes(sampled) == 5 + 300
 

@@ -47,7 +47,7 @@ def epoch_of(conversations: list[list[Sample]], shuffle: bool = True, **options:
 
 def test_r_is_that_of_the_steps_of_fit() -> None:
     conversations = conversations_of(6, 16)
-    sampled = epoch_of(conversations).sampled(OWN, 60)
+    sampled = epoch_of(conversations).sampled(OWN)
     data = StepDataset(conversations, StepCollator(max_tokens=4096))
     steps = [data[indices] for indices in StepSampler(96, 16, True, 3)]
     computed = sum(step.num_computed_tokens for step in steps)
@@ -58,27 +58,28 @@ def test_r_is_that_of_the_steps_of_fit() -> None:
 
 def test_a_small_budget_cuts_what_is_shared() -> None:
     epoch = epoch_of(conversations_of(1, 64))
-    whole, cut = epoch.sampled(OWN, 60), epoch.sampled(Draw(16, 128), 60)
+    whole, cut = epoch.sampled(OWN), epoch.sampled(Draw(16, 128))
     assert whole.best_r == cut.best_r == whole.r > cut.r == pytest.approx(16 * 80 / (4 * (64 + 4 * 16)))
 
 
 def test_a_larger_batch_shares_more_and_so_do_prompts_that_meet() -> None:
     epoch = epoch_of(conversations_of(16, 16))
-    r = {
-        (size, grouped): epoch.sampled(Draw(size, 1 << 20, grouped), 60).r for size in (8, 64) for grouped in (0, True)
-    }
+    r = {(size, grouped): epoch.sampled(Draw(size, 1 << 20, grouped)).r for size in (8, 64) for grouped in (0, True)}
     assert r[8, 0] < r[64, 0] < r[64, True] and r[8, 0] < r[8, True]
 
 
-def test_a_sample_within_its_time() -> None:
-    sampled = epoch_of(conversations_of(1, 200)).sampled(OWN, 0.0)
-    assert len(sampled.steps) == 1
-    assert sampled.scale == pytest.approx(200 / 16)
+def test_settings_are_compared_on_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled by their tokens: 3 steps of 1,280 tokens, however they are cut."""
+    monkeypatch.setattr("radixtrain.report.sharing.COUNTED_TOKENS", 3000)
+    epoch = epoch_of(conversations_of(1, 200))
+    for sampled in (epoch.sampled(OWN), epoch.sampled(Draw(16, 128))):
+        assert (len(sampled.steps), sampled.num_tokens) == (3, 3 * 16 * 80)
+        assert sampled.scale == pytest.approx(200 / 48)
 
 
 def test_the_last_short_step_is_left_out_unless_it_is_the_only_one() -> None:
-    assert {step.num_tokens for step in epoch_of(conversations_of(1, 40)).sampled(OWN, 60).steps} == {16 * 80}
-    assert [step.num_tokens for step in epoch_of(conversations_of(1, 5)).sampled(OWN, 60).steps] == [5 * 80]
+    assert {step.num_tokens for step in epoch_of(conversations_of(1, 40)).sampled(OWN).steps} == {16 * 80}
+    assert [step.num_tokens for step in epoch_of(conversations_of(1, 5)).sampled(OWN).steps] == [5 * 80]
 
 
 def test_sources_with_weights() -> None:
@@ -86,9 +87,9 @@ def test_sources_with_weights() -> None:
     conversations = conversations_of(2, 16)
     epoch = replace(epoch_of(conversations), weights=np.repeat([3.0, 1.0], 16))
     assert epoch.size == 64
-    sampled = epoch.sampled(Draw(16, 4096), 60)
+    sampled = epoch.sampled(Draw(16, 4096))
     assert (len(sampled.steps), sampled.scale) == (4, 1.0)
-    assert sampled.r > epoch_of(conversations).sampled(Draw(16, 4096), 60).r
+    assert sampled.r > epoch_of(conversations).sampled(Draw(16, 4096)).r
 
 
 class TestSettingsGrid:

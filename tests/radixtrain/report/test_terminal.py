@@ -25,8 +25,9 @@ def test_the_numbers(report: DataReport) -> None:
         "shared prompts 2",
         "min 12, 50 % 60, max 2,310; 37 over max_length 1,024, the longest 2,310",
         "sources a.jsonl: 5, ",
-        "16 1,024 no 4 5 2x 25 min 256 MiB yours",
-        "16 4,096 no 4 5 2x 25 min 1 GiB best max_tokens",
+        "16 1,024 4 5 2x 25 min 256 MiB yours",
+        "16 4,096 4 5 2x 25 min 1 GiB best",
+        "16 4,096 yes 8 9 4x 12 min 30 s 1 GiB",
         "6 x 40 tokens",
         "└── 4 branches",
         "a date: 4,812,345 computed tokens of an epoch. Move it.",
@@ -40,9 +41,9 @@ def test_the_numbers(report: DataReport) -> None:
 
 def test_nothing_predicted_or_found(report: DataReport) -> None:
     own = replace(report.current, speedup=None, seconds_per_epoch=None, memory_bytes=None)
-    changed = replace(report, current=own, best=own, settings=(own,), max_length=None, breaks=())
+    changed = replace(report, current=own, best=None, settings=(own,), max_length=None, breaks=())
     text = " ".join(printed(changed).split())
-    for expected in ("was not predicted", "4 5 - - - yours, best", "no max_length", "Nothing was found", "To train:"):
+    for expected in ("was not predicted", "4 5 - - - yours", "no max_length", "Nothing was found", "To train:"):
         assert expected in text, expected
 
 
@@ -54,7 +55,11 @@ def test_texts_are_shown_as_they_are(report: DataReport) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_is_wider_than_the_terminal_but_the_command(report: DataReport, width: int) -> None:
+    """And a row of the table is one line, also with all figures of split chats."""
     command = "python -m radixtrain fit --config " + "x" * 200
+    own = replace(report.current, group_by_prefix=True, whole_r=1.25, r=1250.0, best_r=19.9, seconds_per_epoch=59_460.0)
+    split = replace(report, current=own, best=own, settings=(own,))
+    assert any("yes 1.25 1,250 19.9 2x 16 h 31 min" in " ".join(x.split()) for x in printed(split, width).splitlines())
     lines = printed(replace(report, command=command, title="t" * 150), width).splitlines()
     assert all(len(line) <= width for line in lines if "x" * 200 not in line)
     assert sum("x" * 200 in line for line in lines) == 1
