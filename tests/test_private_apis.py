@@ -129,16 +129,13 @@ TABLE: dict[str, dict[str, str]] = {
         ),
         "torch.autograd.forward_ad._current_level": "says whether forward-mode differentiation runs",
     },
-    "radixtrain/hf/padded/shared_head.py": {
-        "torch.nn.Module._forward_pre_hooks": (
-            "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
-        ),
-        "torch._C._will_engine_execute_node": (
-            "tells a backward pass to the weights from a gradient of hidden states that is asked for by itself"
-        ),
-        "torch.Tensor._backward_hooks": "shows the hooks of a user on hidden states, also of a tensor that is gone",
-        "torch.Tensor._base": "finds the hidden states that the head's input is a view of",
-        "torch.Tensor._version": "tells whether hidden states were changed in place before the head",
+    "radixtrain/hf/padded/spread_rows.py": {
+        "torch.utils._pytree": "finds the tensors among the arguments of a function",
+        "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
+        "torch.Tensor._make_wrapper_subclass": "makes a tensor without memory, which stands for rows of a table",
+        "torch.Tensor._backward_hooks": "shows the hooks of a user on hidden states and logits",
+        "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
+        "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
     "radixtrain/hf/prepare.py": {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",

@@ -27,7 +27,6 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import check_evaluation, check_inputs, check_not_cut, layout_of, split_inputs
-from radixtrain.hf.padded.shared_head import SharedHead
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
@@ -154,7 +153,6 @@ class BackboneHooks:
         if self.padded is None:
             self.sharing.ordinary_batch(backbone)
             return None
-        self.padded.head.watch(self.model.get_output_embeddings())
         given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
         self.sharing.padded_batch(backbone, self.padded.report)
         if given is None:
@@ -232,7 +230,7 @@ def remove_hooks(model: nn.Module) -> None:
             (module._forward_hooks, module._forward_hooks_with_kwargs),
         ):
             for number, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), BackboneHooks | HeadCheck | LayerHooks | SharedHead):
+                if isinstance(getattr(hook, "__self__", None), BackboneHooks | HeadCheck | LayerHooks):
                     del hooks[number]
                     options.pop(number, None)
                     module._forward_hooks_always_called.pop(number, None)

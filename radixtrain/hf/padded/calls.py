@@ -25,7 +25,10 @@ from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.windows import chunk_of
 
-__all__ = ["arguments_of", "option", "separates_packed_sequences", "why_rows_are_not_shared", "why_unshared"]
+__all__ = [
+    *("arguments_of", "is_compiled", "option", "separates_packed_sequences"),
+    *("why_rows_are_not_shared", "why_unshared"),
+]
 
 READ = {"input_ids", "attention_mask", "position_ids"}
 # Other tensors that a call may have. They are for the loss: no layer reads them.
@@ -171,6 +174,11 @@ def _is_generating() -> bool:
         frame.f_code.co_name == "generate" and "transformers" in frame.f_globals.get("__name__", "")
         for frame in callers()
     )
+
+
+def is_compiled() -> bool:
+    """Whether `torch.compile` runs the call: it traces ordinary tensors only. Its hooks on us are not compiled."""
+    return any(frame.f_code.co_name == "compile_wrapper" for frame in callers())
 
 
 def _parameters(backbone: nn.Module) -> Mapping[str, inspect.Parameter]:

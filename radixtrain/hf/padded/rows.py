@@ -26,7 +26,7 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["PaddedRows", "Places", "check_gradient_at"]
+__all__ = ["PaddedRows", "Places", "check_gradient_at", "refuse_reading"]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -153,10 +153,14 @@ def check_gradient_at(places: Tensor, x: Tensor) -> None:
 
 
 def _check_zero(places: Tensor, grad: Tensor | None) -> None:
-    """Waits for the device, once in a backward pass. A gradient that is None is zero."""
-    if grad is None:
-        return
-    num_read = sum(grad[some].flatten(1).any(dim=1).sum() for some in places.split(PLACES_AT_A_TIME))
+    """A gradient that is None is zero."""
+    if grad is not None:
+        parts = (grad[some].reshape(len(some), -1) for some in places.split(PLACES_AT_A_TIME))
+        refuse_reading(sum(part.any(dim=1).sum() for part in parts))
+
+
+def refuse_reading(num_read: Tensor | int) -> None:
+    """UserError if the loss reads places of padding. Waits for the device, once in a backward pass."""
     if num_read:
         raise UserError(
             f"the loss reads {int(num_read)} places that attention_mask hides, and share_prefixes does not compute "

@@ -15,13 +15,14 @@ from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.padded.calls import (
     arguments_of,
+    is_compiled,
     option,
     separates_packed_sequences,
     why_rows_are_not_shared,
     why_unshared,
 )
 from radixtrain.hf.padded.rows import PaddedRows, Places
-from radixtrain.hf.padded.shared_head import SharedHead, keep_places
+from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_head
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import mixers_of, why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
@@ -70,10 +71,6 @@ class PaddedSharing:
     has_mixers: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
-    head: SharedHead = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.head = SharedHead(self.report)
 
     def call_on_unique_tokens(
         self, model: nn.Module, backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -184,8 +181,13 @@ class PaddedSharing:
         _check_outputs(output)
         rows: Tensor = output[0]
         table = places.with_padding(rows[0])
-        hidden = places.spread(table).view(*places.batch_shape, -1)
-        keep_places(hidden, table, places.host_rows, call.layout.num_rows)
+        hidden: Tensor
+        if is_compiled():
+            hidden = places.spread(table).view(*places.batch_shape, -1)
+        else:
+            share_fused_head()
+            index = torch.from_numpy(places.host_rows).view(places.batch_shape)
+            hidden = SpreadRows.of(table, index, len(rows[0]) if len(places.padding) else NO_ROW, self.report)
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
             output.hidden_states = tuple(hidden if each is rows else _state_at(places, each) for each in states)

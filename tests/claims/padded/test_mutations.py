@@ -22,7 +22,7 @@ from radixtrain import share_prefixes
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.rows import PaddedRows, Places
-from radixtrain.hf.padded.shared_head import keep_places, places_of_view
+from radixtrain.hf.padded.spread_rows import RULES, SpreadRows
 from radixtrain.kernels.rows import gather_rows
 
 # Nested, one a prefix of another, two identical, one token, one without a shared prefix.
@@ -66,28 +66,22 @@ def test_without_a_mutation(name: str, positions: str | None, router: bool) -> N
 # Rows at their places.
 
 
-def pad_row_first(self: Places, rows: Tensor, *args: Any) -> Tensor:
-    """The row of padding is put in front of the unique ones, so that each place gets the row before its own."""
-    return gather_rows(torch.cat([rows[:1], rows]), self.rows)
+def row_before(x: Tensor, indices: Tensor) -> Tensor:
+    """As if the row of padding were put in front of the unique ones."""
+    return gather_rows(x, (indices - 1).clamp(min=0))
 
 
-def last_copy_gets_the_gradient(self: Places, rows: Tensor, *args: Any) -> Tensor:
+def last_copy_gets_the_gradient(x: Tensor, indices: Tensor) -> Tensor:
     """A gradient that is written and not added, so that of several places of a row only one counts."""
-    table = torch.cat([rows, rows[:1]])
-    values = table.detach()[self.rows]
-    _, places = np.unique(self.host_rows[::-1], return_index=True)
-    is_last = torch.zeros(len(self.rows), dtype=torch.bool)
-    is_last[len(self.rows) - 1 - torch.from_numpy(places)] = True
-    return torch.where(is_last[:, None], gather_rows(table, self.rows), values)
+    _, places = np.unique(indices.numpy()[::-1], return_index=True)
+    is_last = torch.zeros(len(indices), dtype=torch.bool)
+    is_last[len(indices) - 1 - torch.from_numpy(places)] = True
+    return torch.where(is_last[:, None], gather_rows(x, indices), x.detach()[indices])
 
 
-@pytest.mark.parametrize(
-    "spread",
-    [pad_row_first, last_copy_gets_the_gradient],
-    ids=lambda each: each.__name__,
-)
-def test_a_wrong_row_at_a_place(monkeypatch: pytest.MonkeyPatch, spread: Callable[..., Tensor]) -> None:
-    monkeypatch.setattr(Places, "spread", spread)
+@pytest.mark.parametrize("gather", [row_before, last_copy_gets_the_gradient], ids=lambda each: each.__name__)
+def test_a_wrong_row_at_a_place(monkeypatch: pytest.MonkeyPatch, gather: Callable[..., Tensor]) -> None:
+    monkeypatch.setattr("radixtrain.hf.padded.spread_rows.gather_rows", gather)
     assert_caught()
 
 
@@ -113,7 +107,7 @@ def test_rows_that_all_start_in_the_first_column(monkeypatch: pytest.MonkeyPatch
 def test_padding_that_a_loss_may_read(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Callable[..., Any]) -> None:
     """Without the check of the gradient at padding the loss would be another one, silently."""
     monkeypatch.setattr("radixtrain.hf.padded.rows.check_gradient_at", lambda *args: None)
-    monkeypatch.setattr("radixtrain.hf.padded.shared_head.check_gradient_at", lambda *args: None)
+    monkeypatch.setattr("radixtrain.hf.padded.spread_rows.check_gradient_at", lambda *args: None)
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 0, 0]])
     loss = share_prefixes(tiny_qwen3())(input_ids=ids, attention_mask=(ids != 0).long()).logits.logsumexp(-1).sum()
     with pytest.raises(pytest.fail.Exception), pytest.raises(UserError):
@@ -125,25 +119,35 @@ def test_padding_that_a_loss_may_read(monkeypatch: pytest.MonkeyPatch, tiny_qwen
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda places: np.roll(places, 1), lambda places: places - places[0]],
+    [lambda index: index.roll(1), lambda index: index - index[0]],
     ids=["a row too far", "the first columns for the last ones"],
 )
 def test_a_head_with_the_rows_of_other_places(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]) -> None:
     """As of a view whose start is forgotten."""
-    monkeypatch.setattr("radixtrain.hf.padded.shared_head.places_of_view", lambda x: wrong(places_of_view(x)))
+    rule = RULES[Tensor.__getitem__]
+
+    def mutated(*call: Any) -> Any:
+        found = rule(*call)
+        if found is not NotImplemented:
+            rows = found.place_rows
+            found.place_rows = wrong(rows.flatten()).clip(min=0).view(rows.shape)
+        return found
+
+    monkeypatch.setitem(RULES, Tensor.__getitem__, mutated)
     assert_caught()
 
 
 def test_a_head_with_the_rows_of_the_batch_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one call leaves for its head is used in the next one."""
-    seen: list[Any] = []
+    seen: list[Tensor] = []
+    made = SpreadRows.of
 
-    def stale(hidden: Tensor, table: Tensor, rows: Any, num_rows: int) -> None:
-        seen.append(rows)
-        other = next((each for each in reversed(seen) if len(each) == len(rows) and (each != rows).any()), rows)
-        keep_places(hidden, table, other.clip(max=len(table) - 1), num_rows)
+    def stale(table: Tensor, index: Tensor, *others: Any) -> SpreadRows:
+        seen.append(index)
+        same = (each for each in reversed(seen) if each.shape == index.shape and (each != index).any())
+        return made(table, next(same, index).clip(max=len(table) - 1), *others)
 
-    monkeypatch.setattr("radixtrain.hf.padded.sharing.keep_places", stale)
+    monkeypatch.setattr(SpreadRows, "of", stale)
     assert_caught()
 
 

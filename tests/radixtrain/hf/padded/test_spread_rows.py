@@ -1,4 +1,4 @@
-"""The head computes every row once if what it gets is a view of what the backbone returned, and else what it is given.
+"""Head and loss compute every row once if what they get is a view of what came before, and else what they are given.
 
 Every case is compared with the untouched model, in float64: logits at kept tokens, and the gradient of every parameter.
 """
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from untouched_gradient import assert_same_gradient
 
-from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.padded.shared_head import SharedHead, keep_places
-from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
 MASK = (IDS != 0).long()
@@ -28,8 +27,8 @@ def hidden_of(model: Any, batch: dict[str, Tensor] = BATCH) -> Tensor:
     return model.model(**batch, use_cache=False).last_hidden_state
 
 
-def cross_entropy(logits: Tensor, labels: Tensor = LABELS) -> Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+def cross_entropy(logits: Tensor, labels: Tensor = LABELS, **options: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
 
 
 def some(logits: Tensor) -> Tensor:
@@ -55,9 +54,10 @@ class TestShares:
             (lambda model: cross_entropy(model.lm_head(hidden_of(model).transpose(0, 1)).transpose(0, 1)), (10, 24)),
             (lambda model: some(model.lm_head(hidden_of(model)[:, :4].reshape(2, 2, 4, -1))), (5, 16)),
             (lambda model: some(model.lm_head(hidden_of(model)[:1, :2].expand(5, 2, -1))), (2, 10)),
-            (lambda model: some(model.lm_head(hidden_of(model).unfold(1, 2, 1).mT[:, :2])), (3, 16)),
+            (lambda model: some(model.lm_head(input=hidden_of(model)[FIRST_THREE])), (3, 12)),
+            (lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)), (10, 24)),
         ],
-        ids=["labels", "whole", "slice", "column", "transposed", "4 axes", "expanded", "overlapping"],
+        ids=["labels", "whole", "slice", "column", "transposed", "4 axes", "expanded", "by name", "scaled"],
     )
     def test_views(self, tiny_qwen3, loss_of, expected):
         """24 places, 9 unique rows and padding."""
@@ -103,44 +103,76 @@ class TestShares:
         assert rows < places / 1.5
 
 
+class Squares(torch.autograd.Function):
+    """A loss outside of torch's functions, such as a fused one. It reads no padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * MASK[..., None]).square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x * MASK[..., None]
+
+
+def loss_beside_logits(model: Any) -> Tensor:
+    output = model(**BATCH, labels=LABELS)
+    return output.loss + (output.logits.softmax(-1)[..., 3] * MASK).sum() + (output.logits * MASK[..., None]).sum()
+
+
+LOSSES: dict[str, tuple[Callable[[Any], Tensor], bool]] = {
+    "labels": (lambda model: model(**BATCH, labels=LABELS).loss, True),
+    "accumulation": (lambda model: model(**BATCH, labels=LABELS, num_items_in_batch=torch.tensor(50)).loss, True),
+    "logits": (lambda model: cross_entropy(model(**BATCH).logits / 0.7), True),
+    "each token": (lambda model: cross_entropy(model(**BATCH).logits, reduction="none").sin().sum(), True),
+    "smoothed": (lambda model: cross_entropy(model(**BATCH).logits, label_smoothing=0.1), False),
+    "weighted": (lambda model: cross_entropy(model(**BATCH).logits, weight=torch.arange(50.0).double()), False),
+    "beside logits": (loss_beside_logits, False),
+    "a function": (lambda model: Squares.apply(model(**BATCH).logits), False),
+}
+
+
+class WholeLogits(TorchDispatchMode):
+    """Whether logits of every place are computed."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if type(result) is Tensor and result.is_floating_point() and result.shape[-1:] == (50,):
+            self.found |= result.numel() == IDS.numel() * 50
+        return result
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(tiny_qwen3, name):
+    """The same loss and gradient; the usual ones without logits of every place, [4, 6, 50], in either pass."""
+    loss_of, is_spared = LOSSES[name]
+    model = tiny_qwen3()
+    assert assert_same_gradient(model, loss_of).num_head_rows == 10
+    with float64_throughout(model), WholeLogits() as logits:
+        loss_of(model).backward()
+    assert logits.found != is_spared
+
+
 class TestLeavesAlone:
     @pytest.mark.parametrize(
         "loss_of",
         [
             lambda model: some(model.lm_head(hidden_of(model)[MASK.bool()])),
-            lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)),
             lambda model: cross_entropy(model.lm_head(hidden_of(model).clone())),
             lambda model: cross_entropy(model.lm_head(hidden_of(model).detach())),
             lambda model: cross_entropy(model.lm_head(hidden_of(model).mul_(torch.arange(1.0, 5)[:, None, None]))),
             lambda model: cross_entropy(model.lm_head(changed_after_a_view(hidden_of(model)))),
             lambda model: some(model.lm_head(hidden_of(model)[0, 0])),
-            lambda model: some(model.lm_head(input=hidden_of(model)[FIRST_THREE])),
             lambda model: some(model.lm_head(hidden_of(model)[:, :2].flatten(1).unfold(1, 32, 16))),
         ],
-        ids=["selected", "scaled", "cloned", "detached", "in place", "a base in place", "a vector", "by name", "cut"],
+        ids=["selected", "cloned", "detached", "in place", "a base in place", "a vector", "cut"],
     )
     def test_what_is_no_view(self, tiny_qwen3, loss_of):
         assert rows_and_places(tiny_qwen3(), loss_of) == (0, 0)
-
-    def test_inference_mode(self, tiny_qwen3):
-        """Such tensors do not know whether they were changed."""
-        model = share_prefixes(tiny_qwen3().eval())
-        with torch.inference_mode():
-            hidden = hidden_of(model)
-            hidden[1] *= 2
-            logits = model.lm_head(hidden)
-        assert sharing_report(model).num_head_rows == 0
-        assert not torch.allclose(logits[0, 0], logits[1, 0])
-
-    def test_memory_that_was_used_before(self):
-        """Another tensor at the place of one that is gone."""
-        head = SharedHead(SharingReport())
-        hidden = torch.ones(6, 4).view(2, 3, 4)
-        keep_places(hidden, torch.ones(1, 4), torch.zeros(6, dtype=torch.int64).numpy(), 1)
-        assert head.before(nn.Linear(4, 2), (hidden,)) is not None
-        assert head.before(nn.Linear(4, 2), (hidden.double(),)) is None
-        other = torch.empty(0).set_(hidden.untyped_storage(), 0, (2, 3, 4))
-        assert head.before(nn.Linear(4, 2), (other,)) is None
 
 
 def changed_after_a_view(hidden: Tensor) -> Tensor:

@@ -1,0 +1,325 @@
+"""Hidden states and logits of a padded batch as a small table, and which of its rows stands at each place.
+
+    table  a b c    place_rows  0 1 2    stands for  a b c
+                                0 1 0                a b a
+
+What computes each row by itself (the head, a scale, a cast, a softmax) computes the rows of the table, and a view of
+the batch is a view of `place_rows`. Cross-entropy reads the table too. Everything else gets the whole tensor, which is
+made then, once, and is an ordinary tensor with an ordinary gradient.
+
+A whole tensor that was changed in place, or whose gradient somebody wants (a hook, `retain_grad`), is what everything
+reads from then on. Asked for after rows of the table were read, that gradient does not exist: a UserError.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
+
+from radixtrain.errors import UserError
+from radixtrain.hf.padded.rows import check_gradient_at, refuse_reading
+from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.kernels.rows import gather_rows, sum_rows
+from radixtrain.loss import logits_cross_entropy, logits_logprobs
+
+__all__ = ["SpreadRows", "share_fused_head"]
+
+MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
+NO_ROW = -1
+
+
+class SpreadRows(Tensor):
+    """(..., W): `table[place_rows]`, which is not computed until somebody needs it.
+
+    table: (R, W). place_rows: (...), int64, on the host.
+    padding_row: which row of the table stands at padding; NO_ROW without any.
+    from_root: how this tensor comes from the whole one of `root`; None if it is no view.
+    """
+
+    table: Tensor
+    place_rows: Tensor
+    padding_row: int
+    report: SharingReport
+    root: SpreadRows | None
+    from_root: Callable[[Tensor], Tensor] | None
+    was_read: bool
+    dense: Tensor | None
+    device_rows: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        table: Tensor,
+        index: Tensor,
+        padding_row: int,
+        report: SharingReport,
+        root: SpreadRows | None = None,
+        from_root: Callable[[Tensor], Tensor] | None = None,
+    ) -> SpreadRows:
+        spread: SpreadRows = _Spread.apply(table, index, padding_row)
+        spread.table, spread.place_rows, spread.padding_row, spread.report = table, index, padding_row, report
+        spread.root, spread.from_root, spread.was_read = root, from_root, False
+        spread.dense = spread.device_rows = None
+        return spread
+
+    @property
+    def rows(self) -> Tensor:
+        """(places,), int64. the index on the device of the table, flat."""
+        if self.device_rows is None:
+            self.device_rows = self.place_rows.reshape(-1).to(self.table.device, non_blocking=True)
+        return self.device_rows
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the table still says what the whole tensor is, and nobody wants the gradient of that."""
+        made = [each.dense for each in (self, self.root) if each is not None and each.dense is not None]
+        return not any(each._version or each._backward_hooks or each.retains_grad for each in made)
+
+    def whole(self) -> Tensor:
+        """The ordinary tensor, the same one every time."""
+        if self.dense is None:
+            with torch.set_grad_enabled(self.table.requires_grad):
+                if self.root is not None and self.from_root is not None:
+                    self.dense = self.from_root(self.root.whole())
+                else:
+                    self.dense = self.placed(gather_rows(self.table, self.rows)).view(self.shape)
+        return self.dense
+
+    def placed(self, values: Tensor) -> Tensor:
+        """The same values, (places, ...), whose gradient at padding has to be zero."""
+        check_gradient_at(_padding_places(self.place_rows, self.padding_row, values.device), values)
+        return values
+
+    def with_table(self, table: Tensor) -> SpreadRows:
+        return self if table is self.table else SpreadRows.of(table, self.place_rows, self.padding_row, self.report)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        x, others = (args[0], args[1:]) if args else (None, ())
+        rule = RULES.get(func)
+        if rule is not None and type(x) is SpreadRows and x.is_current:
+            found = rule(x, func, others, kwargs)
+            if found is not NotImplemented:
+                if torch.is_grad_enabled() and not isinstance(found, SpreadRows):
+                    _mark(x)
+                return found
+        if func in WANTS_GRADIENT:
+            _check_not_read(tree_leaves((args, kwargs)))
+        args, kwargs = tree_map(lambda each: each.whole() if type(each) is SpreadRows else each, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Below autograd, of what calls an `autograd.Function` with us. `_Spread` is the way back of its gradient."""
+
+        def values(x: Any) -> Any:
+            return x.table.detach()[x.rows].view(x.shape) if type(x) is SpreadRows else x
+
+        args, kwargs = tree_map(values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Spread(torch.autograd.Function):
+    """The table as a tensor without memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor, padding_row: int) -> Tensor:
+        ctx.index, ctx.padding_row, ctx.num_rows = index, padding_row, len(table)
+        shape = (*index.shape, table.shape[1])
+        return torch.Tensor._make_wrapper_subclass(SpreadRows, shape, dtype=table.dtype, device=table.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.whole() if type(grad) is SpreadRows else grad
+        flat = grad.reshape(-1, grad.shape[-1])
+        padding = _padding_places(ctx.index, ctx.padding_row, grad.device)
+        if len(padding):
+            refuse_reading(flat[padding].any(dim=1).sum())
+        return sum_rows(flat, ctx.index.reshape(-1).to(grad.device), ctx.num_rows), None, None
+
+
+def _padding_places(index: Tensor, padding_row: int, device: torch.device) -> Tensor:
+    """int64. The places of padding, flat and ascending."""
+    return (index.reshape(-1) == padding_row).nonzero()[:, 0].to(device, non_blocking=True)
+
+
+def _mark(x: SpreadRows) -> None:
+    x.was_read = True
+    if x.root is not None:
+        x.root.was_read = True
+
+
+def _check_not_read(values: list[Any]) -> None:
+    """Refuse what wants a gradient that no longer comes. torch's own hooks, of FSDP, wait for any gradient."""
+    if any(callable(each) and str(getattr(each, "__module__", "")).startswith("torch.") for each in values):
+        return
+    if any(type(each) is SpreadRows and each.was_read for each in values):
+        raise UserError(
+            "share_prefixes computes the head and the loss once for equal rows, so their gradient at each place "
+            "of the batch does not exist: register hooks, or call retain_grad, before they run; "
+            "in place of torch.autograd.grad for hidden states, call restore_model(model)"
+        )
+
+
+# What is computed on the table. A rule returns NotImplemented if the call is one for the whole tensor.
+Rule = Callable[[SpreadRows, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def _by_row(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Each number by itself, or with a single other number, or with what stands at the same places."""
+    for each in tree_leaves((others, kwargs)):
+        if isinstance(each, Tensor) and each.ndim and not _stands_alike(each, x):
+            return NotImplemented
+    others, kwargs = tree_map(lambda each: each.table if type(each) is SpreadRows else each, (others, dict(kwargs)))
+    return _read(x, x.with_table(func(x.table, *others, **kwargs)))
+
+
+def _stands_alike(one: Tensor, other: SpreadRows) -> bool:
+    if not isinstance(one, SpreadRows) or len(one.table) != len(other.table):
+        return False
+    return one.is_current and one.place_rows.equal(other.place_rows)
+
+
+def _softmax(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if (kwargs["dim"] if "dim" in kwargs else others[0] if others else None) not in (-1, x.ndim - 1):
+        return NotImplemented
+    return _read(x, x.with_table(func(x.table, **{**kwargs, "dim": -1}))) if len(others) < 2 else NotImplemented
+
+
+def _read(x: SpreadRows, found: SpreadRows) -> SpreadRows:
+    if found is not x and torch.is_grad_enabled():
+        _mark(x)
+    return found
+
+
+def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The rows that are asked for, once each."""
+    asked = x.place_rows.reshape(-1).numpy()
+    is_asked = np.zeros(len(x.table), dtype=bool)
+    is_asked[asked] = True
+    rows = np.flatnonzero(is_asked)
+    if len(asked) < MIN_SAVING * len(rows):
+        return NotImplemented
+    x.report.num_head_places += len(asked)
+    x.report.num_head_rows += len(rows)
+    number = is_asked.cumsum() - 1
+    table = x.table
+    if len(rows) < len(table):
+        table = gather_rows(table, torch.from_numpy(rows).to(table.device, non_blocking=True))
+    has_padding = x.padding_row != NO_ROW and is_asked[x.padding_row]
+    index = torch.from_numpy(number[asked]).view(x.place_rows.shape)
+    padding_row = int(number[x.padding_row]) if has_padding else NO_ROW
+    return _read(x, SpreadRows.of(func(table, *others, **kwargs), index, padding_row, x.report))
+
+
+def _view(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A view of the places whose last axis is whole: found on the index, each entry of which is W equal ones."""
+    if any(isinstance(each, Tensor) for each in tree_leaves((others, kwargs))):
+        return NotImplemented
+    found = places = x.place_rows[..., None].expand(x.shape)
+    if func is not Tensor.contiguous:
+        found = func(places, *others, **kwargs)
+    if not found.ndim or found.shape[-1] != x.shape[-1] or found.stride(-1) != 0:
+        return NotImplemented
+    root, earlier = x if x.root is None else x.root, x.from_root
+
+    def view(whole: Tensor) -> Tensor:
+        result: Tensor = func(whole if earlier is None else earlier(whole), *others, **kwargs)
+        return result
+
+    return SpreadRows.of(x.table, found[..., 0].contiguous(), x.padding_row, x.report, root, view)
+
+
+def _cross_entropy(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    given = dict(zip(("target", "weight"), others, strict=False)) | dict(kwargs)
+    target, reduction, ignored = given["target"], given.get("reduction", "mean"), given.get("ignore_index", -100)
+    if (
+        (x.ndim, target.ndim) != (2, 1)
+        or target.is_floating_point()
+        or any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
+        or given.get("label_smoothing")
+        or len(target) != len(x.place_rows)
+    ):
+        return NotImplemented
+    counted = target != ignored
+    labels = target.masked_fill(~counted, 0)
+    if reduction == "none":
+        return x.placed(-logits_logprobs(x.table, labels, x.rows)).masked_fill(~counted, 0).to(x.dtype)
+    loss = logits_cross_entropy(x.table, labels, x.rows, counted)
+    padding = _padding_places(x.place_rows, x.padding_row, x.device)
+    if len(padding) and loss.requires_grad:
+        num_read = counted[padding].sum()
+        loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
+    return (loss / counted.sum() if reduction == "mean" else loss).to(x.dtype)
+
+
+NEGATIVE = (Tensor.neg, Tensor.__neg__, torch.neg, Tensor.tanh, torch.tanh)
+CASTS = (Tensor.float, Tensor.double, Tensor.to)
+SUMS = (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add, Tensor.sub, Tensor.__sub__, torch.sub)
+PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div)
+VIEWS = (
+    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.__getitem__),
+    *(Tensor.contiguous, Tensor.transpose, Tensor.unsqueeze, Tensor.expand),
+)
+SOFTMAX = (functional.log_softmax, torch.log_softmax, Tensor.log_softmax, functional.softmax, Tensor.softmax)
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((*NEGATIVE, *CASTS, *SUMS, *PRODUCTS), _by_row),
+    **dict.fromkeys(SOFTMAX, _softmax),
+    **dict.fromkeys(VIEWS, _view),
+    functional.linear: _linear,
+    functional.cross_entropy: _cross_entropy,
+}
+WANTS_GRADIENT = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}
+GETTERS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_sparse", "is_meta")
+METADATA = {getattr(Tensor, name).__get__ for name in (*GETTERS, "is_nested", "is_quantized", "is_mkldnn")} | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference),
+    *(Tensor.__hash__, Tensor.__len__, Tensor.element_size, Tensor.get_device),
+}
+
+
+class _SharedLogprobs:
+    """In place of TRL's function for the log-probabilities of labels: each pair of a row and a label once.
+
+    Without Triton it gets every place of the batch. What is not ours goes to TRL's as it is.
+    """
+
+    def __init__(self, ordinary: Any):
+        self.ordinary = ordinary
+
+    def apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Any:
+        if type(hidden) is not SpreadRows:
+            return self.ordinary.apply(hidden, weight, bias, labels, *others)
+        if not hidden.is_current:
+            return self.ordinary.apply(hidden.whole(), weight, bias, labels, *others)
+        if torch.is_grad_enabled():
+            _mark(hidden)
+        pairs, back = (hidden.rows * len(weight) + labels).unique(return_inverse=True)
+        rows, labels = gather_rows(hidden.table, pairs // len(weight)), pairs % len(weight)
+        hidden.report.num_head_places += len(back)
+        hidden.report.num_head_rows += len(pairs)
+        found = self.ordinary.apply(rows, weight, bias, labels, *others)
+        return tuple(None if each is None else self._placed(hidden, each, back) for each in found)
+
+    def _placed(self, hidden: SpreadRows, values: Tensor, back: Tensor) -> Tensor:
+        return hidden.placed(gather_rows(values, back)) if values.is_floating_point() else values[back]
+
+
+def share_fused_head() -> None:
+    """TRL's trainers score hidden states without calling the head. Nothing happens unless TRL is imported."""
+    trl = sys.modules.get("trl.trainer.utils")
+    ordinary = getattr(trl, "_ChunkedLogProbFunction", None)
+    if ordinary is not None and not isinstance(ordinary, _SharedLogprobs):
+        trl._ChunkedLogProbFunction = _SharedLogprobs(ordinary)  # type: ignore[union-attr]
