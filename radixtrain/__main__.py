@@ -9,16 +9,17 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from radixtrain import __version__
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
-from radixtrain.commands.keys import with_values
-from radixtrain.commands.messages import usage_message
+from radixtrain.cores import share_cores
 from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
 from radixtrain.versions import FIT, OLDEST, check_versions
 
@@ -52,7 +53,7 @@ def _answer(arguments: list[str]) -> int:
         sys.stdout.write(f"radixtrain {__version__}\n")
         return 0
     if arguments[0] not in COMMANDS:
-        return _fail(_no_command(arguments[0]), 2)
+        return _fail(UsageError(_no_command(arguments[0])))
     topic = topic_of(arguments[1:])
     if topic in (None, "all"):
         return _run(arguments if topic is None else [arguments[0], "--help"])
@@ -61,40 +62,44 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _run(typed: list[str]) -> int:
+    share_cores(os.environ)
+    given: list[tuple[str, Any]] = []
     try:
         # doctor needs one of them, and says what else is wrong.
         check_versions({"jsonargparse": FIT["jsonargparse"]} if typed[0] == "doctor" else OLDEST | FIT)
+        from radixtrain.commands.typed import check_typed  # here, since --help needs no imports that take time
+
+        arguments, given = check_typed(typed)
+        from jsonargparse import ArgumentError
+
+        from radixtrain.commands.messages import usage_message
+        from radixtrain.commands.yaml_text import guard_jsonargparse
+        from radixtrain.training.devices.launcher_env import check_started
     except UserError as error:
-        return _fail(str(error), 1)
-    from jsonargparse import ArgumentError  # here, since --help needs no imports that take seconds
-
-    from radixtrain.training.devices.launcher_env import check_started
-
-    arguments = with_values(typed)
+        return _fail(error, given)
     if typed == sys.argv[1:]:
         sys.argv[1:] = arguments  # a command masks secrets there, if it was given the same arguments
     # Of a kernel for 4-bit layers on a CPU, at the import, and of layers that no plan for several devices names.
     for name in ("bitsandbytes", "transformers.distributed", "transformers.integrations.tensor_parallel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
+        guard_jsonargparse()
         check_started(arguments[0])
         import_module(f"radixtrain.commands.{COMMANDS[arguments[0]].module}").run(arguments)
         return 0
     except UserError as error:
-        return _fail(str(error), 2 if isinstance(error, UsageError) else 1)
+        return _fail(error, given)
     except EndedElsewhere:
         return 1
     except Stopped as stop:
         sys.stderr.write(f"{stop}\n" if str(stop) else "")  # somebody asked for it: no error
         return stop.code
     except ArgumentError as error:
-        return _fail(usage_message(str(error), arguments[0]), 2)
+        return _fail(UsageError(usage_message(str(error), arguments[0])), given)
     except OSError as error:
-        return _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1)
-    except UnicodeDecodeError as error:
-        return _fail(f"a configuration file is not UTF-8: {error}", 2)
+        return _fail(UserError(f"{error.strerror or error}: {error.filename}" if error.filename else error), given)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail(UserError("interrupted"), given, 130)
 
 
 def _usage() -> str:
@@ -110,9 +115,12 @@ def _no_command(name: str) -> str:
     return f"no command {name!r}{did_you_mean(name, COMMANDS, ';')} commands: {', '.join(COMMANDS)}"
 
 
-def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"error: {message}\n")
-    return code
+def _fail(error: UserError, given: Sequence[tuple[str, Any]] = (), code: int | None = None) -> int:
+    """The only place where a command's error is printed, without the secrets of what was typed."""
+    from radixtrain.redaction import masked_message
+
+    sys.stderr.write(f"error: {masked_message(str(error), given)}\n")
+    return code or (2 if isinstance(error, UsageError) else 1)
 
 
 if __name__ == "__main__":

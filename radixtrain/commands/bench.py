@@ -113,12 +113,8 @@ def bench(
 
 def run(argv: Sequence[str]) -> None:
     """The command line of `bench`."""
-    from jsonargparse import ArgumentParser, set_parsing_settings  # here, so that `bench` does not need it
+    from jsonargparse import ArgumentParser  # here, so that `bench` does not need it
 
-    from radixtrain.commands.repeated_keys import refuse_repeated_keys
-
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=["radixtrain"])
-    refuse_repeated_keys()
     disable_progress_bar()
     parser = ArgumentParser(prog="radixtrain bench", exit_on_error=False)
     parser.add_argument("--config", action="config", help="A YAML file with these keys; later keys override it.")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from radixtrain import __version__
+from radixtrain.cores import WAITING, num_cores
 from radixtrain.errors import UserError, first_line
 from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
@@ -151,9 +152,10 @@ def _devices() -> Iterator[Finding]:
     from radixtrain.report.formatting import bytes_text
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = f"torch uses {torch.get_num_threads()} of them"
-    yield Finding("devices", "cpu", f"{processor()}, {cores} cores, {threads}, {bytes_text(memory)}")
+    yield Finding("devices", "cpu", f"{processor()}, {num_cores()} cores, {threads}, {bytes_text(memory)}")
+    waiting = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
+    yield Finding("devices", "waiting threads", ", ".join(waiting) or "spin, which is slow beside other programs")
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from radixtrain.commands import COMMANDS
 
-__all__ = ["LINKS", "Key", "all_keys", "keys_of", "trainer_keys", "with_values"]
+__all__ = ["LINKS", "Key", "all_keys", "keys_of", "known_keys", "trainer_keys"]
 
 PACKAGE = Path(__file__).resolve().parents[1]
 WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null"}
@@ -57,6 +56,7 @@ CKPT = Key(
     "null",
     "a checkpoint to go on from (fit) or whose weights to take: `last`, `best`, or a path.",
 )
+HELP = Key("help", "", "", "")
 PRINT = Key("print_config", "", "", "print every key with its value, and run nothing.")
 
 
@@ -83,15 +83,25 @@ def keys_of(command: str) -> tuple[Key, ...]:
 @cache
 def trainer_keys() -> tuple[Key, ...]:
     """The keys of Lightning's trainer, from its source, but those that another one fills in."""
+    return tuple(key for key in _keys(_trainer(), "Trainer.__init__", "trainer.") if key.name not in LINKS)
+
+
+def _trainer() -> Path:
     found = find_spec("lightning")
     assert found is not None and found.origin is not None
-    path = Path(found.origin).parent / "pytorch" / "trainer" / "trainer.py"
-    return tuple(key for key in _keys(path, "Trainer.__init__", "trainer.") if key.name not in LINKS)
+    return Path(found.origin).parent / "pytorch" / "trainer" / "trainer.py"
 
 
 def all_keys(command: str) -> tuple[Key, ...]:
     """Every key of a command, those of Lightning's trainer last."""
     return (*keys_of(command), *(trainer_keys() if COMMANDS[command].module == "lightning" else ()))
+
+
+def known_keys(command: str) -> dict[str, Key]:
+    """What may be typed, by its name: the keys, and arguments of Lightning's method that our pages do not explain."""
+    lightnings = _keys(_trainer(), f"Trainer.{command}") if COMMANDS[command].module == "lightning" else []
+    keys = [HELP, PRINT, *lightnings, *all_keys(command)]
+    return {key.name: key for key in keys if "dataloaders" not in key.name}
 
 
 @cache
@@ -171,15 +181,3 @@ def _documented(docstring: str) -> dict[str, str]:
     entries = re.split(r"\n    (?=\w+:)", "\n" + under)
     named = (entry.partition(":") for entry in entries if ":" in entry)
     return {name.strip(): " ".join(text.split()) for name, _, text in named}
-
-
-def with_values(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `true` after each such key that no value follows. arguments: the command and those after it.
-
-    Keys of Lightning's trainer are left as they are.
-    """
-    switches = {f"--{key.name}" for key in keys_of(arguments[0]) if key.kind == "true, false"}
-    given: list[str] = []
-    for word, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
-        given += [word, "true"] if word in switches and following.startswith("--") else [word]
-    return given

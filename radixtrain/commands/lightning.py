@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 
-from jsonargparse import ArgumentError, set_parsing_settings
+from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -26,11 +26,9 @@ from radixtrain.commands.environment import warn_of_variables
 from radixtrain.commands.export import export_run
 from radixtrain.commands.loggers import errors_of_wandb, loggers_of
 from radixtrain.commands.quiet import quiet
-from radixtrain.commands.repeated_keys import refuse_repeated_keys
 from radixtrain.commands.run_callbacks import RunCallbacks
 from radixtrain.commands.trainer_settings import (
     CLASSES,
-    PACKAGES,
     REFUSED_BY_LIGHTNING,
     check_interval,
     check_settings,
@@ -257,11 +255,6 @@ def run(argv: Sequence[str]) -> None:
     """Run one of Lightning's commands. `main` prints the errors: UserError, or jsonargparse's ArgumentError."""
     quiet(speaks=launcher_env().rank == 0)
     warn_of_variables(os.environ)
-    # A `class_path` is imported before its type is checked, so a configuration could run anything.
-    set_parsing_settings(
-        import_path_denylist=["*"], import_path_allowlist=list(PACKAGES), instantiate_subclass_spec_in_any=False
-    )
-    refuse_repeated_keys()
     strict = {"exit_on_error": False, "allow_abbrev": False}
     if list(argv) == sys.argv[1:]:
         sys.argv[1:] = masked_arguments(argv)  # which loggers copy into their files

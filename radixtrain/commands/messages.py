@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 
-from radixtrain.commands.keys import Key, all_keys, keys_of
+from radixtrain.commands.keys import Key, keys_of
+from radixtrain.commands.typed import shortened
 from radixtrain.errors import did_you_mean
 
 __all__ = ["usage_message"]
@@ -29,7 +30,6 @@ CLASSES = {
 # Types of Python in words.
 KINDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
-MOST_SHOWN = 80  # characters of a value
 HELP = " (`radixtrain {} --help {}` says more)"
 
 # A key inside of the value of another one, with one of a few words.
@@ -44,14 +44,10 @@ def usage_message(text: str, command: str) -> str:
             f"class_path {denied[1]!r} is not imported: a configuration may name only classes of radixtrain, "
             f"lightning, torch and transformers. For other classes, call radixtrain from your own script"
         )
-    if unknown := re.match(r"unrecognized arguments: (.*)", line):
-        return _unknown_keys(unknown[1], command)
-    if in_a_file := re.match(r"(?:Subcommand '\w+' does not accept option|Option) '([^']+)'", line):
-        return _unknown_keys(f"--{in_a_file[1]}", command)
-    if lacking := re.match(r"argument (?:-\w/)?--(\S+): expected one argument", line):
-        return f"{lacking[1]} needs a value: --{lacking[1]} VALUE"
-    if wrong_file := _wrong_file(line):
-        return wrong_file
+    if section := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", line):
+        return f"{section[1]} is a section: expected keys with their values; got {section[2]}"
+    if section := re.match(r'Key "(\w+)\.\w+" not found in namespace', line):
+        return f"{section[1]} is a section: expected keys with their values"
     if inside := re.match(NESTED, line):
         return _wrong_value(f"{inside[1]}.{inside[2]}", inside[3], command)
     wrong = re.match(r'Parser key "([^"]+)": (.*)', line)
@@ -62,50 +58,12 @@ def usage_message(text: str, command: str) -> str:
     return _wrong_value(wrong[1], wrong[2], command) or _wrong_kind(wrong[1], wrong[2], command) or line
 
 
-def _wrong_file(line: str) -> str:
-    """What is wrong with a file of `--config`; nothing if the message is about something else."""
-    if unread := re.match(r"Parser key \"config\": (File does not exist|Path is not a file): '(.*)'", line):
-        return f"--config: {'no such file' if 'exist' in unread[1] else 'not a file'}: {unread[2]}"
-    if no_keys := re.match(r"Unexpected config:(.*)", line):
-        got = no_keys[1].strip() or "an empty file"
-        return f"--config: expected keys with their values, such as `output_dir: runs/a`; got {_shortened(got)}"
-    if no_yaml := re.match(r"Problems parsing config: (.*)", line):
-        return "--config: the file is not YAML: " + no_yaml[1].replace(' in "<unicode string>",', ", in")
-    if section := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", line):
-        return f"{section[1]} is a section: expected keys with their values; got {section[2]}"
-    if section := re.match(r'Key "(\w+)\.\w+" not found in namespace', line):
-        return f"{section[1]} is a section: expected keys with their values"
-    return ""
-
-
-def _unknown_keys(arguments: str, command: str) -> str:
-    """Each with the nearest key of the command; words that are values of an unknown key are left out."""
-    names = [word[2:].partition("=")[0] for word in arguments.split() if word.startswith("--")]
-    if not names:
-        return f"{arguments.split()[0]} is no key: write --key value, and --config FILE for a YAML file"
-    known = [key.name for key in all_keys(command)]
-    return "; ".join(f"no key {name}{_nearest(name, known, command)}" for name in dict.fromkeys(names))
-
-
-def _nearest(name: str, known: list[str], command: str) -> str:
-    """By the last part if that is a key of another section, else by the letters of the whole, then of the last part."""
-    last = name.rpartition(".")[2]
-    by_last = {key.rpartition(".")[2]: key for key in known}
-    close = get_close_matches(last, by_last, n=1)
-    if last in by_last or close:
-        return f", did you mean {by_last[last if last in by_last else close[0]]}?"
-    whole = "" if "." in name else did_you_mean(name, known)  # with the section alike, everything looks near
-    return whole or f" (`radixtrain {command} --help` lists the keys)"
-
-
 def _wrong_value(key: str, text: str, command: str) -> str:
     """Of a key whose values are a fixed set, plain kinds or classes of Lightning; nothing for any other."""
     got = re.search(r"(?:Got value|Given value): (\S+)$", text)
     if got is None:
         kinds = _kinds(text) if re.search(r"(?:Got value|Given value):$", text) else ""
         return f"{key} must be {kinds}; got an empty text" if kinds else ""
-    if got[1] == "None" and text.startswith("Expected a <class 'str'>"):
-        return f"{key} is missing: write --{key} VALUE, or the key in the file of --config"
     if text.startswith("Expected a <class 'bool'>"):
         return f"{key} must be true or false; got {got[1]}"
     if key in CLASSES and re.fullmatch(r"\w+", got[1]):
@@ -129,16 +87,12 @@ def _wrong_kind(key: str, text: str, command: str) -> str:
         return f"{key}: no {classes[-1]!r}{_class_meant(classes[-1], CLASSES[key])}"
     kind = _key(key, command).kind
     expected = f" must be {kind.replace(', ', ' or ')}" if kind else ": no such value"
-    return f"{key}{expected}; got {_shortened(text.rpartition('Given value: ')[2])}{HELP.format(command, key)}"
+    return f"{key}{expected}; got {shortened(text.rpartition('Given value: ')[2])}{HELP.format(command, key)}"
 
 
 def _key(name: str, command: str) -> Key:
     """The key of the sources, or one of which nothing is known."""
     return next((key for key in keys_of(command) if key.name == name), Key(name, "", None, ""))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
 
 
 def _kinds(text: str) -> str:

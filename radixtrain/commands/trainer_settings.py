@@ -20,12 +20,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from radixtrain.commands.keys import keys_of, trainer_keys
 from radixtrain.commands.loggers import TRACKING, check_loggers
+from radixtrain.commands.yaml_text import PACKAGES
 from radixtrain.distributed import ranks
 from radixtrain.errors import UsageError, UserError, first_line
 from radixtrain.redaction import check_unmasked
 
 __all__ = [
-    *("CLASSES", "PACKAGES"),
+    "CLASSES",
     "REFUSED_BY_LIGHTNING",
     "as_list",
     "check_interval",
@@ -51,7 +52,6 @@ LEAST = {
 }
 # A configuration makes objects of these classes only, and hands no function over: any other could run code, as
 # `torch.hub.load` and `transformers.pipeline` do. The one function is the default of a callback.
-PACKAGES = ("radixtrain", "lightning", "torch", "transformers")
 CLASSES = (Callback, Logger, Profiler, Strategy, Accelerator, Precision, CheckpointIO, ClusterEnvironment, LayerSync)
 FUNCTIONS = (multiplicative,)
 MOST_DEVICES = 1_000

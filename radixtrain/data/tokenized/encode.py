@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from radixtrain.cores import num_cores
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row, UnreadRow
 from radixtrain.data.sample import EncodeReport, TooLongError
@@ -41,9 +42,7 @@ def num_processes(asked: int | None, num_bytes: int) -> int:
     """How many processes tokenise. asked: `dataset_num_proc`; None is one for each core if the file is large."""
     if asked is not None:
         return asked
-    can_ask = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
-    cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
-    return min(cores, MAX_PROCESSES) if num_bytes >= LARGE else 1
+    return min(num_cores(), MAX_PROCESSES) if num_bytes >= LARGE else 1
 
 
 def encode_blocks(encoder: ChatEncoder, rows: Iterable[AnyRow], num_proc: int, skip_bad_rows: bool) -> Iterator[Block]:

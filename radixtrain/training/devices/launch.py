@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from radixtrain.cores import num_cores, threads_are_given
 from radixtrain.distributed import Ranks, join, ranks
 from radixtrain.errors import EndedElsewhere, Stopped, UserError, first_line
 from radixtrain.training.devices.launcher_env import PARENT, launcher_env
@@ -109,9 +110,8 @@ class Processes:
         cluster, count = self.strategy.cluster_environment, self.strategy.num_processes
         shared = {"MASTER_ADDR": cluster.main_address, "MASTER_PORT": str(cluster.main_port)}
         shared |= {"NODE_RANK": "0", "WORLD_SIZE": str(count), PARENT: str(os.getpid())}
-        if "OMP_NUM_THREADS" not in os.environ:
-            num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            num_threads = max(1, num_cores // count)
+        if not threads_are_given():
+            num_threads = max(1, num_cores() // count)
             torch.set_num_threads(num_threads)
             shared["OMP_NUM_THREADS"] = str(num_threads)
         command = [sys.executable, "-m", "radixtrain", *self.arguments]

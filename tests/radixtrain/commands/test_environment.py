@@ -36,5 +36,5 @@ def test_the_variables_of_the_documentation_and_of_others_are_none(caplog: Any) 
 def test_a_command_warns(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"{PREFIX}TRITTON", "1")
     with caplog.at_level(logging.WARNING):
-        assert main(["fit", "--model.nope", "1"]) == 2
+        assert main(["fit", "--model.model_name_or_path=x", "--model.dtype=x"]) == 2
     assert f"{PREFIX}TRITTON is not read, did you mean RADIXTRAIN_TRITON?" in caplog.messages

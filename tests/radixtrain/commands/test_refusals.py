@@ -24,7 +24,7 @@ NOT_IMPORTED = "class_path 'evil.Callback' is not imported: a configuration may 
 LOGGERS = "no key foo in trainer.logger, which is no section (`radixtrain fit --help trainer.logger` says more)"
 LONG = "x" * 99
 NO_KEYS = "--config: expected keys with their values, such as `output_dir: runs/a`; got "
-NOT_YAML = "--config: the file is not YAML: "
+BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
 MONITOR = json.dumps([{"class_path": "EarlyStopping", "init_args": {"monitor": "eval_los"}}])
 
 KEYS = {
@@ -40,6 +40,13 @@ KEYS = {
     "stray": "stray is no key: write --key value, and --config FILE for a YAML file",
     "--save_best": "save_best needs a value: --save_best VALUE",
     "--config": "config needs a value: --config VALUE",
+    "--num_train_epochs 3 --bf16 true": "no key num_train_epochs: here it is trainer.max_epochs; no key bf16: "
+    "here it is trainer.precision, bf16-mixed",
+    "--model.dedup true": "no key model.dedup, did you mean dedup?",  # which fills it in
+    "--model.lora_r 16": "model.lora_r is set without model.use_peft, so all weights would be trained: add",
+    "--model.use_dora --model.use_rslora": "model.use_dora is set without model.use_peft",
+    "--data.columns " + "[" * 100_000: "more than 50 lists or sections inside of one another",
+    "--seed_everything " + "9" * 5000: "a number of 5,000 digits; as a text, write it in quotes",
     "--overwrite --model.nope 1": f"no key model.nope{NO_KEY}",  # a switch takes no value, and not the next key
 }
 VALUES = {
@@ -50,7 +57,7 @@ VALUES = {
     "--save_every_steps=0.5": "save_every_steps must be an integer or null; got 0.5",
     "--save_every_steps=": "save_every_steps must be an integer or null; got an empty text",
     "--data.batch_size=1e30": "data.batch_size must be an integer; got 1e+30",
-    "--model.lora_r=true": "model.lora_r must be an integer; got True",
+    "--model.max_skipped_steps=true": "model.max_skipped_steps must be an integer; got True",
     "--data.split_turns=maybe": "data.split_turns must be true or false; got maybe",
     "--model.allow_dropout='{a: 1}'": "model.allow_dropout must be list of text or null; got {'a': 1} (`radixtrain "
     "fit --help model.allow_dropout` says more)",
@@ -69,10 +76,18 @@ CLASSES = {
 }
 FILES = {
     "": f"{NO_KEYS}an empty file",
-    "model:\n": f"{NO_KEYS}model:",
+    "model:\n": "model is a section: expected keys with their values; got null",
     "hello": f"{NO_KEYS}hello",
-    "a: [\n": f"{NOT_YAML}while parsing a flow node did not find expected node content, in line 2, column 1",
-    "a:\n\t b: 1\n": f"{NOT_YAML}while scanning for the next token found character that cannot start any token, in ",
+    "a: [\n": "{config}:2: not YAML: did not find expected node content",
+    "a:\n\t b: 1\n": "{config}:2: not YAML: found character that cannot start any token",
+    "[" * 100_000: "{config}:1: more than 50 lists or sections inside of one another",
+    BOMB: "{config}:6: more than 100,000 values, with those that aliases repeat",
+    "a: &x [*x]\n": "{config}:1: *x names what holds it, or nothing",
+    "model: {learning_rate: "
+    + "9" * 5000
+    + "}\n": "{config}:1: a number of 5,000 digits; as a text, write it in quotes",
+    "#" * (1 << 20) + "\n": "{config} has 1,048,577 characters, settings at most 1,048,576",
+    "model: {lora_r: 8, use_peft: false}\n": "model.lora_r is set without model.use_peft",
     "fit:\n  model:\n    learning_rate: 1\n": "no key fit.model.learning_rate, did you mean model.learning_rate?",
     "model:\n  learning_rte: 1\n": "no key model.learning_rte, did you mean model.learning_rate?",
     "savebest: loss\n": "no key savebest, did you mean save_best?",

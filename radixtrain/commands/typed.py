@@ -1,0 +1,199 @@
+"""A command line and its files of settings, checked for their keys before anything is imported that takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import yaml
+
+from radixtrain.commands.keys import LINKS, Key, keys_of, known_keys
+from radixtrain.commands.yaml_text import check_yaml, read_yaml
+from radixtrain.errors import UsageError, did_you_mean
+
+__all__ = ["SYNONYMS", "Typed", "check_typed", "shortened"]
+
+MOST_SHOWN = 80  # characters of a value
+PRINTING = ("help", "print_config")  # need no value, and nothing else
+PEFT = "model.use_peft"
+LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
+STEP = "of a whole optimizer step, on all devices"
+NO_PACKING = "tokens of a micro-batch; rows need no packing"
+# Key here -> what it is, if that is not the same, and its names in TRL and Transformers, Axolotl, LLaMA-Factory.
+# docs/configuration.md has the table.
+SYNONYMS: dict[str, tuple[str, str]] = {
+    "model.model_name_or_path": ("", "base_model model_name model_id model_path"),
+    "model.dtype": ("", "torch_dtype"),
+    "model.learning_rate": ("", "lr"),
+    "model.lr_scheduler_type": ("", "lr_scheduler"),
+    "model.warmup_steps": ("below 1 a share", "warmup_ratio num_warmup_steps"),
+    "model.adam_beta1": ("the optimizer is AdamW", "optim optimizer"),
+    "model.max_grad_norm": ("", "gradient_clip_val gradient_clipping"),
+    "model.activation_checkpointing": ("", "gradient_checkpointing"),
+    "model.kernel": ("", "flash_attention flash_attn"),
+    "model.use_peft": ("true", "finetuning_type adapter use_lora"),
+    "model.lora_r": ("", "lora_rank"),
+    "model.lora_target_modules": ("", "lora_target target_modules lora_target_linear"),
+    "model.load_in_4bit": ("", "quantization_bit"),
+    "data.train_file": ("", "dataset_name dataset datasets dataset_dir train_dataset"),
+    "data.validation_file": ("", "eval_dataset test_datasets"),
+    "data.val_size": ("", "val_set_size"),
+    "data.batch_size": (
+        STEP,
+        "per_device_train_batch_size train_batch_size micro_batch_size gradient_accumulation_steps "
+        "accumulate_grad_batches",
+    ),
+    "data.max_tokens": (NO_PACKING, "packing sample_packing neat_packing padding_free per_device_eval_batch_size"),
+    "data.max_length": ("", "max_seq_length max_seq_len sequence_len cutoff_len model_max_length"),
+    "data.assistant_only_loss": ("", "train_on_inputs train_on_prompt mask_history"),
+    "data.chat_template_path": ("", "chat_template template"),
+    "data.group_by_prefix": ("", "group_by_length"),
+    "data.dataset_num_proc": ("", "preprocessing_num_workers dataset_processes"),
+    "trainer.max_epochs": ("", "num_train_epochs num_epochs epochs"),
+    "trainer.precision": ("bf16-mixed", "bf16 fp16 tf32 mixed_precision"),
+    "trainer.log_every_n_steps": ("", "logging_steps"),
+    "trainer.val_check_interval": ("", "eval_steps eval_strategy evals_per_epoch"),
+    "trainer.logger": ("wandb", "report_to use_wandb wandb_project"),
+    "trainer.strategy": ("fsdp2", "deepspeed fsdp fsdp_config"),
+    "save_every_steps": ("", "save_steps save_strategy saves_per_epoch"),
+    "save_best": ("", "load_best_model_at_end metric_for_best_model"),
+    "early_stopping": ("", "early_stopping_patience"),
+    "ckpt_path": ("last", "resume_from_checkpoint auto_resume_from_checkpoints"),
+    "overwrite": ("", "overwrite_output_dir"),
+    "seed_everything": ("", "seed data_seed"),
+}
+MEANT = {name: key for key, (_, names) in SYNONYMS.items() for name in names.split()}
+
+
+class Typed(NamedTuple):
+    """arguments: the command line, with `true` after each switch that no value follows.
+
+    given: each key with its value, those of files too, in the order in which they count.
+    """
+
+    arguments: list[str]
+    given: list[tuple[str, Any]]
+
+
+def check_typed(typed: Sequence[str]) -> Typed:
+    """What was typed. UsageError for a key that is unknown, empty or missing, and for a file that cannot be read.
+
+    typed: the command and its arguments.
+    """
+    command, keys = typed[0], known_keys(typed[0])
+    arguments, given, own, empty = [command], list[tuple[str, Any]](), set[str](), list[str]()
+    words = deque(typed[1:])
+    while words:
+        word = words.popleft()
+        if not word.startswith("--") and word != "-c":
+            raise UsageError(f"{word} is no key: write --key value, and --config FILE for a YAML file")
+        name, equals, value = (word.removeprefix("--") if word != "-c" else "config").partition("=")
+        arguments.append(word)
+        if not equals and words and not words[0].startswith("--"):
+            arguments.append(value := words.popleft())
+        elif not equals and name in keys and keys[name].kind == "true, false":
+            arguments.append(value := "true")
+        elif not equals and name in keys and name not in PRINTING:
+            empty.append(name)
+            continue
+        own.add(name)
+        given += _of_file(value, keys) if name == "config" in keys else [(name.rstrip("+"), _bounded(value))]
+    sections = {name.partition(".")[0] for name in keys if "." in name}
+    unknown = [name for name, _ in given if not keys.keys() & _prefixes(name) and name not in sections]
+    if unknown:
+        raise UsageError("; ".join(f"no key {name}{_meant(name, keys, command)}" for name in dict.fromkeys(unknown)))
+    if empty:
+        raise UsageError(f"{empty[0]} needs a value: --{empty[0]} VALUE")
+    final = dict(given)
+    for section in sections & final.keys():
+        if not isinstance(final[section], str):  # which may be the name of a file
+            raise UsageError(
+                f"{section} is a section: expected keys with their values; got {shortened(final[section])}"
+            )
+    if not {*own, *final} & {*PRINTING, *sections}:
+        _check_missing(keys, final)
+    _check_lora(given, own)
+    return Typed(arguments, given)
+
+
+def shortened(value: Any) -> str:
+    """A value in a message."""
+    text = "null" if value is None else str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
+
+
+def _bounded(value: str) -> str:
+    with suppress(yaml.YAMLError):  # then it is a text
+        check_yaml(value)
+    return value
+
+
+def _of_file(value: str, keys: dict[str, Key]) -> list[tuple[str, Any]]:
+    """The keys of `--config`, dotted, and their values. value: a path, or the settings themselves."""
+    path = os.path.expanduser(value)
+    is_path = os.path.exists(path) or not value.lstrip().startswith("{")
+    if is_path and not os.path.isfile(path):
+        raise UsageError(f"--config: {'not a file' if os.path.exists(path) else 'no such file'}: {value}")
+    settings = read_yaml(path) if is_path else yaml.safe_load(_bounded(value))
+    if not isinstance(settings, dict) or not settings:
+        got = shortened(settings) if settings else "an empty file"
+        raise UsageError(f"--config: expected keys with their values, such as `output_dir: runs/a`; got {got}")
+    return list(_leaves("", settings, keys))
+
+
+def _leaves(section: str, settings: dict[Any, Any], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        name = f"{section}.{key}".lstrip(".")
+        if isinstance(value, dict) and value and name not in keys:
+            yield from _leaves(name, value, keys)
+        else:
+            yield name, value
+
+
+def _prefixes(name: str) -> set[str]:
+    """`a.b.c` may be an option of what the key `a.b` names, which jsonargparse knows."""
+    return set(accumulate(name.split("."), "{}.{}".format))
+
+
+def _meant(name: str, keys: dict[str, Key], command: str) -> str:
+    """By another tool's name, by the last part if another section has it, else by the letters of it or of the whole."""
+    last = name.rpartition(".")[2].replace("-", "_")
+    by_last = {key.rpartition(".")[2]: key for key in keys}
+    if (key := MEANT.get(last, "")) in keys:
+        note = SYNONYMS[key][0]
+        return f": here it is {key}{note and f', {note}'}"
+    close = [last] if last in by_last else get_close_matches(last, by_last, n=1)
+    if name in LINKS or close:
+        return f", did you mean {LINKS[name] if name in LINKS else by_last[close[0]]}?"
+    whole = "" if "." in name else did_you_mean(name, keys)  # with the section alike, everything looks near
+    return whole or f" (`radixtrain {command} --help` lists the keys)"
+
+
+def _check_missing(keys: dict[str, Key], given: dict[str, Any]) -> None:
+    for key in keys.values():
+        if key.default is None and given.get(key.name) is None:
+            also = ", or the key in the file of --config" if "config" in keys else ""
+            raise UsageError(f"{key.name} is missing: write --{key.name} VALUE{also}")
+
+
+def _check_lora(given: list[tuple[str, Any]], own: set[str]) -> None:
+    """UsageError for adapters that are described and not trained.
+
+    A file that says `use_peft: false` may have their defaults: a run saves every key with its value.
+    """
+    final = dict(given)
+    if str(final.get(PEFT, False)).lower() == "true" or PEFT in own:
+        return
+    defaults = {key.name: key.default for key in keys_of("fit")}
+    for name, value in given:
+        is_lora = name.removeprefix("model.") in LORA and name.startswith("model.")
+        if is_lora and (name in own or PEFT not in final or str(value).lower() != defaults[name]):
+            raise UsageError(
+                f"{name} is set without model.use_peft, so all weights would be trained: add --model.use_peft true for "
+                f"adapters, or leave {name} out"
+            )

@@ -1,0 +1,123 @@
+"""YAML as people write it, looked at before it is built: what is deep, huge or multiplies would end in a crash."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from radixtrain.errors import UsageError
+
+__all__ = ["PACKAGES", "check_yaml", "guard_jsonargparse", "read_yaml"]
+
+PACKAGES = ("radixtrain", "lightning", "torch", "transformers")
+MOST_CHARACTERS = 1 << 20
+MOST_DEPTH = 50
+MOST_VALUES = 100_000  # with those that aliases repeat
+MOST_DIGITS = 300
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MERGE = "tag:yaml.org,2002:merge"  # `<<`: a mapping may merge several, and override what they hold
+
+
+class _Collection:
+    """A list or a mapping that is not closed yet. lines: of its keys, by tag and text. size: values in it."""
+
+    def __init__(self, anchor: str | None, is_mapping: bool):
+        self.anchor, self.is_mapping, self.at_key = anchor, is_mapping, is_mapping
+        self.lines: dict[tuple[str, str], int] = {}
+        self.size = 1
+
+
+def read_yaml(path: str) -> Any:
+    """What a file of settings holds. UsageError, with the line, for what is no YAML or refused by `check_yaml`."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        check_yaml(text, path)
+        return yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: a file of settings must be a text in UTF-8: {error}") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        line = f":{mark.line + 1}" if mark else ""
+        raise UsageError(f"{path}{line}: not YAML: {' '.join(str(problem).split())}") from None
+
+
+def check_yaml(text: str, name: str = "") -> None:
+    """UsageError for more than settings ever are, and for a key that is given twice, of which loaders take the last.
+
+    name: of the file. A key that overrides what an anchor, `<<` or an earlier file has is not given twice.
+
+    Raises also yaml.YAMLError.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise UsageError(f"{name or 'a value'} has {len(text):,} characters, settings at most {MOST_CHARACTERS:,}")
+    loader = LOADER(text)
+    sizes: dict[str, int] = {}  # of what anchors name, in values
+    open_: list[_Collection] = [_Collection(None, is_mapping=False)]
+    while loader.check_event():
+        event, inner = loader.get_event(), open_[-1]
+        line = event.start_mark.line + 1
+        where = f"{name}:{line}: " if name else ""
+        size, anchor = 1, getattr(event, "anchor", None)
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_.append(_Collection(anchor, isinstance(event, yaml.MappingStartEvent)))
+            if len(open_) > MOST_DEPTH:
+                raise UsageError(f"{where}more than {MOST_DEPTH} lists or sections inside of one another")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            size, anchor, inner = inner.size, inner.anchor, open_[-2]
+            open_.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if anchor not in sizes:
+                raise UsageError(f"{where}*{anchor} names what holds it, or nothing")
+            size = sizes[anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            if not event.style and re.search(rf"^[-+.]?\w*\d{{{MOST_DIGITS}}}", event.value):
+                raise UsageError(f"{where}a number of {len(event.value):,} digits; as a text, write it in quotes")
+            key = (loader.resolve(yaml.ScalarNode, event.value, event.implicit), event.value)
+            if inner.at_key and key[0] != MERGE:
+                if key in inner.lines:
+                    raise UsageError(_twice(event.value, inner.lines[key], line, name))
+                inner.lines[key] = line
+        else:
+            continue
+        if anchor is not None:
+            sizes[anchor] = size
+        inner.size += size
+        inner.at_key = inner.is_mapping and not inner.at_key
+        if inner.size > MOST_VALUES:
+            raise UsageError(f"{where}more than {MOST_VALUES:,} values, with those that aliases repeat")
+
+
+def _twice(key: str, first: int, second: int, name: str) -> str:
+    if name:
+        return f"{name}:{second}: the key {key} is given twice, first in {name}:{first}; leave one of them out"
+    lines = f", in lines {first} and {second}" if first != second else ""
+    return f"the key {key} is given twice in one section{lines}; leave one of them out"
+
+
+@cache
+def guard_jsonargparse() -> None:
+    """Every parser of jsonargparse imports only classes of PACKAGES, and reads files that a file names by `check_yaml`.
+
+    A `class_path` is imported before its type is checked, so a configuration could run anything.
+    """
+    from jsonargparse import ArgumentError, get_loader, set_loader, set_parsing_settings
+
+    load = get_loader("yaml")
+
+    def guarded(text: str, path: str | os.PathLike[str] = "") -> object:
+        try:
+            check_yaml(text, os.fspath(path))
+        except UsageError as error:
+            raise ArgumentError(None, str(error)) from None
+        return load(text)
+
+    set_loader("yaml", guarded, (yaml.YAMLError,))
+    set_parsing_settings(
+        import_path_denylist=["*"], import_path_allowlist=list(PACKAGES), instantiate_subclass_spec_in_any=False
+    )
