@@ -163,7 +163,7 @@ def test_the_measurement_of_r(capsys: pytest.CaptureFixture[str]) -> None:
 # docs/configuration.md: its tables are the code's
 
 CONFIGURATION = "docs/configuration.md"
-TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "bench", "doctor"]
+TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "bench", "doctor", "elsewhere"]
 SECTIONS = ("model", "data", "evaluate_generation")
 NOT_KEYS = ("self", "model", "datamodule")  # of `verify`, which the command line fills in
 
@@ -231,11 +231,22 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
     begin, end = f"<!-- {table}: begin -->\n", f"<!-- {table}: end -->"
     before, rest = read(CONFIGURATION).split(begin)
     said, after = rest.split(end)
-    found = markdown(rows_of(table))
+    found = names_elsewhere() if table == "elsewhere" else markdown(rows_of(table))
     if WRITING:
         (ROOT / CONFIGURATION).write_text(f"{before}{begin}{found}{end}{after}", encoding="utf-8")
         return
     assert said == found, f"RADIXTRAIN_WRITE_TABLE=1 writes the tables of {CONFIGURATION}"
+
+
+def names_elsewhere() -> str:
+    """Keys of other tools, and the key that does it here."""
+    from radixtrain.commands.typed import SYNONYMS
+
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in names.split())} | `{key}`{note and f': {note}'} |\n"
+        for key, (note, names) in SYNONYMS.items()
+    ]
+    return "".join(["| there | here |\n| --- | --- |\n", *rows])
 
 
 def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ from radixtrain.commands.yaml_text import PACKAGES
 from radixtrain.distributed import ranks
 from radixtrain.errors import UsageError, UserError, first_line
 from radixtrain.redaction import check_unmasked
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "CLASSES",
@@ -54,6 +57,7 @@ LEAST = {
 # `torch.hub.load` and `transformers.pipeline` do. The one function is the default of a callback.
 CLASSES = (Callback, Logger, Profiler, Strategy, Accelerator, Precision, CheckpointIO, ClusterEnvironment, LayerSync)
 FUNCTIONS = (multiplicative,)
+FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 MOST_DEVICES = 1_000
 MOST_SECONDS = 2_000_000  # gloo counts milliseconds in 32 bits
 NEVER_NULL = ("save_total_limit", "ddp_timeout")
@@ -83,6 +87,10 @@ def check_settings(settings: Any, command: str) -> None:
     _check_weights_only(settings)
     if command in TRACKING:
         check_loggers(settings)
+    if command == "fit" and settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
+        logger.warning(
+            "model.learning_rate is %g, as for training all weights; LoRA wants 1e-4 to 2e-4", FOR_ALL_WEIGHTS
+        )
     check_unmasked(settings.as_dict())
 
 

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 from jsonargparse import Namespace
 
+from radixtrain.__main__ import main
 from radixtrain.commands import trainer_settings
 from radixtrain.commands.keys import keys_of
 from radixtrain.commands.trainer_settings import check_interval, check_limits, check_seed
@@ -118,6 +119,16 @@ def test_a_null_that_is_no_value() -> None:
     config["model.warmup_steps"] = None
     with pytest.raises(UserError, match=r"model\.warmup_steps: expected number, got null; without the key it is 0\.0"):
         check_limits(config)
+
+
+def test_adapters_with_the_learning_rate_of_all_weights(
+    arguments: Callable[..., list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    none = {"model__use_peft": True, "data__train_file": "none.jsonl"}
+    for rate, told in ((None, True), (1e-4, False)):
+        caplog.clear()
+        assert main(arguments(model__learning_rate=rate, **none)) == 1
+        assert ("model.learning_rate is 2e-05, as for training all weights; LoRA wants" in caplog.text) == told
 
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}

@@ -127,6 +127,7 @@ def test_fit_prints_it_before_the_first_step(arguments, shop, tmp_path, capsys):
     rows = [{**json.loads(line), "id": 1} for line in (shop / "train.jsonl").read_text().splitlines()]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {"data__train_file": tmp_path / "rows.jsonl", "model__lora_r": 8, "trainer__max_steps": 1}
+    flags["model__use_peft"] = False  # or it would be an error
     assert main(arguments(**flags)) == 0
     printed = capsys.readouterr().out
     names = ["data", "lengths", "columns", "keys", "prompts", "r", "steps", "memory", "disk", "sample", "loss", "r"]
