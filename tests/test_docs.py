@@ -163,14 +163,13 @@ def test_the_measurement_of_r(capsys: pytest.CaptureFixture[str]) -> None:
 # docs/configuration.md: its tables are the code's
 
 CONFIGURATION = "docs/configuration.md"
-TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "bench", "doctor", "elsewhere"]
+TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "doctor", "elsewhere"]
 SECTIONS = ("model", "data", "evaluate_generation")
 NOT_KEYS = ("self", "model", "datamodule")  # of `verify`, which the command line fills in
 
 
 def rows_of(table: str) -> list[list[str]]:
     """key, values, default, meaning: from the signature and the docstring."""
-    from radixtrain.commands.bench import bench
     from radixtrain.commands.cli_args import run_settings
     from radixtrain.commands.doctor import doctor
     from radixtrain.commands.export import export
@@ -180,7 +179,7 @@ def rows_of(table: str) -> list[list[str]]:
     from radixtrain.training.trainer import Trainer
 
     sections = {"model": RadixModule, "data": SFTData, "evaluate_generation": EvaluateGeneration, "cli": run_settings}
-    owner = {**sections, "verify": Trainer.verify, "export": export, "bench": bench, "doctor": doctor}[table]
+    owner = {**sections, "verify": Trainer.verify, "export": export, "doctor": doctor}[table]
     called = owner.__init__ if inspect.isclass(owner) else owner
     kinds = get_type_hints(called)
     documented = {each.arg_name: each.description for each in parse_docstring(inspect.getdoc(owner) or "").params}
@@ -221,8 +220,15 @@ def as_yaml(default: Any) -> str:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    head = [["key", "values", "default", "meaning"], ["---"] * 4]
-    body = [[f"`{name}`", *(" ".join(cell.split()).replace("|", r"\|") for cell in cells)] for name, *cells in rows]
+    head = [["key", "values (default)", "meaning"], ["---"] * 3]
+    body = [
+        [
+            f"`{name}`",
+            f"{kind.removesuffix(', null') if 'null' in default else kind} ({default})",
+            " ".join(text.split()),
+        ]
+        for name, kind, default, text in rows
+    ]
     return "".join("| " + " | ".join(row) + " |\n" for row in [*head, *body])
 
 

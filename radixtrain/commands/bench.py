@@ -50,28 +50,27 @@ def bench(
     Args:
         models: Qwen3 shapes with random weights: num_hidden_layers, hidden_size, intermediate_size (null: 3 x
             hidden_size), num_attention_heads (null: hidden_size / head_dim), num_key_value_heads (null: half of those),
-            head_dim, vocab_size, tie_word_embeddings, name (in the table), family (qwen3, or the hybrid qwen3_5).
+            head_dim, vocab_size, tie_word_embeddings, name, family (qwen3 or qwen3_5).
         prompt_length: tokens that sequences share; 0 for none.
-        suffix_length: tokens of each sequence after them; these bear the loss.
-        num_sequences: sequences of the batch; 1 has nothing to share.
-        tree: flat, one prompt for all; nested, half of the prompt for all, the other half for every four sequences.
-        mode: step, forward and backward; forward, without gradients.
-        attention: strategies on unique tokens. auto is what `fit` would choose; the table shows the choice.
+        suffix_length: tokens of each after them, which bear the loss.
+        num_sequences: sequences of the batch.
+        tree: flat, one prompt for all; nested, half of it for every four sequences.
+        mode: forward is without gradients.
+        attention: strategies on unique tokens; auto is what `fit` would choose.
         kernel: of the attention on unique tokens.
         attn_implementation: of the ordinary arm: Hugging Face's sdpa, flash_attention_2, eager.
         device: where it runs.
         dtype: of weights and computation.
         repeats: turns of each arm; medians are reported.
-        ordinary: whether the ordinary arm is timed. If not, it runs once, for the check, in micro-batches of at most
-            16,384 tokens, so that larger cells fit into memory.
-        float64_truth: compare gradients with a float64 run of the ordinary model, by the bars of `radixtrain verify`.
-            Always so for a model with recurrent layers. Otherwise float32 is compared with the ordinary arm (at most
-            1e-4 apart, relative L2 of each tensor), bfloat16 with the ordinary model in float32.
-        max_teraflops: leave out cells whose ordinary step (or forward) takes more than so many 1e12 floating-point
-            operations.
-        num_threads: of torch on CPU; null leaves torch's choice.
-        csv: a file to write, a line for each cell and strategy, as soon as it is measured.
-        plot: a .png or .svg file to write: measured against ideal speed-up. Needs matplotlib.
+        ordinary: time the ordinary arm. Otherwise it runs once, for the check, in micro-batches of at most 16,384
+            tokens.
+        float64_truth: compare gradients with the ordinary model in float64, by the bars of `verify`; always so with
+            recurrent layers. Otherwise float32 is compared with the ordinary arm (1e-4, relative L2 of each tensor),
+            bfloat16 with float32.
+        max_teraflops: leave out cells whose ordinary step takes more 1e12 floating-point operations.
+        num_threads: of torch on CPU.
+        csv: a file to write, a line for each cell and strategy.
+        plot: a .png or .svg file: measured against ideal speed-up. Needs matplotlib.
 
     Raises:
         UserError: the gradient of an arm is not the ordinary one, so that times mean nothing; or a key cannot be met.

@@ -41,11 +41,11 @@ def run_settings(
         dedup: false runs the ordinary baseline: stock attention, padded batches.
         overwrite: replace the run that is in output_dir.
         save_every_steps: optimizer steps between two checkpoints.
-        save_every_minutes: minutes between two checkpoints. The end of an epoch and that of the run write one, too.
+        save_every_minutes: minutes between two; the end of an epoch and of the run write one, too.
         save_total_limit: checkpoints that are kept, besides the best one.
         save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
-        early_stopping: end after so many validations without a better value of save_best, or of eval_loss.
-        ddp_timeout: seconds that a rank waits for the others in a step: then the run ends with an error.
+        early_stopping: end after so many validations without a better save_best, or eval_loss.
+        ddp_timeout: seconds that a rank waits for the others in a step.
     """
 
 

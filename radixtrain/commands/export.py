@@ -29,9 +29,9 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
     """Write the model of a checkpoint as a folder that `from_pretrained` loads, with a model card.
 
     Args:
-        ckpt_path: a folder in `<output_dir>/checkpoints` of a run, such as `step=500`, `last` or `best`; or the
-            output_dir, for the newest of them that is whole.
-        output_dir: the folder to write: absent, empty, or an earlier model, which is replaced as a whole.
+        ckpt_path: a folder in `<output_dir>/checkpoints`, such as `step=500`, `last` or `best`; or the output_dir, for
+            its newest whole one.
+        output_dir: the folder to write: absent, empty, or an earlier model, which is replaced.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
 
     Raises:

@@ -43,42 +43,39 @@ class SFTData(L.LightningDataModule):
     Rows are tokenised in parallel, once: the tokens are kept on disk, where later runs find them.
 
     Args:
-        train_file: rows to train on: a file, a folder, a pattern such as `data/*.jsonl`, or the name of a data set; or
-            a list of those. An entry of the list may say more: `{path: ..., weight: 2, name: ..., split: ...,
-            subset: ..., columns: {...}}`; the weight is how often each of its rows occurs in an epoch.
+        train_file: rows to train on: a file, a folder, a pattern such as `data/*.jsonl`, a data set's name, or a list
+            of those. An entry may say more: `{path: ..., weight: 2, name: ..., split: ..., subset: ..., columns:
+            {...}}`; weight is how often each of its rows occurs in an epoch.
         validation_file: rows for the validation loss. Without it, see `val_size`.
         test_file: rows for `test` and, without `predict_file`, for `predict`.
         predict_file: rows for `predict`.
-        columns: which columns hold what if their names do not say it, ours: theirs, for instance
-            `{user: question, assistant: answer}`.
-        val_size: rows taken out of `train_file` for validation if there is no `validation_file`: a share below 1, or a
-            number of conversations.
+        columns: ours: theirs, if names do not say what a column holds: `{user: question, assistant: answer}`.
+        val_size: rows of `train_file` to validate on without a `validation_file`: a share below 1, or a number of
+            conversations.
         batch_size: conversations in one optimizer step. Its gradient does not depend on how the step is cut.
-        max_tokens: unique tokens in one micro-batch, which is what memory is spent on.
-        max_length: longest sample, in tokens; none is cut silently, see `excess_length_strategy`.
+        max_tokens: unique tokens in a micro-batch: what memory is spent on.
+        max_length: longest sample, in tokens.
         excess_length_strategy: what is done with a longer one: raise, drop, or truncate (keeps the start).
-        on_bad_row: what is done with a row that cannot be used: raise stops with `file:line: reason`, skip reports and
-            goes on.
+        on_bad_row: a row that cannot be used: raise stops with `file:line: reason`, skip reports and goes on.
         assistant_only_loss: loss on the assistant's turns only; otherwise on every token of a chat.
         completion_only_loss: loss on the completion only, in rows that have one.
-        split_turns: one sample per assistant turn, rendered exactly as the model will see it at inference.
+        split_turns: a sample for each assistant turn, rendered as the model will see it at inference.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
         chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
-        group_by_prefix: draw the steps so that conversations with a common prompt meet. A number is how many of a
-            prompt stay together, at most; true takes the smallest that reaches 80 % of the largest r, and no more than
-            half of a step, so that it has several prompts.
+        group_by_prefix: draw steps in which conversations with a common prompt meet. A number is how many of a prompt
+            stay together; true takes the smallest that reaches 80 % of the largest r, at most half of a step.
         seed: of the order of the steps and of `val_size`; on the command line it is `seed_everything`, and 42 if that
             is true or false and not a number.
-        min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; auto chooses for each batch,
-            together with the attention strategy, by what a layer of the model costs.
-        shared_targets: what a label counts that several sequences of a step share. every counts it once for each of
-            them, as an ordinary trainer does; once counts it once, with the mean of their loss weights.
-        pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of this many.
-        dataset_num_proc: processes that tokenise; null takes one for each core if the file is large.
-        cache_dir: where tokenised rows are kept; null is `tokens` in radixtrain's cache folder (`$RADIXTRAIN_CACHE`).
+        min_shared_tokens: a branch point that saves fewer tokens gets no branch; auto chooses for each batch by what a
+            layer costs.
+        shared_targets: what a label counts that several sequences of a step share: every, once for each, as in an
+            ordinary trainer; once, once with the mean of their loss weights.
+        pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.
+        dataset_num_proc: processes that tokenise; null: one for each core if the file is large.
+        cache_dir: of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
         overwrite_cache: tokenise again, whatever is kept.
-        dataloader_num_workers: processes that collate and build plans ahead of the training step.
+        dataloader_num_workers: processes that collate and plan ahead of the training step.
         model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
         dedup: False for the ordinary padded baseline on the same batches.
         predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true

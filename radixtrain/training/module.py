@@ -61,45 +61,43 @@ class RadixModule(L.LightningModule):
 
     Args:
         model_name_or_path: a Hugging Face folder or hub name.
-        dtype: of the weights and the computation; `auto` takes the checkpoint's. For mixed precision leave float32 and
-            set `trainer.precision`.
-        attention: how attention uses the tree: auto, cascade, path, expand or reference.
-        kernel: which attention kernel: auto, torch, flash_attn, flash_attn_3 or eager.
-        attn_implementation: Hugging Face attention of the ordinary arm, with `dedup: false`.
-        allow_dropout: dropout modules to accept by name although a shared token then draws one mask, not one per copy.
+        dtype: of weights and computation; `auto` takes the checkpoint's. For mixed precision set `trainer.precision`.
+        attention: how attention uses the tree.
+        kernel: which attention kernel.
+        attn_implementation: Hugging Face's attention, with `dedup: false`.
+        allow_dropout: dropout modules to accept by name, although a shared token then draws one mask for all its
+            copies.
         learning_rate: peak, of AdamW.
-        lr_scheduler_type: what the learning rate does after the warm-up; a schedule of transformers' `get_scheduler`.
+        lr_scheduler_type: the learning rate after the warm-up, by transformers' `get_scheduler`.
         warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.
         weight_decay: on matrices; norms and biases have none.
         adam_beta1: decay of the first moment.
         adam_beta2: decay of the second moment.
         adam_epsilon: added to the root of the second moment.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
-        on_nonfinite: what is done with a step whose loss or gradient is not finite. raise stops the run before the
-            weights change, skip leaves the step out and names its rows.
-        max_skipped_steps: most steps of a run that `on_nonfinite: skip` leaves out; the next one stops it.
+        on_nonfinite: a loss or gradient that is not finite: raise stops before the weights change, skip leaves the step
+            out and names its rows.
+        max_skipped_steps: most steps that `on_nonfinite: skip` leaves out.
         activation_checkpointing: recompute activations in the backward pass: less memory, a third more time.
         use_peft: train LoRA adapters and not the weights.
         lora_r: rank of the adapters.
         lora_alpha: their scale, times `1 / lora_r`, or `1 / sqrt(lora_r)` with use_rslora.
         lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
-        lora_target_modules: names of the layers that get one; `all-linear` for every one but the head. The head can be
-            named if it is not tied to the embedding.
-        use_dora: DoRA: the adapters learn the direction of a weight, and one number for each output its length.
-        use_rslora: rank-stabilised LoRA: the scale falls with the square root of the rank.
-        load_in_4bit: QLoRA: hold the weights in 4 bits under the adapters. Needs bitsandbytes.
+        lora_target_modules: names of layers; `all-linear` for every one but the head, which can be named if it is not
+            tied.
+        use_dora: DoRA: adapters for the direction of a weight, one number for each output's length.
+        use_rslora: rank-stabilised LoRA.
+        load_in_4bit: QLoRA: the weights under the adapters in 4 bits. Needs bitsandbytes.
         bnb_4bit_quant_type: how 4 bits stand for a number.
-        bnb_4bit_compute_dtype: of the products with 4-bit weights; null takes `dtype`.
-        bnb_4bit_use_double_quant: quantise the scales of the 4-bit weights too: 0.4 bits less for each weight.
+        bnb_4bit_compute_dtype: of products with 4-bit weights; null takes `dtype`.
+        bnb_4bit_use_double_quant: quantise their scales too: 0.4 bits less for each weight.
         dedup: False for the ordinary baseline: stock attention on padded batches.
-        verify_first_batch: before training, compare the gradient of the first optimizer step with ordinary Hugging
-            Face's, and stop if they differ; see the command `verify`.
-        scores: what `predict` writes of each row, one or several of logprobs, completion_logprob, perplexity,
-            next_token_logits, next_token_logprobs, next_token_probs and embedding; null is `[logprobs]`.
-        next_tokens: words of one token each, in quotes, whose `next_token_...` scores are written. A blank at the start
-            of a word counts.
+        verify_first_batch: before training, `verify` the first optimizer step, and stop if the gradients differ.
+        scores: what `predict` writes of each row: logprobs (null), completion_logprob, perplexity, next_token_logits,
+            next_token_logprobs, next_token_probs, embedding.
+        next_tokens: words of one token each, in quotes, for the `next_token_...` scores; a blank at the start counts.
         normalize_embeddings: scale embeddings to an L2 norm of 1.
-        generate: `predict` writes an answer to each row and no scores; `evaluate_generation` says how it is generated.
+        generate: `predict` writes answers, as `evaluate_generation` says, and no scores.
     """
 
     hparams: Any  # Lightning's own type knows no attribute

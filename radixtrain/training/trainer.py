@@ -58,8 +58,8 @@ class Trainer(L.Trainer):
 
         Args:
             num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
-            num_sequences: only the first ones of each step. Forward and backward run three times in float64 and twice
-                in every other precision, which is slow for a large model on a CPU.
+            num_sequences: only the first ones of each step: it runs three times in float64 and twice in every other
+                precision.
             ckpt_path: a checkpoint of the run, whose weights are used.
 
         Raises:

@@ -37,17 +37,14 @@ class EvaluateGeneration(L.Callback):
     is touched.
 
     Args:
-        metric: what judges the answers after each validation; null generates nothing. One of exact_match, contains and
-            regex, or a function of yours by its path, `module.function`.
-        pattern: a regular expression, for the metric regex. An answer is right if the first group, or without groups
-            the whole match, is that of the target.
-        num_samples: rows to answer, drawn by the seed once; null answers all.
-        max_new_tokens: most tokens of an answer. This key and those below it are read by `predict` too, with
-            `model.generate: true`.
+        metric: what judges the answers after each validation: exact_match, contains, regex, or a function of yours by
+            its path, `module.function`; null generates nothing.
+        pattern: for the metric regex: an answer is right if the first group, or the whole match, is that of the target.
+        num_samples: rows to answer, drawn once; null answers all.
+        max_new_tokens: most tokens of an answer. `predict` with `model.generate: true` reads this key and those below.
         do_sample: draw tokens, with the same seed each time; false takes the most likely one.
-        temperature: of the draws; null is that of the model's generation config.
-        generation_kwargs: more fields of Hugging Face's `GenerationConfig`, such as
-            `{top_p: 0.9, stop_strings: ["###"]}`.
+        temperature: of the draws; null is the model's own.
+        generation_kwargs: more of Hugging Face's `GenerationConfig`, such as `{top_p: 0.9, stop_strings: ["###"]}`.
         batch_size: prompts at once; null leaves it to radixtrain, and is 32 with `dedup: false`.
     """
 

@@ -1,9 +1,12 @@
 """Keys that are read from the sources are those of the parser."""
 
+import pytest
 import yaml
 
 from radixtrain.commands import COMMANDS
-from radixtrain.commands.keys import keys_of, trainer_keys
+from radixtrain.commands.keys import keys_of, known_keys, trainer_keys
+from radixtrain.commands.typed import SYNONYMS, check_typed
+from radixtrain.errors import UsageError
 
 
 def flat(config, section=""):
@@ -31,6 +34,16 @@ def test_the_keys_of_fit_are_those_of_the_parser_with_its_defaults(printed_by):
     ours = {name: value for name, value in read.items() if not name.startswith("trainer.")}
     assert ours == {name: parsed[name] for name in ours}
     assert [key.name for key in keys.values() if key.default is None] == ["model.model_name_or_path"]
+
+
+def test_the_names_of_other_tools():
+    ours = known_keys("fit")
+    assert ours.keys() >= SYNONYMS.keys()
+    for key, (note, names) in SYNONYMS.items():
+        for name in names.split():
+            assert name not in ours
+            with pytest.raises(UsageError, match=rf"^no key \S*{name}: here it is {key}{note and ', ' + note}$"):
+                check_typed(["fit", f"--training_args.{name}=1"])
 
 
 def test_every_key_has_a_meaning_and_values():
