@@ -60,6 +60,8 @@ class SFTData(L.LightningDataModule):
         assistant_only_loss: loss on the assistant's turns only; otherwise on every token of a chat.
         completion_only_loss: loss on the completion only, in rows that have one.
         split_turns: a sample for each assistant turn, rendered as the model will see it at inference.
+        train_on: distinct_turns trains a turn once that several rows repeat after the same messages, as a log of an
+            agent's requests does; every_turn trains it in each of them, last_turn only the last of a row.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
         chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
         shuffle_dataset: draw the steps of every epoch in a new order, seeded.
@@ -102,6 +104,7 @@ class SFTData(L.LightningDataModule):
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
         split_turns: bool = True,
+        train_on: Literal["distinct_turns", "every_turn", "last_turn"] = "distinct_turns",
         chat_template_path: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         shuffle_dataset: bool = True,
@@ -329,6 +332,8 @@ def check_sizes(settings: Any) -> None:
             raise UserError(f"data.{name} must be at most {most}, got {value}")
     if not 0 <= settings.val_size < math.inf:
         raise UserError(f"data.val_size must be a share below 1 or a number of conversations, got {settings.val_size}")
+    if settings.train_on == "last_turn" and not (settings.split_turns and settings.assistant_only_loss):
+        raise UserError("data.train_on: last_turn needs split_turns: true and assistant_only_loss: true")
     check_group_by_prefix(settings.group_by_prefix, settings.batch_size, settings.shuffle_dataset)
     for name in ("max_length", "pad_to_multiple_of"):
         if settings[name] is not None and settings[name] > settings.max_tokens:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import KEY, as_sources
@@ -17,6 +20,7 @@ from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
 from radixtrain.data.tokenized.corpus import Corpus, Part
+from radixtrain.data.tokenized.turns import ChosenSamples, distinct_turns, last_turns
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.distributed import ranks
@@ -24,6 +28,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 
 __all__ = ["encoder_of", "load_split", "read_together", "take_validation"]
+
+logger = logging.getLogger(__name__)
 
 LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory
 ROWS_LOOKED_AT = 32  # for a template that rewrites history
@@ -73,7 +79,8 @@ def load_split(
     for source in sources:
         found = tokenized(source, encoder, options)
         report.add(found.report)
-        parts.append(Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest))
+        part = Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest)
+        parts.append(_trained_turns(part, settings.train_on) if key == KEY and not unlabelled else part)
     corpus = Corpus(parts)
     size = len(corpus) if corpus.weights is None else epoch_size(corpus.weights)
     if not size and len(corpus):
@@ -81,6 +88,25 @@ def load_split(
     if size > LARGEST_EPOCH:
         raise UserError(f"{key}: with these weights an epoch has {size:,} conversations; lower them")
     return corpus, report
+
+
+def _trained_turns(part: Part, train_on: str) -> Part:
+    """The turns of a source that are trained; one line in the log if some are not."""
+    store = part.conversations
+    if train_on == "last_turn":
+        is_chosen, reason = last_turns(store), "are not the last of their row"
+    else:
+        is_chosen, reason = distinct_turns(store), "stand in another row too, after the same messages"
+    num_left_out = len(is_chosen) - int(is_chosen.sum())
+    if not num_left_out:
+        return part
+    counts = f"{num_left_out:,} of {len(is_chosen):,} turns {reason}"
+    if train_on == "every_turn":
+        logger.warning("%s: %s, and are trained there too (data.train_on: every_turn)", part.name, counts)
+        return part
+    logger.warning("%s: %s: they are left out (data.train_on: %s)", part.name, counts, train_on)
+    digest = xxhash.xxh3_128(is_chosen.tobytes()).hexdigest()
+    return replace(part, conversations=ChosenSamples(store, is_chosen), digest=f"{part.digest} {digest}")
 
 
 def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Corpus]:

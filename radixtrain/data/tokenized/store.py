@@ -152,7 +152,7 @@ class TokenStore(Sequence[list[Sample]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
         start, end = self.starts[index % len(self) : index % len(self) + 2].tolist()
-        return [self._sample(number) for number in range(start, end)]
+        return [self.sample(number) for number in range(start, end)]
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -161,6 +161,11 @@ class TokenStore(Sequence[list[Sample]]):
     @cached_property
     def starts(self) -> np.ndarray:
         return np.load(self.folder / "starts.npy", mmap_mode="r")
+
+    def has_several_answers(self) -> bool:
+        """Whether a sample has labels in more than one run, of those whose labels are tokens of the sample."""
+        batches = (self._file.get_batch(number)["loss_spans"] for number in range(self._file.num_record_batches))
+        return any((np.diff(spans.offsets.to_numpy()) > 2).any() for spans in batches)
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -184,7 +189,8 @@ class TokenStore(Sequence[list[Sample]]):
         batch = self._file.get_batch(number)
         return {**{name: _Lists.of(batch[name]) for name in LISTS}, "where": batch["where"]}
 
-    def _sample(self, number: int) -> Sample:
+    def sample(self, number: int) -> Sample:
+        """One of all, counted from 0."""
         batch = int(np.searchsorted(self._batch_ends, number, side="right"))
         place = number - (int(self._batch_ends[batch - 1]) if batch else 0)
         views = self._views(batch)

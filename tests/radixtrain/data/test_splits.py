@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
 from forked_ranks import on_ranks
@@ -46,6 +47,70 @@ def write(path: Path, letters: str, answer: str = "yes") -> str:
 
 def letters_of(data: SFTData, split: str = "train") -> str:
     return "".join(chr(samples[0].input_ids[0]) for samples in data.conversations[split])
+
+
+class TestNestedRows:
+    """A log of an agent: a row for each request holds all earlier ones; one request was tried twice."""
+
+    TURNS = "one", "two", "three"
+
+    @pytest.fixture
+    def log(self, tmp_path: Path) -> str:
+        chats = [self.TURNS[:1], self.TURNS[:2], self.TURNS, ("one", "retry"), ("alone",), ("alone",)]
+        rows = [
+            {
+                "messages": [
+                    m for q in chat for m in ({"role": "user", "content": q}, {"role": "assistant", "content": q})
+                ]
+            }
+            for chat in chats
+        ]
+        path = tmp_path / "log.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        return str(path)
+
+    @pytest.mark.parametrize(
+        ("train_on", "split_turns", "trained"),
+        [
+            ("every_turn", True, [(1, 1), (2, 2), (3, 3), (4, 2), (5, 1), (6, 1)]),
+            ("distinct_turns", True, [(3, 3), (4, 1), (5, 1), (6, 1)]),
+            ("last_turn", True, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
+            ("every_turn", False, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
+            ("distinct_turns", False, [(3, 1), (4, 1), (5, 1), (6, 1)]),
+        ],
+    )
+    def test_turns(
+        self,
+        data: Callable[..., SFTData],
+        log: str,
+        train_on: str,
+        split_turns: bool,
+        trained: list[tuple[int, int]],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """trained: line of the file, and samples that it gives. Equal rows stay, as often as they occur."""
+        corpus = data(log, train_on=train_on, split_turns=split_turns).conversations["train"]
+        assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
+        assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
+        assert np.diff(corpus.starts).tolist() == [len(row) for row in corpus]
+        everything = data(log, train_on="every_turn", split_turns=split_turns).conversations["train"]
+        if train_on == "distinct_turns":
+            assert corpus.digest != everything.digest
+            assert not split_turns or turns_of(corpus) == turns_of(everything)
+        assert f"(data.train_on: {train_on})" in caplog.text
+
+    def test_nothing_nested_is_as_it_was(self, data: Callable[..., SFTData], tmp_path: Path) -> None:
+        path = write(tmp_path / "a.jsonl", "abca")
+        ways = [data(path, train_on=way).conversations["train"].digest for way in ("distinct_turns", "every_turn")]
+        assert ways[0] == ways[1]
+
+    def test_the_last_turn_of_a_whole_chat(self, data: Callable[..., SFTData], log: str) -> None:
+        with pytest.raises(UserError, match="train_on: last_turn needs split_turns: true"):
+            data(log, train_on="last_turn", split_turns=False)
+
+
+def turns_of(corpus: Corpus) -> set[bytes]:
+    return {sample.input_ids.tobytes() + sample.labels.tobytes() for row in corpus for sample in row}
 
 
 def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: Path) -> None:
