@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from radixtrain.errors import UserError
 
-__all__ = ["FIT", "OLDEST", "OLDEST_OPTIONAL", "WHY", "check_versions", "installed", "is_older"]
+__all__ = ["FIT", "OLDEST", "OLDEST_OPTIONAL", "WHY", "check_versions", "installed", "is_older", "versions"]
 
 # Package -> the oldest version that works: the bounds of pyproject.toml, which tests/test_packaging.py compares.
 OLDEST = {"jinja2": "3.1", "numpy": "2", "safetensors": "0.5", "torch": "2.10", "transformers": "5.17", "xxhash": "3"}
@@ -63,6 +63,12 @@ def installed(name: str) -> str | None:
         return metadata.version(name) or UNKNOWN
     except metadata.PackageNotFoundError:
         return UNKNOWN if _is_found(name) else None
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that make a model, by their names."""
+    found = {name: installed(name) for name in ("radixtrain", "torch", "transformers", "lightning", "peft")}
+    return {name: version for name, version in found.items() if version not in (None, UNKNOWN)}
 
 
 def _is_found(name: str) -> bool:

@@ -18,7 +18,10 @@ from radixtrain.checkpoints.space import check_space, explained
 from radixtrain.checkpoints.tensors import in_order, map_tensors, read_tensors, write_tensors
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["DamagedCheckpoint", "gathering_of", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
+__all__ = [
+    *("DamagedCheckpoint", "gathering_of", "read_checkpoint", "read_settings"),
+    *("verify_checkpoint", "write_checkpoint"),
+]
 
 SHARDED = (MODEL, OPTIMIZER)  # files whose tensors may be sharded, as they are written
 
@@ -74,14 +77,20 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
     """
     path = standing(Path(path))
     verify_checkpoint(path)
-    skeleton = _read(path, SKELETON, lambda file: json.loads(file.read_bytes()))
-    if not isinstance(skeleton, dict):
-        raise DamagedCheckpoint(path, SKELETON, "is damaged: it holds no dictionary")
+    skeleton = _skeleton(path)
     wanted = {key: value for key, value in skeleton.items() if key not in leave_out}
     mapped = () if in_memory else SHARDED
     files = sorted({file_of(key) for key in wanted})
     tensors = {name: _read(path, name, map_tensors if name in mapped else read_tensors) for name in files}
     return _read(path, SKELETON, lambda _: unpack(Packed(wanted, tensors)))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint, under the keys of `read_checkpoint`; no other file is read."""
+    skeleton = _skeleton(path)
+    found = {key: skeleton.get(key, {}) for key in ("hyper_parameters", "datamodule_hyper_parameters")}
+    found["radixtrain"] = {"settings": skeleton.get("radixtrain", {}).get("settings", {})}
+    return _read(path, SKELETON, lambda _: unpack(Packed(found, {})))
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -93,6 +102,13 @@ def verify_checkpoint(path: Path) -> None:
         _check_size(path, name, expected.size)
         if _read(path, name, digest_of_file) != expected:
             raise DamagedCheckpoint(path, name, "is damaged: its checksum is not the one in the manifest")
+
+
+def _skeleton(path: Path) -> dict[str, Any]:
+    skeleton = _read(path, SKELETON, lambda file: json.loads(file.read_bytes()))
+    if not isinstance(skeleton, dict):
+        raise DamagedCheckpoint(path, SKELETON, "is damaged: it holds no dictionary")
+    return skeleton
 
 
 def _check_size(path: Path, name: str, size: int) -> None:

@@ -15,11 +15,12 @@ from radixtrain.checkpoints.folder import verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
 from radixtrain.errors import UserError
 
-__all__ = ["NewestValid", "newest_valid", "point", "prune", "resolve", "tidy"]
+__all__ = ["AUTO", "NewestValid", "newest_valid", "point", "prune", "resolve", "tidy"]
 
 logger = logging.getLogger(__name__)
 
 LINKS = ("last", "best")
+AUTO = "auto"  # of `fit`: the newest whole checkpoint if there is any, else a start
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,13 @@ def newest_valid(folder: Path) -> NewestValid:
 def resolve(text: str, folder: Path) -> Path:
     """The checkpoint that `--ckpt_path` names: whole, and a warning for each newer one that is not.
 
-    text: `last`, the newest whole one of `folder`; `best`; a checkpoint folder; the links `last` and `best` in
-        a folder of checkpoints; such a folder or the output_dir of a run, for its newest whole one.
+    text: `last` or `auto`, the newest whole one of `folder`; `best`; a checkpoint folder; the links `last` and `best`
+        in a folder of checkpoints; such a folder or the output_dir of a run, for its newest whole one.
 
     Raises UserError if there is none, or if the one that is named is damaged; it names one that is whole.
     """
+    if text == AUTO:
+        return _newest(Path(folder), text)
     path = Path(folder) / text if text in LINKS else Path(text)
     if path.name == "last" and (path.is_symlink() or not path.is_dir()):
         return _newest(path.parent, text)
@@ -72,7 +75,8 @@ def _newest(folder: Path, text: str) -> Path:
     newest = newest_valid(folder)
     if newest.path is None:
         reasons = "; ".join(newest.passed_over)
-        raise UserError(f"ckpt_path {text}: no whole checkpoint in {folder}{f' ({reasons})' if reasons else ''}")
+        why = f" ({reasons})" if reasons else "; --ckpt_path auto starts if there is none yet"
+        raise UserError(f"ckpt_path {text}: no whole checkpoint in {folder}{why}")
     for line in newest.passed_over:
         logger.warning("passed over: %s; taken instead: %s", line, newest.path)
     return newest.path

@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from radixtrain.checkpoints.resolve import newest_valid, resolve, tidy
+from radixtrain.checkpoints.manifest import checkpoints_in
+from radixtrain.checkpoints.resolve import AUTO, resolve, tidy
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.run_folder import check_new_run
+from radixtrain.training.fault_tolerance.resume import changed_settings, check_settings_of_run
+from radixtrain.training.fault_tolerance.run_folder import check_new_run, is_resumed, is_set_aside
 from radixtrain.training.results.model_folder import check_model_folder
 from radixtrain.training.results.run_progress import print_line, weights_text
 from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
@@ -21,23 +23,27 @@ WITHOUT_WEIGHTS = ("inspect", "report")  # which read the model's config and tok
 EVALUATING = ("validate", "test", "predict")
 
 
-def checkpoint_of_fit(output_dir: Path, ckpt_path: str | None, overwrite: bool) -> str | None:
-    """The checkpoint that `fit` goes on from; None if it starts anew. Leftovers of killed runs are removed.
+def checkpoint_of_fit(
+    output_dir: Path, ckpt_path: str | None, overwrite: bool, model: Any, data: Any
+) -> tuple[str | None, bool]:
+    """The checkpoint that `fit` goes on from, None if it starts anew; and whether it then replaces what is there.
 
-    A job that SLURM has started again goes on from its newest whole checkpoint, whatever `ckpt_path` says.
+    A job that SLURM has started again goes on as with `auto`. Leftovers of killed runs are removed.
 
-    Raises UserError if the folder holds another run, or if the checkpoint is not whole.
+    model, data: a `RadixModule` and an `SFTData`.
+
+    Raises UserError if the folder holds another run, if the checkpoint is not whole, or if its settings do not fit.
     """
-    is_restarted = slurm.is_restarted(output_dir)
-    check_new_run(output_dir, ckpt_path, overwrite or is_restarted)
+    if slurm.is_restarted(output_dir) and not (overwrite and is_set_aside(output_dir)):
+        ckpt_path, overwrite = AUTO, False
     checkpoints = output_dir / "checkpoints"
+    check_new_run(output_dir, ckpt_path, overwrite, lambda path: changed_settings(path, model, data))
     tidy(checkpoints)
-    if not is_restarted:
-        return checkpoint_to_evaluate(output_dir, ckpt_path)
-    chosen = newest_valid(checkpoints)
-    for line in chosen.passed_over:
-        logger.warning("%s", line)
-    return None if chosen.path is None else str(chosen.path)
+    is_start = ckpt_path == AUTO and not checkpoints_in(checkpoints)
+    chosen = None if is_start else checkpoint_to_evaluate(output_dir, ckpt_path)
+    if chosen is not None:
+        check_settings_of_run(Path(chosen), model, data)
+    return chosen, not is_resumed(output_dir, ckpt_path)
 
 
 def checkpoint_to_evaluate(output_dir: Path, ckpt_path: str | None) -> str | None:

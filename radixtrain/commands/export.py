@@ -21,6 +21,7 @@ from radixtrain.training.results.model_folder import check_model_folder, save_hf
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.saved_config import SaveMaskedConfig
 from radixtrain.training.results.summary import RunSummary
+from radixtrain.training.start.run_overview import system_prompt
 
 __all__ = ["export", "export_run", "run"]
 
@@ -92,6 +93,7 @@ def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output
         results,
         {"rows": str(data.reports["train"])},
         has_chat_template=tokenizer.chat_template is not None,
+        system=system_prompt(data.hparams),
     )
     folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)
     summary.close(trainer, module, folder)

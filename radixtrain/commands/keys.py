@@ -54,7 +54,7 @@ CKPT = Key(
     "ckpt_path",
     "text, null",
     "null",
-    "a checkpoint to go on from (fit) or whose weights to take: `last`, `best`, or a path.",
+    "a checkpoint to go on from (fit), or to take weights of: `last`, `best`, `auto` (or a start), or a path.",
 )
 HELP = Key("help", "", "", "")
 PRINT = Key("print_config", "", "", "print every key with its value, and run nothing.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 from jsonargparse import ArgumentError
@@ -16,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from radixtrain.commands.before_reading import (
+    EVALUATING,
     WITHOUT_WEIGHTS,
     check_weights_and_room,
     checkpoint_of_fit,
@@ -44,14 +47,22 @@ from radixtrain.training.devices.settings import check_devices, default_devices,
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.resume import settings_of_run
-from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, is_resumed, locked, logs_of_run
+from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.saved_config import SaveMaskedConfig, mask_what_is_logged, own_log_folders
+from radixtrain.training.results.saved_config import (
+    SaveMaskedConfig,
+    defaults_of_model,
+    mask_what_is_logged,
+    own_log_folders,
+)
+from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 from radixtrain.training.trainer import Trainer
 
 __all__ = ["RadixCLI", "run"]
+
+logger = logging.getLogger(__name__)
 
 OUR_OWN = ("verify", "inspect", "report")  # methods that our trainer adds to Lightning's
 WRITING = ("fit", "validate", "test", "predict", "report")  # into output_dir
@@ -89,12 +100,26 @@ class RadixCLI(LightningCLI):
         """As Lightning's, and the values are checked. The error for a word that YAML reads as a truth says so."""
         try:
             super().parse_arguments(parser, args)
+            self._take_settings_of_model(parser, args)
         except ArgumentError as error:
             if re.search(r"next_tokens\b.*\b(True|False)\b", str(error), re.DOTALL):
                 raise ArgumentError(None, QUOTES) from None
             raise
         self.settings = self.config[self.config.subcommand]
         check_settings(self.settings, self.config.subcommand)
+
+    def _take_settings_of_model(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse again, with other defaults, if what is evaluated is a model that was trained here."""
+        command = self.config.subcommand
+        before = self.config[command]
+        found = defaults_of_model(before.model.model_name_or_path) if command in EVALUATING else {}
+        if not found:
+            return
+        self._subcommand_parsers[command].set_defaults(found)
+        super().parse_arguments(parser, args)
+        after = self.config[command]
+        if taken := [f"{name}: {after[name]}" for name in found if after[name] != before[name]]:
+            logger.info("%s, as the run that trained %s", ", ".join(taken), before.model.model_name_or_path)
 
     def before_instantiate_classes(self) -> None:
         """What loggers write about themselves is masked; they get every other secret as it is."""
@@ -167,10 +192,13 @@ class RadixCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """One command at a time writes into a folder. Signals ask it to stop, and `fit` to save."""
+        if subcommand == "fit":
+            self.model.run_settings = settings_of_run(self.settings)
         with ExitStack() as stack:
             stack.enter_context(self.callbacks.requests)
             stack.enter_context(slurm.hidden())
-            processes = stack.enter_context(Processes(self.trainer.strategy, self.typed, self.timeout))
+            start = partial(described_start, self.settings)
+            processes = stack.enter_context(Processes(self.trainer.strategy, self.typed, self.timeout, start))
             try:
                 self.ckpt_path, written = processes.joined(lambda: self._prepare(subcommand, stack))
                 self._run_prepared(subcommand, written, stack)
@@ -205,7 +233,6 @@ class RadixCLI(LightningCLI):
         trainer = cast(Any, self.trainer)
         trainer.typed = masked_arguments(self.typed[1:])
         if subcommand == "fit":
-            self.model.run_settings = settings_of_run(self.settings)
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
             if ranks().is_first:
@@ -222,7 +249,9 @@ class RadixCLI(LightningCLI):
         """What `ckpt_path` stands for."""
         given = self.config_init[subcommand].get("ckpt_path")
         if subcommand == "fit" and not self.is_try:
-            return checkpoint_of_fit(self.output_dir, given, self.settings.overwrite)
+            owners = self.model, self.datamodule
+            chosen, self.replaces = checkpoint_of_fit(self.output_dir, given, self.settings.overwrite, *owners)
+            return chosen
         return checkpoint_to_evaluate(self.output_dir, given)
 
     @contextmanager
@@ -231,11 +260,11 @@ class RadixCLI(LightningCLI):
         if self.is_try:
             yield
             return
-        slurm.remember_job(self.output_dir)
         with ExitStack() as stack:
-            if not is_resumed(self.output_dir, self.ckpt_path):
+            if self.replaces:
                 earlier = stack.enter_context(EarlierRun(self.output_dir))
                 self.callbacks.saver.on_saved.append(earlier.forget)
+            slurm.remember_job(self.output_dir)
             summary = self.callbacks.summary
             stack.enter_context(logs_of_run(own_log_folders(self.trainer), lambda: summary.first_step is not None))
             yield

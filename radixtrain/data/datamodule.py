@@ -145,7 +145,9 @@ class SFTData(L.LightningDataModule):
             "verify": ("train", "validation"),
             "inspect": ("train", "validation"),
             "report": ("train", "validation"),
-            "validate": ("validation",),
+            "validate": ("validation",)
+            if self._file("validation") or not self.hparams.val_size
+            else ("train", "validation"),
             "test": ("test",),
             "predict": ("predict",),
         }

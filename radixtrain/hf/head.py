@@ -65,7 +65,7 @@ def has_plain_head(model: nn.Module) -> bool:
     parts = parts_of(model)
     reason = _why_not_plain(parts)
     if reason is None:
-        logger.info("the head of %s is one matrix product: head and loss are fused", parts.name)
+        logger.debug("the head of %s is one matrix product: head and loss are fused", parts.name)
     else:
         logger.info("the head of %s %s: its own head is used, which holds [P, vocab] logits", parts.name, reason)
     return reason is None

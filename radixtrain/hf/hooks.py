@@ -184,7 +184,7 @@ class BackboneHooks:
             told = "for another batch:" if self.choices else "is chosen for each batch: for the first one"
             self.choices.add(choice)
             forks = _forks_of(layout)
-            logger.info("the fastest way %s attention=%s, min_shared_tokens=%s%s", told, *choice, forks)
+            logger.debug("the fastest way %s attention=%s, min_shared_tokens=%s%s", told, *choice, forks)
         return choice[0]
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -57,7 +57,7 @@ class RadixModule(L.LightningModule):
 
     Head and loss are fused if the head is one matrix. Any other head (layers before the matrix, scaled or capped
     logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then only
-    `data.max_tokens` bounds the memory for these. A line in the log says which it is.
+    `data.max_tokens` bounds the memory for these, and a line in the log says so.
 
     Args:
         model_name_or_path: a Hugging Face folder or hub name.
@@ -277,7 +277,7 @@ class RadixModule(L.LightningModule):
         seed_per_rank()
         warm_up_buckets(self)
         if self.resumed:
-            apply_settings(self.resumed, self)
+            apply_settings(self)
             sync_loop_counters(self.trainer)
             if self.position.validation_pending:
                 run_pending_validation(self)

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = [
     *("FLOAT64", "compute_in_float64", "fail_on_rank_1", "go_on_after_pause", "memory", "note_memory_of_saves"),
-    *("pause", "wait_until_paused"),
+    *("pause", "wait_until_paused", "work_in_folder_of_rank"),
 ]
 
 
@@ -75,6 +75,11 @@ def wait_until_paused(folder: Path, run: Any, count: int = 1) -> None:
 def go_on_after_pause(folder: Path) -> None:
     for path in folder.glob("paused_*"):
         path.unlink()
+
+
+def work_in_folder_of_rank() -> None:
+    """In the folder `0` or `1` of the one in the variable FOLDERS."""
+    os.chdir(os.path.join(os.environ["FOLDERS"], os.environ["RANK"]))
 
 
 def fail_on_rank_1() -> None:

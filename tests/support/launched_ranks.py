@@ -79,10 +79,12 @@ def ranks_of(
     arguments: Sequence[str],
     folder: Path,
     environment: Mapping[str, str] | None = None,
+    of_last: Sequence[str] = (),
     **options: Any,
 ) -> Launched:
     """Start `python -m radixtrain` with these arguments on `count` ranks of this machine.
 
+    of_last: more arguments, of the last rank only.
     count: 1 for a process without torchrun. folder: for what each prints. options: of `Server.start`.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,5 +94,6 @@ def ranks_of(
     for rank in range(count):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
         stderr = folder / f"stderr_{rank}"
-        runs.append(server.start(arguments, stderr, {**own, **(environment or {})}, **{"draws": False, **options}))
+        typed = [*arguments, *of_last] if rank == count - 1 else arguments
+        runs.append(server.start(typed, stderr, {**own, **(environment or {})}, **{"draws": False, **options}))
     return Launched(runs)

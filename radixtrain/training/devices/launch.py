@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
@@ -23,9 +23,10 @@ from radixtrain.errors import EndedElsewhere, Stopped, UserError, first_line
 from radixtrain.training.devices.launcher_env import PARENT, launcher_env
 from radixtrain.training.devices.rank_monitor import GRACE, RankMonitor, first_to_end, watch_children, watch_parent
 
-__all__ = ["Processes", "local_rank0_reports", "reported_error"]
+__all__ = ["Processes", "check_alike", "local_rank0_reports", "reported_error"]
 
 Value = TypeVar("Value")
+Start = Mapping[str, str]
 PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error
 SECONDS_TO_END = 10.0  # for a process that has nothing left to do
 
@@ -36,12 +37,13 @@ class Processes:
     strategy: Lightning's, of a trainer.
     arguments: the command line, from the command on, with which the other processes are started.
     timeout: how long a rank waits for the others in a step.
+    start: what must be alike on all ranks, by name; see `described_start`.
 
     At the end of the context no process that was started here is left.
     """
 
-    def __init__(self, strategy: Any, arguments: Sequence[str], timeout: timedelta):
-        self.strategy, self.arguments, self.timeout = strategy, list(arguments), timeout
+    def __init__(self, strategy: Any, arguments: Sequence[str], timeout: timedelta, start: Callable[[], Start] = dict):
+        self.strategy, self.arguments, self.timeout, self.start = strategy, list(arguments), timeout, start
         self.children: list[subprocess.Popen[bytes]] = []
         self._environment: dict[str, str] = {}
         self._monitor: RankMonitor | None = None
@@ -79,6 +81,8 @@ class Processes:
 
         prepare: called on rank 0 only; if this process starts the others, before it does, so that an error comes at
             once.
+
+        Raises UserError on every rank if one of them was started otherwise than rank 0.
         """
         prepared = []
         if self.starts_others:
@@ -91,6 +95,7 @@ class Processes:
         if self._join().size > 1:
             self._monitor = RankMonitor(self.children)
             self._has_monitor.set()
+            check_alike(ranks().gather(self.start()))
         return ranks().broadcast_from_rank0(lambda: prepared[0] if prepared else prepare(), long_timeout=True)
 
     def _join(self) -> Ranks:
@@ -151,6 +156,23 @@ class Processes:
         with suppress(subprocess.TimeoutExpired):
             for child in self.children:
                 child.wait(SECONDS_TO_END)
+
+
+def check_alike(starts: Sequence[Start]) -> None:
+    """UserError that names the first difference. starts: of the ranks, by rank."""
+    first = starts[0]
+    for rank, other in enumerate(starts):
+        for name in (*first, *other):
+            here, there = (each.get(name, "absent") for each in (other, first))
+            if here != there and name.startswith("model.model_name_or_path"):
+                raise UserError(
+                    f"{name} holds other files on rank {rank} than on rank 0; copy the same to every machine"
+                )
+            if here != there:
+                raise UserError(
+                    f"{name} is {here} on rank {rank} and {there} on rank 0; start every rank with the same settings, "
+                    f"files and packages"
+                )
 
 
 @contextmanager

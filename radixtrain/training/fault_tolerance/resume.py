@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError
 from radixtrain.redaction import masked
 from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hyperparameters
 
-__all__ = ["apply_settings", "parts_of_the_model", "restore_position", "settings_of_run"]
+__all__ = [
+    *("apply_settings", "changed_settings", "check_settings_of_run", "parts_of_the_model"),
+    *("restore_position", "settings_of_run"),
+]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +31,13 @@ WITHOUT_EFFECT = (
     *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
     *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
     *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row"),
-    *("batch_size", "seed", "shuffle_dataset", "group_by_prefix"),  # refused by the data if they differ
+)
+# Keys of `data` by which the steps are drawn: a position among others would mean nothing.
+DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size")
+# Keys of `data` on which the rows depend, and their labels.
+OF_ROWS = (
+    *("train_file", "columns", "max_length", "excess_length_strategy", "on_bad_row", "assistant_only_loss"),
+    *("completion_only_loss", "split_turns", "chat_template_path", "chat_template_kwargs"),
 )
 # What a run does besides its steps: keys of the top level, and those of `trainer` that say when it validates.
 BESIDE_STEPS = (
@@ -43,6 +54,24 @@ def settings_of_run(settings: Any) -> dict[str, Any]:
     answers = {f"evaluate_generation.{name}": value for name, value in vars(settings.evaluate_generation).items()}
     own = {**{name: settings[name] for name in BESIDE_STEPS}, **answers}
     return {name: _plain(masked(value, name)) for name, value in own.items()}
+
+
+def changed_settings(checkpoint: Path, module: Any, data: Any) -> list[str]:
+    """`model.lora_r was 8 and is 16` for each setting of a run that is another one now, whatever it does.
+
+    checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the settings of now.
+    """
+    return _changed(read_settings(checkpoint), module, data)
+
+
+def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
+    """UserError, before any row is read, if the settings show that the run cannot go on. As `changed_settings`."""
+    saved = read_settings(checkpoint)
+    was, now = (_drawing(each) for each in (saved["datamodule_hyper_parameters"], data.hparams))
+    if changed := parts_of_the_model(saved["hyper_parameters"], module.hparams):
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
+    if changed := [f"data.{change}".replace("data.seed", "seed_everything") for _, change in _changes(was, now)]:
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would draw other steps; give the value of the run")
 
 
 def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
@@ -65,39 +94,51 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     # Lightning compares the data after the model is restored: too late, since others have epochs of another length.
     data = module.trainer.datamodule
     if (data_state := checkpoint.get(type(data).__qualname__)) is not None:
-        data.load_state_dict(data_state)
+        try:
+            data.load_state_dict(data_state)
+        except UserError as error:
+            raise _other_rows(error, checkpoint["datamodule_hyper_parameters"], data) from None
     if was not in (None, length):
         raise UserError(
             f"ckpt_path: an epoch of the run had {was:,} steps and has {length:,} here; set "
             f"trainer.limit_train_batches and trainer.overfit_batches as they were"
         )
     check_not_beyond(module.trainer, module.position, length)
+    _say_changes(checkpoint, module, data)
     checkpoint["loops"]["fit_loop"] = module.position.loops(length)
 
 
-def apply_settings(checkpoint: Mapping[str, Any], module: Any) -> None:
-    """Give optimizer and schedule the settings of this run, and say which are not those of the checkpoint.
+def apply_settings(module: Any) -> None:
+    """Give optimizer and schedule the settings of this run. Called when Lightning has restored both.
 
-    Called when Lightning has restored both. The learning rate is that of the schedule at this step, as if the run had
-    had these settings from the beginning.
+    The learning rate is that of the schedule at this step, as if the run had had these settings from the beginning.
     """
-    trainer, state, step = module.trainer, checkpoint["radixtrain"], module.position.num_steps
-    optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
+    optimizer, scheduler = module.trainer.optimizers[0], module.trainer.lr_scheduler_configs[0].scheduler
     set_hyperparameters(optimizer, scheduler, module, module.hparams)
+    rate = optimizer.param_groups[0]["lr"]
+    logger.info("goes on after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)
+
+
+def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
+    """Also if nothing is left to train: what is in `model/` may be another step's."""
+    trainer, state = module.trainer, checkpoint["radixtrain"]
     num_steps, precision = num_steps_of_run(trainer, module.steps_per_epoch), str(trainer.precision)
-    changed = [
-        *_with_effect("model.", checkpoint["hyper_parameters"], module.hparams),
-        *_with_effect("data.", checkpoint["datamodule_hyper_parameters"], trainer.datamodule.hparams),
-        *_with_effect("", state["settings"], module.run_settings),
-    ]
+    changed = _changed(checkpoint, module, data, WITHOUT_EFFECT)
     if state["precision"] != precision:
         changed.append(f"trainer.precision was {state['precision']} and is {precision}")
     if state["num_steps"] not in (None, num_steps):
         changed.append(f"the run had {_number(state['num_steps'])} steps and has {_number(num_steps)}")
-    rate = optimizer.param_groups[0]["lr"]
-    logger.info("goes on after step %s, with a learning rate of %.3g", f"{step:,}", rate)
     if changed:
-        logger.warning("from step %s on other settings: %s", f"{step:,}", "; ".join(changed))
+        logger.warning("from step %s on other settings: %s", f"{module.position.num_steps:,}", "; ".join(changed))
+
+
+def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
+    """In the words of the configuration, if it is the rows that are not those of the run."""
+    if "digest" not in str(error):
+        return error
+    changed = [f"data.{change}" for name, change in _changes(saved, data.hparams) if name in OF_ROWS]
+    what = f"{', '.join(changed)}; give the value of the run" if changed else "data.train_file holds others now"
+    return UserError(f"ckpt_path: the rows and labels are not those of the run: {what}, or start in another output_dir")
 
 
 def parts_of_the_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -105,9 +146,25 @@ def parts_of_the_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     return [f"model.{change}" for name, change in _changes(saved, current) if name in PARTS_OF_THE_MODEL]
 
 
-def _with_effect(section: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The same for each change that the run notices. section: what keys begin with."""
-    return [f"{section}{change}" for name, change in _changes(saved, current) if name not in WITHOUT_EFFECT]
+def _changed(saved: Mapping[str, Any], module: Any, data: Any, left_out: Sequence[str] = ()) -> list[str]:
+    """The same for each key of model, data and run. saved: a checkpoint, or what `read_settings` gives of it."""
+    sections = (
+        ("model.", saved["hyper_parameters"], module.hparams),
+        ("data.", saved["datamodule_hyper_parameters"], data.hparams),
+        ("", saved["radixtrain"]["settings"], module.run_settings),
+    )
+    return [
+        f"{section}{change}"
+        for section, was, now in sections
+        for name, change in _changes(was, now)
+        if name not in left_out
+    ]
+
+
+def _drawing(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is drawn by, of the settings of an `SFTData`. `val_size` is not read beside a `validation_file`."""
+    found = {name: settings[name] for name in DRAWING if name in settings}
+    return {**found, "val_size": 0} if settings.get("validation_file") else found
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -22,9 +22,14 @@ from pathlib import Path
 from types import TracebackType
 
 from radixtrain.checkpoints.atomic import delete
+from radixtrain.checkpoints.manifest import committed, is_checkpoint
+from radixtrain.checkpoints.resolve import AUTO
 from radixtrain.errors import UserError
 
-__all__ = ["EarlierRun", "check_new_run", "check_output_dir", "is_resumed", "locked", "locked_model", "logs_of_run"]
+__all__ = [
+    *("EarlierRun", "check_new_run", "check_output_dir", "is_resumed", "is_set_aside"),
+    *("locked", "locked_model", "logs_of_run"),
+]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,7 @@ ASIDE = ".earlier_run"  # in the run's folder: the earlier run, until the new on
 MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it is put back if that is interrupted
 OF_A_RUN = ("model", "answers", "loss.png", "summary.json", "checkpoints/last", "checkpoints/best")
 OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
+WORDS = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
 LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside of a run's folder; beside a model, which is replaced as a whole
 
 _held: set[Path] = set()  # by this process: POSIX would grant it a second time, and closing one would release both
@@ -61,8 +67,8 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
-    """Whether the run in this folder goes on: `ckpt_path` is `last`, `best`, or lies in it and in no run below it."""
-    if ckpt_path is None or str(ckpt_path) in ("last", "best"):
+    """Whether the run in this folder goes on: `ckpt_path` is a word, or lies in it and in no run below it."""
+    if ckpt_path is None or str(ckpt_path) in WORDS:
         return ckpt_path is not None
     path, home = Path(ckpt_path).resolve(), output_dir.resolve()
     if not path.is_relative_to(home):
@@ -72,18 +78,47 @@ def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bo
     return is_log or not any(_parts_of_run(home / folder) for folder in (inside, *inside.parents) if folder != Path())
 
 
-def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, overwrite: bool) -> None:
+def check_new_run(
+    output_dir: Path,
+    ckpt_path: str | os.PathLike[str] | None,
+    overwrite: bool,
+    changes: Callable[[Path], Sequence[str]] = lambda _: (),
+) -> None:
     """UserError if another run is in the folder, and this one neither goes on from it nor may replace it.
 
-    Call it under the folder's lock: what a killed run had set aside is put back first.
+    Call it under the folder's lock: what a killed run had set aside is put back first. It goes on only if a checkpoint
+    of it is named: `last` and the like would mean the run that was to replace it.
+
+    changes: called with a checkpoint: which of its settings this run does not have.
     """
-    _recover(output_dir)
-    parts = _parts_of_run(output_dir)
-    if parts and not overwrite and not is_resumed(output_dir, ckpt_path):
+    if ckpt_path == AUTO and overwrite:
+        raise UserError("ckpt_path auto goes on and never replaces a run: leave out overwrite, or ckpt_path")
+    has_come_back, goes_on = _recover(output_dir), is_resumed(output_dir, ckpt_path)
+    found, parts = committed(output_dir / "checkpoints"), _parts_of_run(output_dir)
+    if has_come_back and goes_on and found and not _is_named(Path(ckpt_path or "")):
+        (manifest, path), *_ = found
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "manifest.json").stat().st_mtime))
+        other = "; ".join(list(changes(path))[:3])
+        EarlierRun(output_dir).__enter__()  # until somebody names a checkpoint of it, or replaces it
         raise UserError(
-            f"output_dir {output_dir} holds another run ({', '.join(parts)}); go on from it with --ckpt_path last, "
-            f"replace it with --overwrite true, or set another output_dir"
+            f"ckpt_path {ckpt_path}: the run that was to replace the one in {output_dir} was killed before its first "
+            f"checkpoint, and only the earlier one is left, of {since}, step {manifest.step:,}, with "
+            f"{f'other settings ({other})' if other else 'the same settings'}; go on from that with --ckpt_path "
+            f"{path}, or replace it with --overwrite true"
         )
+    if ckpt_path == AUTO and not any(_checkpoints(output_dir)) and "model/" in parts:
+        goes_on = False  # what a run without checkpoints has left is not discarded
+    if parts and not overwrite and not goes_on:
+        way_out = "go on from it with --ckpt_path auto, " if parts != ["model/"] and ckpt_path != AUTO else ""
+        raise UserError(
+            f"output_dir {output_dir} holds another run ({', '.join(parts)}); {way_out}replace it with "
+            f"--overwrite true, or set another output_dir"
+        )
+
+
+def is_set_aside(output_dir: Path) -> bool:
+    """Whether a run was killed while it replaced another one, before its first checkpoint."""
+    return (output_dir / MOVING).is_dir() or ((output_dir / ASIDE).is_dir() and not any(_checkpoints(output_dir)))
 
 
 class EarlierRun:
@@ -193,9 +228,15 @@ def _belongings(output_dir: Path) -> list[Path]:
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
 
 
-def _recover(output_dir: Path) -> None:
-    """Put an earlier run back that is still aside, or delete it if the new one has a checkpoint."""
+def _is_named(path: Path) -> bool:
+    """Whether it is a checkpoint itself, and no link to one."""
+    return is_checkpoint(path) and not path.is_symlink()
+
+
+def _recover(output_dir: Path) -> bool:
+    """Put an earlier run back that is still aside, or delete it if the new one has a checkpoint. Whether it is back."""
     aside, moving = output_dir / ASIDE, output_dir / MOVING
+    is_back = is_set_aside(output_dir)
     if aside.is_dir() and any(_checkpoints(output_dir)):
         shutil.rmtree(aside)
     elif aside.is_dir():
@@ -205,6 +246,7 @@ def _recover(output_dir: Path) -> None:
         _move(path, moving, output_dir)
     if moving.is_dir():
         shutil.rmtree(moving)
+    return is_back
 
 
 def _move(path: Path, source: Path, target: Path) -> None:

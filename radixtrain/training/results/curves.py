@@ -39,6 +39,7 @@ PANELS = {  # metric -> title of its panel, and the second metric that is drawn 
 LABELS = {"best_r": "at best", "tokens_per_second": "effective", "computed_tokens_per_second": "computed"}
 FEW = 30  # points up to which each is marked
 SMOOTHED = 60  # points from which on a line through the noise is drawn
+DECADES = 20  # largest loss / smallest one, from which on the axis is logarithmic
 WINDOW = 1 / 25  # of the points, that one point of that line averages
 
 
@@ -90,9 +91,7 @@ def read_curves(parts: Sequence[LogPart]) -> dict[str, Curve]:
                     points.setdefault(name, array("d")).extend((step, value))
     curves = {}
     for name, pairs in points.items():
-        steps, values = (
-            np.asarray(pairs).reshape(-1, 2)[::-1].T
-        )  # of two values of a step, `unique` takes the later one
+        steps, values = np.asarray(pairs).reshape(-1, 2)[::-1].T
         steps, indices = np.unique(steps, return_index=True)  # of two values of a step the later one
         curves[name] = Curve(steps, values[indices])
     return curves
@@ -137,6 +136,10 @@ def _draw(curves: Mapping[str, Curve], resumed: Sequence[int], best: BestStep | 
         if "eval_loss" in curves:
             _plot_validations(losses, "eval_loss", curves, best)
             losses.legend()
+        values = np.concatenate([curves[name].values for name in ("loss", "eval_loss") if name in curves])
+        if 0 < DECADES * values.min() <= values.max():
+            losses.set_yscale("log")
+            losses.yaxis.set_major_formatter("{x:g}")
         for index, name in enumerate(small):
             panel = figure.add_subplot(grid[1 + index // num_columns, index % num_columns], sharex=losses)
             _draw_small(panel, name, curves, best)
@@ -156,7 +159,7 @@ def _draw_small(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestS
     if name not in PANELS:
         _plot_validations(panel, name, curves, best)
         return
-    _plot(panel, curves[name], BLUE, LABELS.get(name, name))
+    _plot(panel, curves[name], BLUE, LABELS.get(name, name), is_noisy=name != "learning_rate")
     panel.yaxis.set_major_formatter("{x:g}" if name == "learning_rate" else "{x:,g}")
     if second in curves and not np.array_equal(curves[name].values, curves[second].values):
         _plot(panel, curves[second], GREEN, LABELS[second], "--")
@@ -164,9 +167,9 @@ def _draw_small(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestS
     panel.set_ylim(0, 1.04 * panel.get_ylim()[1])
 
 
-def _plot(panel: Axes, curve: Curve, color: str, label: str, style: str = "-") -> None:
-    """Every point, and with many of them a smooth line: the mean over a window, which is narrower at the ends."""
-    if len(curve.steps) < SMOOTHED:
+def _plot(panel: Axes, curve: Curve, color: str, label: str, style: str = "-", is_noisy: bool = True) -> None:
+    """Every point, and through noise a smooth line: the mean over a window, which is narrower at the ends."""
+    if len(curve.steps) < SMOOTHED or not is_noisy:
         panel.plot(*curve, style, color=color, label=label, marker="." if len(curve.steps) < FEW else "")
         return
     panel.plot(*curve, style, color=color, alpha=0.3, linewidth=0.8)

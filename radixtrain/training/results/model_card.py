@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from radixtrain.redaction import masked
+from radixtrain.versions import versions
 
-__all__ = ["CARD", "MARK", "SETTINGS", "documents", "versions"]
+__all__ = ["CARD", "MARK", "SETTINGS", "documents"]
 
 CARD, SETTINGS = "README.md", "radixtrain.yaml"
 MARK = "<!-- written by radixtrain -->"
@@ -36,43 +35,52 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 output = model.generate(**inputs, max_new_tokens=200)
 print(tokenizer.decode(output[0][inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```"""
-CHAT = """messages = [{"role": "user", "content": "Hello"}]
+SYSTEM, USER = '{{"role": "system", "content": {}}}', '{"role": "user", "content": "Hello"}'
+CHAT = """messages = [{turns}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
 PLAIN = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
 
 
 def documents(
-    config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], has_chat_template: bool
+    config: Mapping[str, Any],
+    results: Mapping[str, str],
+    data: Mapping[str, str],
+    has_chat_template: bool,
+    system: str = "",
 ) -> dict[str, str]:
     """Names and texts of the files: the card, and the configuration without secrets.
 
     config: with the sections `model` and `data`, and whatever else made the model.
     results: what the run reached, by name: loss, r, ...
     data: what it was trained on, by name: rows, tokens, ...
+    system: the system turn of its chats, if it is the same in all, for the example.
     """
     clean = masked(dict(config))
     settings = yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
-    return {CARD: _card(clean, masked(results), masked(data), has_chat_template), SETTINGS: settings}
+    turns = ", ".join([*([SYSTEM.format(repr(masked(system)))] if system else []), USER])
+    inputs = CHAT.format(turns=turns) if has_chat_template else PLAIN
+    return {CARD: _card(clean, masked(results), masked(data), inputs), SETTINGS: settings}
 
 
-def _card(
-    config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], has_chat_template: bool
-) -> str:
+def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:
     settings = {**config.get("data", {}), **config.get("model", {})}
     base, sources = str(settings["model_name_or_path"]), _sources(settings.get("train_file"))
-    shown = base if _is_of_hub(base) else Path(base).name  # no folder of this machine
+    path = Path(base).resolve()  # no folder of this machine is shown; that of a run of ours says more than `model`
+    shown = base if _is_of_hub(base) else path.parent.name if (path / SETTINGS).is_file() else path.name
+    files = ", ".join(Path(source).name for source in sources)
     names = (*SHOWN, *(LORA if settings.get("use_peft") else ()))
     shown_settings = {key: _as_yaml(settings[key]) for key in names if key in settings}
     sections = {
-        "Use": USE.format(inputs=CHAT if has_chat_template else PLAIN),
-        "Data": _table({"files": ", ".join(Path(source).name for source in sources), **data}),
+        "Use": USE.format(inputs=inputs),
+        "Data": _table({"files": files, **data}),
         "Results": _table(results),
         "Settings": f"{_table(shown_settings)}\n\nAll of them: `{SETTINGS}`.",
         "Versions": _table(versions()),
     }
     body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items() if text)
     made = "`radixtrain` computes once what the rows of a batch have in common; the gradient is the ordinary one."
-    head = f"---\n{_front_matter(base, sources, bool(settings.get('use_peft')))}\n---\n{MARK}\n\n# {shown}, fine-tuned"
+    head = f"---\n{_front_matter(base, sources, bool(settings.get('use_peft')))}\n---\n{MARK}\n\n"
+    head += f"# {shown}, fine-tuned{f' on {files}' if files else ''}"
     return f"{head}\n\nSupervised fine-tuning of `{shown}` with `radixtrain`. {made}\n\n{body}\n"
 
 
@@ -96,15 +104,6 @@ def _sources(files: Any) -> list[str]:
     """What `data.train_file` names: a path, or a list of paths and of mappings with a `path`."""
     listed = files if isinstance(files, list | tuple) else [files] if files else []
     return [str(source["path"]) if isinstance(source, Mapping) else str(source) for source in listed]
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that made the model, by their names."""
-    installed = {}
-    for package in ("radixtrain", "torch", "transformers", "lightning", "peft"):
-        with suppress(PackageNotFoundError):
-            installed[package] = version(package)
-    return installed
 
 
 def _as_yaml(value: Any) -> str:

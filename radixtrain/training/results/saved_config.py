@@ -10,9 +10,18 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.checkpoints.atomic import writing_file
+from radixtrain.errors import UserError, first_line
 from radixtrain.redaction import masked
+from radixtrain.training.results.model_card import SETTINGS
+from radixtrain.training.results.run_progress import SUMMARY
 
-__all__ = ["SaveMaskedConfig", "log_folder", "mask_what_is_logged", "own_log_folders"]
+__all__ = ["SaveMaskedConfig", "defaults_of_model", "log_folder", "mask_what_is_logged", "own_log_folders"]
+
+# How rows are read: what evaluates a model that was trained here reads them as the run did.
+READING = (
+    *("columns", "chat_template_path", "chat_template_kwargs", "split_turns", "assistant_only_loss"),
+    *("completion_only_loss", "max_length", "excess_length_strategy"),
+)
 
 # Arguments of loggers that are logged themselves. Others, such as an `api_key`, keep their values.
 LOGGED = frozenset(
@@ -48,6 +57,26 @@ class SaveMaskedConfig(SaveConfigCallback):
         config = yaml.safe_load(text)
         clean = masked(config)
         return text if clean == config else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
+
+
+def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
+    """Keys with their values for the evaluation of a model, if a run of ours has trained it: how it read its rows, its
+    seed, which drew `data.val_size`, and its folder if the model is still there. Empty for any other model.
+
+    UserError if the settings beside the model cannot be read.
+    """
+    folder = Path(model_name_or_path)
+    path = folder / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = {f"data.{name}": settings["data"][name] for name in READING if name in settings["data"]}
+        found |= {name: settings[name] for name in ("seed_everything",) if name in settings}
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: expected the settings of a run ({first_line(error)}); remove or restore it") from None
+    home = folder.resolve().parent
+    return {**found, "output_dir": str(home)} if (home / SUMMARY).is_file() else found
 
 
 def log_folder(trainer: Any) -> Path:

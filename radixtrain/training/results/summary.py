@@ -16,10 +16,10 @@ from radixtrain.errors import first_line
 from radixtrain.training.results.best import Best, Saver, Validation, is_validation
 from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
 from radixtrain.training.results.exit_status import ExitStatus, status_of_error, status_of_run
-from radixtrain.training.results.model_card import versions
 from radixtrain.training.results.run_progress import SUMMARY, Exported, RunProgress, inside, print_lines, write_json
 from radixtrain.training.results.saved_config import log_folder
 from radixtrain.training.speed import Speed
+from radixtrain.versions import versions
 
 __all__ = ["RunSummary"]
 

@@ -10,16 +10,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from radixtrain.checkpoints.space import existing
 from radixtrain.errors import UserError, did_you_mean, first_line
+from radixtrain.redaction import masked
 from radixtrain.report.formatting import bytes_text
 from radixtrain.training.answers.metrics import OWN_METRICS
+from radixtrain.versions import versions
 
-__all__ = ["METRICS", "check_judges", "check_monitors", "check_room", "earlier_run", "num_stored_parameters"]
+__all__ = [
+    *("METRICS", "check_judges", "check_monitors", "check_room"),
+    *("described_start", "earlier_run", "num_stored_parameters"),
+]
 
 # What a run logs. A callback of Lightning may watch one of these.
 METRICS = (
@@ -28,6 +34,9 @@ METRICS = (
 )
 VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
+SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # of each file: other weights differ nearly everywhere
+OF_A_MACHINE = ("config", "data.cache_dir", "data.dataset_num_proc", "data.dataloader_num_workers")
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 
 
@@ -102,6 +111,37 @@ def check_judges(callbacks: Iterable[Any], settings: Any) -> None:
             raise UserError(f"{name} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
         if name == "save_best" and settings.enable_checkpointing is False:
             raise UserError(f"{name} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")
+
+
+def described_start(settings: Any) -> dict[str, str]:
+    """What the ranks of a run must have alike, by name: settings, versions of packages, the files of the model.
+
+    settings: of the command, as they were parsed.
+    """
+    flat = {name: value for name, value in vars(settings.as_flat()).items() if name not in OF_A_MACHINE}
+    found = {name: str(masked(value, name)) for name, value in flat.items()}
+    found |= {f"the version of {package}": number for package, number in versions().items()}
+    name = settings.model.model_name_or_path
+    return {**found, f"model.model_name_or_path {name}": _digest_of_model(name)}
+
+
+def _digest_of_model(model_name_or_path: str) -> str:
+    """Of names, sizes and SAMPLES parts of each file that a model is read from; empty if there are none yet."""
+    try:
+        folder = Path(model_name_or_path)
+        folder = folder if folder.is_dir() else (_weight_files(model_name_or_path) or [folder / WHOLE])[0].parent
+        paths = sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES)
+        digest = xxhash.xxh3_128()
+        for path in paths:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for place in sorted({*range(0, size, max(1, size // SAMPLES))}):
+                    file.seek(place)
+                    digest.update(file.read(SAMPLED_BYTES))
+        return digest.hexdigest()
+    except (OSError, UserError):  # said by the rank that reads them
+        return ""
 
 
 def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ckpt_path: str | None) -> str:

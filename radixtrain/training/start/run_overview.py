@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -40,11 +41,15 @@ from radixtrain.tree.groups import PrefixGroups
 if TYPE_CHECKING:
     from radixtrain.data.datamodule import SFTData
 
-__all__ = ["data_entries", "model_entries", "print_overview", "sharing_entries", "steps_between_logs", "unused_keys"]
+__all__ = [
+    *("data_entries", "model_entries", "print_overview", "sharing_entries"),
+    *("steps_between_logs", "system_prompt", "unused_keys"),
+]
 
 MOST_CONVERSATIONS = 20_000
 """Prompts are looked for in so many conversations, drawn by the seed: 0.5 s, however many there are."""
 SAMPLE_CHARS = 800
+ROWS_LOOKED_AT = 32  # of each source, for a system prompt that they share
 
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
 FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
@@ -234,14 +239,31 @@ def _set_trainer_keys(config: Any) -> set[str]:
     return {name for name in VALIDATING if config.get(name) not in (None, defaults[name].default)}
 
 
+def system_prompt(settings: Any) -> str:
+    """The system turn with which the first rows of all training data begin; empty if they do not have the same.
+
+    settings: of an `SFTData`.
+    """
+    sources = as_sources(settings.train_file, settings.columns)
+    chats = [chat for source in sources for chat in islice(_chats(source), ROWS_LOOKED_AT)]
+    turns = [chat[0] if chat else {} for chat in chats]
+    texts = [turn.get("content") if turn.get("role") == "system" else None for turn in turns]
+    return texts[0] if texts and isinstance(texts[0], str) and texts.count(texts[0]) == len(texts) else ""
+
+
 def _begins_with_a_chat(source: Any) -> bool:
     """Whether the first row of a source is rendered by the chat template; True if it cannot be read."""
-    first = next(open_rows(source))
-    try:
-        row = first.read() if isinstance(first, UnreadRow) else first
-        if isinstance(row, DataError):
-            return True
-        fields = [standard_row(plain).fields for plain in plain_rows(row)]
-    except DataError:
-        return True
-    return any("messages" in each or isinstance(each.get("prompt"), list) for each in fields)
+    return next(_chats(source), []) is not None
+
+
+def _chats(source: Any) -> Iterator[list[dict[str, Any]] | None]:
+    """The messages of each row, None if it is no chat, and no messages if it cannot be read."""
+    for first in open_rows(source):
+        try:
+            row = first.read() if isinstance(first, UnreadRow) else first
+            fields = [] if isinstance(row, DataError) else [standard_row(plain).fields for plain in plain_rows(row)]
+        except DataError:
+            fields = []
+        found = [each.get("messages") or each.get("prompt") for each in fields]
+        chats = [each for each in found if isinstance(each, list)]
+        yield chats[0] if chats else [] if not fields else None

@@ -67,12 +67,14 @@ def launch(server: Server, line: Callable[..., list[str]], tmp_path: Path) -> Ca
         ranks: int = 1,
         before: Sequence[Callable[[], object]] = (),
         environment: dict[str, str] | None = None,
+        of_last: Sequence[str] = (),
         **options: Any,
     ) -> Launched:
         nonlocal count
         count += 1
         variables = {"TMPDIR": str(temporary), **(environment or {})}
-        return ranks_of(server, ranks, line(name, **options), tmp_path / f"said_{count}", variables, before=before)
+        given = server, ranks, line(name, **options), tmp_path / f"said_{count}", variables
+        return ranks_of(*given, of_last=of_last, before=before)
 
     return start
 

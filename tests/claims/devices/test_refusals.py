@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_runs import fail_on_rank_1, go_on_after_pause, pause, wait_until_paused
+from changed_runs import fail_on_rank_1, go_on_after_pause, pause, wait_until_paused, work_in_folder_of_rank
 from launched_ranks import Launched
 from outcomes import assert_nothing_left
 from tiers import FULL
@@ -53,6 +55,25 @@ def test_what_is_wrong_is_told_once(launch, files, tmp_path, wrong):
     flags = {key: files.get(value, value) if isinstance(value, str) else value for key, value in flags.items()}
     assert_told_once(launch("run", ranks=2, **{"strategy": "ddp", **flags}), code, text)
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_ranks_with_other_settings_do_not_train(launch, tmp_path):
+    launched = launch("run", ranks=2, strategy="ddp", of_last=["--model.learning_rate=0.5"])
+    assert_told_once(launched, 1, "model.learning_rate is 0.5 on rank 1 and 0.0001 on rank 0; start every rank with")
+    assert not (tmp_path / "run").exists()
+
+
+@FULL
+def test_ranks_with_other_weights_do_not_train(launch, shop, tmp_path):
+    """Of the same name, as on two machines: here, from two working folders."""
+    for rank in range(2):
+        shutil.copytree(shop / "model", tmp_path / str(rank) / "model")
+    with (tmp_path / "1" / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x11")
+    flags = {"model__model_name_or_path": "model", "environment": {"FOLDERS": str(tmp_path)}}
+    launched = launch("run", ranks=2, strategy="ddp", before=[work_in_folder_of_rank], **flags)
+    assert_told_once(launched, 1, "model.model_name_or_path model holds other files on rank 1 than on rank 0; copy")
 
 
 def test_an_error_on_one_rank_ends_all(launch, tmp_path):

@@ -21,6 +21,7 @@ from forked import Run
 from outcomes import EXACT, assert_nothing_left, assert_same_run
 from tiers import FULL, tries
 
+from radixtrain.__main__ import main
 from radixtrain.checkpoints.resolve import newest_valid
 
 KILLS = tries(2, 25)
@@ -117,9 +118,7 @@ def assert_newest_is_whole(checkpoints: Path) -> None:
     assert choice.path == newest
 
 
-def go_on(folder: Path) -> dict[str, Any]:
-    """The flags of the next start."""
-    return {"ckpt_path": "last"} if newest_valid(folder / "checkpoints").path else {"overwrite": True}
+AUTO = {"ckpt_path": "auto"}  # of every start, the first one and the last
 
 
 def run_whole(start: Any, line: list[str]) -> float:
@@ -129,17 +128,47 @@ def run_whole(start: Any, line: list[str]) -> float:
     return run.ended - run.started
 
 
-def test_killed_while_a_checkpoint_is_half_written(start, arguments, tmp_path):
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    flags = {"save_every_steps": 1, "data__dataloader_num_workers": 1, **EXACT}
-    run_whole(start, arguments(output_dir=whole, **flags))
-    run = start(arguments(output_dir=folder, **flags), {"PAUSE": "save 4"}, before=pause)
+def killed_at(place: str, start: Any, line: list[str], folder: Path) -> None:
+    run = start(line, {"PAUSE": place}, before=pause)
     wait_until_paused(folder, run)
     run.send(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
     run.wait_for_workers()
+    for path in folder.glob("paused_*"):
+        path.unlink()
+
+
+def test_one_command_goes_on_whenever_it_was_killed(start, arguments, tmp_path):
+    """Before the first checkpoint, with one half written, and once nothing is left to do."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    flags = {"save_every_steps": 1, "data__dataloader_num_workers": 1, **EXACT, **AUTO}
+    run_whole(start, arguments(output_dir=whole, **flags))
+    line = arguments(output_dir=folder, **flags)
+    killed_at("step 1", start, line, folder)
+    assert not (folder / "checkpoints").exists()
+    killed_at("save 4", start, line, folder)
     assert is_saving(folder) and newest_valid(folder / "checkpoints").path == folder / "checkpoints" / "step=3"
-    finish_as(whole, start, lambda into, **more: arguments(output_dir=into, **flags, **more), folder, tmp_path)
+    finish_as(whole, start, lambda into, **_: arguments(output_dir=into, **flags), folder, tmp_path)
+    run = start(line)
+    assert run.wait() == 0 and "nothing left to do" in run.printed(), run.said()
+    assert_same_run(folder, whole)
+
+
+def test_the_run_that_was_to_be_replaced_says_that_it_is_back(start, arguments, tmp_path, capsys):
+    """Until somebody names a checkpoint of it, or replaces it."""
+    folder = tmp_path / "run"
+    assert main(arguments(output_dir=folder, trainer__max_steps=2)) == 0
+    other = {"output_dir": folder, "model__learning_rate": 0.5}
+    killed_at("step 1", start, arguments(**other, overwrite=True), folder)
+    for word in ("last", "auto", "last"):
+        capsys.readouterr()
+        assert main(arguments(**other, ckpt_path=word)) == 1
+        said = capsys.readouterr().err
+        assert "was killed before its first checkpoint, and only the earlier one is left, of 2" in said
+        assert "with other settings (model.learning_rate was 0.01 and is 0.5" in said
+        assert f"--ckpt_path {folder / 'checkpoints' / 'step=2'}" in said
+    assert main(arguments(**other, ckpt_path=folder / "checkpoints" / "step=2")) == 0
+    assert sum(1 for _ in folder.glob("checkpoints/step=10/model.safetensors")) == 1
 
 
 @FULL
@@ -154,11 +183,11 @@ def test_killed_runs(start, lines, tmp_path, print_after, workers):
         number += 1
         folder = tmp_path / f"killed_{number}"
         for _ in range(min(5, KILLS - killer.num_kills)):
-            run = start(lines(folder, **flags, **go_on(folder)), draws=True)
+            run = start(lines(folder, **flags, **AUTO), draws=True)
             if not killer.kill(run, folder):
                 assert run.wait() == 0, run.said()
                 break
-        run = start(lines(folder, **flags, **go_on(folder)))
+        run = start(lines(folder, **flags, **AUTO))
         assert run.wait() == 0, run.said()
         assert_same_run(folder, whole)
         assert_nothing_left(folder, tmp_path / "temporary")
@@ -213,7 +242,7 @@ def test_a_full_disk(start, lines, tmp_path, small_disk, left):
 
 
 def finish_as(whole: Path, start: Any, line: Callable[..., list[str]], folder: Path, tmp_path: Path) -> None:
-    run = start(line(folder, **go_on(folder)))
+    run = start(line(folder, **AUTO))
     assert run.wait() == 0, run.said()
     assert_same_run(folder, whole)
     assert_nothing_left(folder, tmp_path / "temporary")

@@ -87,7 +87,7 @@ class TestWhichIsPlain:
         ],
     )
     def test_one_line_says_which_and_why(self, name: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, logger="radixtrain"):
+        with caplog.at_level(logging.DEBUG, logger="radixtrain"):
             has_plain_head(build(name))
         assert [record.getMessage() for record in caplog.records] == [line]
 

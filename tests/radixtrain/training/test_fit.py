@@ -169,6 +169,40 @@ def test_validation_is_the_mean_over_tokens(arguments, shop, tmp_path, capsys, c
         assert printed == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-12)
 
 
+def evaluated(capsys: Any, line: list[str]) -> float:
+    capsys.readouterr()
+    assert main(line) == 0
+    return next(float(word) for word in capsys.readouterr().out.split() if re.fullmatch(r"\d+\.\d+", word))
+
+
+@float64_arithmetic()
+@pytest.mark.parametrize("use_peft", cases([False, True], [True]))
+def test_a_trained_model_is_evaluated_as_it_was_trained(arguments, shop, tmp_path, capsys, use_peft):
+    """The rows that were held out, from their columns, with the template of the run; the results beside the model."""
+    if use_peft:
+        pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text().splitlines()]
+    named = [dict(zip(("rule", "ask", "shelf"), (turn["content"] for turn in row), strict=True)) for row in rows]
+    data, out, template = tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "template.jinja"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in named))
+    turns = "{{ m.role }} {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    template.write_text("{% for m in messages %}" + turns + "{% endfor %}")
+    reading = {
+        "data__columns": json.dumps({"system": "rule", "user": "ask", "assistant": "shelf"}),
+        **{"data__chat_template_path": template, "data__completion_only_loss": "false", "seed_everything": 7},
+    }
+    held_out = {"data__train_file": data, "data__val_size": 4, **FLOAT64}
+    lora = {"model__use_peft": use_peft, "model__lora_r": 4}
+    assert main(arguments(**held_out, **reading, **lora, trainer__max_epochs=1)) == 0
+    measured = json.loads((out / "summary.json").read_text())["exported"]["validation"]["eval_loss"]
+    again = evaluated(capsys, arguments("validate", **held_out, **reading, **lora, ckpt_path="last"))
+    model = {"model__model_name_or_path": out / "model", "output_dir": None}
+    trained = evaluated(capsys, arguments("validate", **held_out, **model))
+    assert (again, trained) == (pytest.approx(measured, rel=1e-9), pytest.approx(measured, rel=1e-9))
+    assert main(arguments("predict", **{**model, "data__train_file": None, "data__predict_file": data, **FLOAT64})) == 0
+    assert len((out / "predictions.jsonl").read_text().splitlines()) == 20
+
+
 @FULL
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_a_precision_that_converts_the_batches(arguments, shop, tmp_path, precision):

@@ -132,13 +132,13 @@ def test_new_hyperparameters_are_applied_and_said(ran, caplog):
 
 
 def test_what_the_run_does_besides_its_steps_is_said(ran, caplog):
-    """Settings that are left out, too: the run would no longer keep the best weights, and would not end early."""
+    """Settings that are left out, too, even if nothing is left to train: `model/` gets the last weights then."""
     flags = {"data__val_size": 4, "trainer__max_steps": 3}
     judged = {"save_best": "eval_loss", "early_stopping": 9, "trainer__val_check_interval": 2}
     answers = {"evaluate_generation__metric": "contains", "evaluate_generation__max_new_tokens": 2}
     old = ran("old", **flags, **judged, **answers)
     caplog.clear()
-    ran("resumed", ckpt_path=at(old, 3), **{**flags, "trainer__max_steps": 4})
+    ran("resumed", ckpt_path=at(old, 3), **flags)
     said = next(record.getMessage() for record in caplog.records if "other settings" in record.getMessage())
     assert "save_best was eval_loss and is null; early_stopping was 9 and is null" in said
     assert "trainer.val_check_interval was 2 and is null" in said
@@ -159,23 +159,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model__lora_alpha": 8}, "model.lora_alpha was 32 and is 8, which would be another model"),
     ({"model__lora_r": 8}, "model.lora_r was 4 and is 8"),
     ({"model__use_peft": "false"}, "model.use_peft was true and is false"),
-    ({"data__batch_size": 5}, "batch_size was 4 and is 5"),
-    ({"seed_everything": 7}, "seed was 42 and is 7"),
+    ({"data__batch_size": 5}, "data.batch_size was 4 and is 5, which would draw other steps"),
+    ({"data__val_size": 4}, "data.val_size was 0.0 and is 4"),
+    ({"seed_everything": 7}, "seed_everything was 42 and is 7"),
     ({"trainer__limit_train_batches": 3}, "an epoch of the run had 5 steps and has 3 here"),
-    ({"data__assistant_only_loss": "false"}, "the checkpoint belongs to other steps: digest"),
+    (
+        {"data__assistant_only_loss": "false"},
+        "not those of the run: data.assistant_only_loss was true and is false; give",
+    ),
 ]
 
 
-def test_what_would_be_another_run_is_refused(ran, refused):
-    """And leaves its folder as it was."""
+def test_what_would_be_another_run_is_refused(ran, refused, tmp_path):
+    """And leaves its folder as it was, also the logs. What the settings show is said before rows are read."""
     pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
     flags = {"model__use_peft": "true", "model__lora_r": 4}
     run = ran("old", trainer__max_steps=3, **flags)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for changed, told in WRONG:
         assert told in refused(ckpt_path=run, **{**flags, **changed})
-        if "seed_everything" in changed or "data__batch_size" in changed:
-            assert told in refused(ckpt_path="last", output_dir=run, **{**flags, **changed})
+        if "data__assistant_only_loss" not in changed and "trainer__limit_train_batches" not in changed:
+            missing = {"data__train_file": tmp_path / "missing.jsonl"}
+            assert told in refused(ckpt_path="last", output_dir=run, **{**flags, **changed, **missing})
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, changed
         assert [path for path in run.rglob("*") if path.is_dir() and not any(path.iterdir())] == []
 

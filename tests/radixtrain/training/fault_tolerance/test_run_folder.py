@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -113,8 +113,13 @@ class TestNewRun:
     )
     def test_another_run(self, name: str, said: str, tmp_path: Path) -> None:
         write(tmp_path / name, "epoch,loss,step\n")
-        with pytest.raises(UserError, match=rf"holds another run \({said}\); go on from it with --ckpt_path last"):
+        way_out = "replace" if said == "model/" else "go on from it with --ckpt_path auto"
+        with pytest.raises(UserError, match=rf"holds another run \({said}\); {way_out}"):
             check_new_run(tmp_path, None, overwrite=False)
+        with pytest.raises(UserError, match="holds another run") if said == "model/" else nullcontext():
+            check_new_run(tmp_path, "auto", overwrite=False)
+        with pytest.raises(UserError, match="ckpt_path auto goes on and never replaces a run"):
+            check_new_run(tmp_path, "auto", overwrite=True)
         check_new_run(tmp_path, None, overwrite=True)
         check_new_run(tmp_path, "last", overwrite=False)
         check_new_run(tmp_path, tmp_path / "checkpoints" / "step=3", overwrite=False)

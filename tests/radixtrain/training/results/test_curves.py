@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tiers import FULL, cases
 
@@ -65,11 +66,19 @@ def test_what_is_no_point_is_left_out_and_a_folder_that_is_gone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "validations"), cases([(1, ""), (2, ""), (12, ""), (400, ""), (12, EVAL)], [(12, EVAL)])
+    ("num_steps", "validations"), cases([(1, ""), (2, ""), (12, ""), (400, ""), (12, EVAL)], [(400, ""), (12, EVAL)])
 )
-def test_the_picture(tmp_path: Path, num_steps: int, validations: str) -> None:
+def test_the_picture(tmp_path: Path, num_steps: int, validations: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that falls by decades has a logarithmic axis, and a learning rate is drawn as it was."""
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **options: drawn.append(figure) or save(figure, *args, **options)
+    )
     parts = [part(tmp_path / "log", training(range(num_steps)) + validations)]
     assert write_curves(parts, tmp_path / "loss.png", BestStep("eval_loss", 1))
+    losses, rates, *_ = drawn[0].axes
+    assert losses.get_yscale() == ("log" if num_steps == 400 else "linear")
+    assert len(rates.lines) == 1 and set(rates.lines[0].get_ydata()) == {1e-5}
     pixels = imread(tmp_path / "loss.png")
     assert pixels.shape[1] == 1440 and 0.01 < np.mean(pixels[..., :3] < 0.9) < 0.3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "loss.png"]

@@ -1,5 +1,6 @@
 """The card beside the weights: valid for Hugging Face, without secrets, and its code runs."""
 
+import json
 import re
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_folder_of_this_machine_is_not_named():
     }
     card = documents(config, {}, {}, has_chat_template=False)[CARD]
     assert "secret place" not in card and ModelCard(card).data.base_model is None
-    assert "# base, fine-tuned" in card and "apply_chat_template" not in card
+    assert "# base, fine-tuned on x.jsonl\n" in card and "apply_chat_template" not in card
 
 
 def test_a_readme_of_ones_own_is_never_lost(tmp_path):
@@ -54,8 +55,17 @@ def test_fit_and_export_write_it(arguments, shop, tmp_path, monkeypatch, capsys)
     for _ in range(2):
         assert main(arguments(**flags, overwrite=True)) == 0
     folder = tmp_path / "out" / "model"
+    system = json.loads((shop / "train.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
     card = (folder / CARD).read_text()
-    for text in ("| rows | 20 rows", "| loss | ", "| eval_loss | ", "| r | ", "| learning_rate | 0.01 |"):
+    for text in (
+        f'messages = [{{"role": "system", "content": {system!r}}}, ',
+        "# model, fine-tuned on train.jsonl",
+        "| rows | 20 rows",
+        "| loss | ",
+        "| eval_loss | ",
+        "| r | ",
+        "| learning_rate | 0.01 |",
+    ):
         assert text in card
     settings = yaml.safe_load((folder / SETTINGS).read_text())
     assert settings["trainer"]["max_epochs"] == 1 and settings["data"]["batch_size"] == 4
