@@ -70,7 +70,7 @@ class TestPreparedModel:
         model = tiny_qwen3()
         collator = RadixCollator(step_cost=step_cost_of(model, strategy))
         prepare_model(model)
-        with caplog.at_level(logging.DEBUG):
+        with caplog.at_level(logging.DEBUG, logger="radixtrain"):
             for _ in range(2):
                 model(**collator(FEATURES))
         assert set(asked) == {strategy}
@@ -86,7 +86,7 @@ class TestPreparedModel:
         model = tiny_qwen3()
         batch = RadixCollator(step_cost=step_cost_of(model, "path"))(FEATURES)
         prepare_model(model)
-        with caplog.at_level(logging.DEBUG):
+        with caplog.at_level(logging.DEBUG, logger="radixtrain"):
             for min_shared_tokens in (3, 5, 3):
                 model(**{**batch, MIN_SHARED_TOKENS: min_shared_tokens})
         assert [message for message in caplog.messages if "fastest" in message] == [
@@ -104,7 +104,7 @@ class TestPreparedModel:
         model = qwen3_5()
         collator = RadixCollator(step_cost=step_cost_of(model))
         assert collator(FORKING)["radix_runs_calls"] == ((1, 39, 1, ()), (6, 2, 0, ((0, 6),)))
-        with caplog.at_level(logging.DEBUG):
+        with caplog.at_level(logging.DEBUG, logger="radixtrain"):
             prepare_model(model)(**collator(FORKING))
         assert "forks of the recurrent state: 1" in caplog.text
         report = verify_equivalence(model, FORKING, collator=collator, precisions=["float64"])
