@@ -61,6 +61,8 @@ class ChatEncoder:
         enclose, or if it has none, on the turns where they are found (`radixtrain/data/rendering/spans.py`).
     excess_length_strategy: what is done with samples longer than `max_length`; truncate keeps their start.
     chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
+    system_prompt: the text of a system turn for conversations that begin without one; rows that are no conversation are
+        refused.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -71,6 +73,7 @@ class ChatEncoder:
     split_turns: bool = True
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
 
     def __post_init__(self) -> None:
         if self.excess_length_strategy not in ("raise", "drop", "truncate"):
@@ -148,7 +151,19 @@ class ChatEncoder:
         return [self.conversation(each.fields["messages"], each.fields, each.where) for each in chats]
 
     def _standard(self, row: Row | UnreadRow | DataError) -> list[Row]:
-        return [standard_row(plain, self.answered) for plain in plain_rows(_read(row))]
+        standard = [standard_row(plain, self.answered) for plain in plain_rows(_read(row))]
+        return standard if self.system_prompt is None else [self._with_system(each) for each in standard]
+
+    def _with_system(self, row: Row) -> Row:
+        name = "messages" if "messages" in row.fields else "prompt"
+        turns = row.fields.get(name)
+        if not isinstance(turns, list):
+            fix = "leave system_prompt out, or say with data.columns who speaks: {user: ..., assistant: ...}"
+            raise DataError(row.where, f"data.system_prompt is for conversations, and this row has no messages; {fix}")
+        if turns[0]["role"] in ("system", "developer"):
+            return row
+        system = {"role": "system", "content": self.system_prompt}
+        return row._replace(fields={**row.fields, name: [system, *turns]})
 
     def _draft(self, row: Row) -> list[Draft] | list[Sample]:
         """row: from `standard_row`."""

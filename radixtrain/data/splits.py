@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +50,29 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
         split_turns=settings.split_turns,
         excess_length_strategy=settings.excess_length_strategy,
         chat_template_kwargs=settings.chat_template_kwargs or {},
+        system_prompt=system_text(settings.system_prompt),
     )
+
+
+def system_text(value: str | None) -> str | None:
+    """What `system_prompt` holds: the text of the file that it names, or itself.
+
+    Raises UserError if it looks like the name of a file that is not there, or the file is empty or not UTF-8.
+    """
+    if value is None or re.search(r"\s", value.strip()):
+        return value
+    path = Path(value).expanduser()
+    if not path.is_file():
+        if path.suffix in (".txt", ".md", ".prompt"):
+            raise UserError(f"data.system_prompt: no file {value}")
+        return value
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise UserError(f"data.system_prompt: {value} is not UTF-8") from None
+    if not text:
+        raise UserError(f"data.system_prompt: {value} is empty")
+    return text
 
 
 def load_split(
@@ -77,7 +101,8 @@ def load_split(
         rows = chain.from_iterable(open_rows(source) for source in sources)
         warn_of_rewritten_history(encoder, islice(rows, ROWS_LOOKED_AT))
     for source in sources:
-        found = tokenized(source, encoder, options)
+        own = source.system_prompt
+        found = tokenized(source, encoder if own is None else replace(encoder, system_prompt=system_text(own)), options)
         report.add(found.report)
         part = Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest)
         parts.append(_trained_turns(part, settings.train_on) if key == KEY and not unlabelled else part)

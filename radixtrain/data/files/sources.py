@@ -46,6 +46,7 @@ class Source:
     split: of a saved or hub data set with several; of a folder whose files are named train, test ...
     weight: how often each of its rows occurs in an epoch.
     columns: our columns to those of the file; see `check_columns`.
+    system_prompt: in place of `data.system_prompt`: a text, or a file that holds it.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Source:
     split: str | None = None
     weight: float = 1.0
     columns: Mapping[str, str | None] | None = None
+    system_prompt: str | None = None
 
     @property
     def label(self) -> str:
@@ -127,7 +129,7 @@ def _source(item: Any, columns: dict[str, str | None] | None, key: str) -> Sourc
 def _check_fields(item: Mapping[str, Any], key: str) -> None:
     if not isinstance(item.get("path"), str) or not item["path"]:
         raise UserError(f"{key}: expected a source with the key path, found {dict(item)}")
-    for name in ("name", "subset", "split"):
+    for name in ("name", "subset", "split", "system_prompt"):
         if item.get(name) is not None and not isinstance(item[name], str):
             raise UserError(f"{key}: {name}: expected text, found {item[name]!r}")
     weight = item.get("weight", 1.0)

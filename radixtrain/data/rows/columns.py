@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from radixtrain.data.files.rows import Row, explain, parse
@@ -51,6 +52,7 @@ PAIRS = (
     ("prompt", "answer"),
     ("input", "output"),
 )
+IDS = re.compile(r"(^|[_-])(id|uuid|key|hash|url|date|time|timestamp|source|split|lang|language)$", re.IGNORECASE)
 CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "input")
 
 
@@ -242,11 +244,32 @@ def _is_part(value: Any, messages: list[Fields]) -> bool:
 
 
 def _unknown(fields: Fields) -> str:
-    texts = [name for name, value in fields.items() if isinstance(value, str) and name not in ("id", "source")]
-    question, answer = texts[:2] if len(texts) > 1 else ("QUESTION", "ANSWER")
     named = (f"{name} (null)" if value is None else str(name) for name, value in fields.items())
-    mapping = f"data.columns: {{user: {question}, assistant: {answer}}}"
-    return f"no format has the columns {', '.join(named) or '(none)'}; expected {ROW_KINDS}, or {mapping}"
+    found = f"no format has the columns {', '.join(named) or '(none)'}; expected {ROW_KINDS}"
+    if {"chosen", "rejected"} <= fields.keys():
+        columns = "{messages: chosen}" if isinstance(fields["chosen"], list) else "{prompt: prompt, completion: chosen}"
+        return (
+            f"chosen and rejected are preference data, which a trainer such as TRL's DPOTrainer learns from: "
+            f"share_prefixes (docs/any-trainer.md) shares their prompts; to imitate the chosen ones, write "
+            f"data.columns: {columns}"
+        )
+    if chats := [name for name, value in fields.items() if _holds_messages(value)]:
+        return f"{found}; {chats[0]} holds messages: write data.columns: {{messages: {chats[0]}}}"
+    texts = [name for name, value in fields.items() if isinstance(value, str) and not _is_id(name, value)]
+    question, answer = texts if len(texts) == 2 else ("QUESTION", "ANSWER")
+    return f"{found}, or data.columns: {{user: {question}, assistant: {answer}}}"
+
+
+def _holds_messages(value: Any) -> bool:
+    turns = value if isinstance(value, list) and value else [None]
+    return all(
+        isinstance(turn, dict) and ({"role", "content"} <= {*turn} or {"from", "value"} <= {*turn}) for turn in turns
+    )
+
+
+def _is_id(name: str, value: str) -> bool:
+    """Whether a text says which row it is, and not what is in it: by its name, or a word with a digit."""
+    return bool(IDS.search(name)) or (" " not in value.strip() and any(map(str.isdigit, value)))
 
 
 class Pair(NamedTuple):

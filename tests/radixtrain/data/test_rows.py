@@ -14,7 +14,7 @@ from tiers import FULL
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
 from radixtrain.data.formats import Row, read_rows
-from radixtrain.data.rows.columns import standard_row
+from radixtrain.data.rows.columns import ROW_KINDS, standard_row
 from radixtrain.data.sample import EncodeReport, Sample
 from radixtrain.errors import DataError, UserError
 
@@ -182,6 +182,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"body": "b", "reply": "r"},
         "no format has the columns body, reply; expected messages, prompt + completion, instruction + output, "
         "question + answer, conversations, text or input_ids, or data.columns: {user: body, assistant: reply}",
+    ),
+    *(
+        (fields, f"no format has the columns {', '.join(fields)}; expected {ROW_KINDS}{hint}")
+        for fields, hint in (
+            ({"ticket_id": "T 1", "body": "b", "reply": "r"}, ", or data.columns: {user: body, assistant: reply}"),
+            ({"key": "a", "nr": "A-17", "x": "b"}, ", or data.columns: {user: QUESTION, assistant: ANSWER}"),
+            ({"id": 1, "traj": CHAT}, "; traj holds messages: write data.columns: {messages: traj}"),
+            ({"message": SHAREGPT}, "; message holds messages: write data.columns: {messages: message}"),
+        )
+    ),
+    (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "chosen and rejected are preference data, which a trainer such as",
     ),
     ({"messages": CHAT, "conversations": SHAREGPT}, "messages and conversations beside each other: write data.columns"),
     ({"messages": CHAT, "prompt": "x"}, "prompt beside messages, and it is no part of it: write data.columns:"),
