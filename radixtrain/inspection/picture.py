@@ -103,14 +103,11 @@ class _Drawing:
 
     def _header(self, run: Run, before: Run | None) -> Text:
         first, last = run.rows[0], run.rows[1] - 1
-        rows = f"row {first}" if first == last else f"rows {first}-{last}"
-        after = f" after row {before.rows[1] - 1}" if before is not None else ""
+        after = f" after token {before.rows[1] - 1}" if before is not None else ""
+        places = f"token {first}{after}" if first == last else f"tokens {first}-{last}{after}: {len(run.tokens):,}"
         num_labelled = sum(token.bears_loss for token in run.tokens)
         loss = f", {num_labelled:,} with loss" if num_labelled else ""
-        plural = "" if len(run.tokens) == 1 else "s"
-        text = Text.assemble(
-            (f"×{len(run.sequences)}", HEADER), f"  {rows}{after}: {len(run.tokens):,} token{plural}{loss}"
-        )
+        text = Text.assemble((f"×{len(run.sequences)}", HEADER), f"  {places}{loss}")
         if run.ends:
             text.append(f"; ends {named_rows(self.wheres[end] for end in run.ends)}")
         text.stylize("dim", 1 + len(str(len(run.sequences))))
@@ -126,10 +123,10 @@ class _Drawing:
 
 
 def _predicts(predictions: Sequence[Prediction], most: int | None) -> list[Text]:
-    """What the last row of a run is asked for, the heaviest first."""
+    """What the last token of a run is asked for, the heaviest first."""
     if not predictions:
         return []
     heaviest = sorted(predictions, key=lambda one: -one.weight)
     words = ", ".join(map(asked_for, heaviest[:most]))
     more = f" and {len(heaviest) - most:,} more" if most is not None and len(heaviest) > most else ""
-    return [Text.assemble((f"row {heaviest[0].row} predicts ", "dim"), (words + more, LOSS))]
+    return [Text.assemble((f"token {heaviest[0].row} predicts ", "dim"), (words + more, LOSS))]

@@ -168,12 +168,12 @@ def _computed(data: SFTData, where: str) -> Iterator[RenderableType]:
 
 
 def _shared(location: SampleLocation) -> Table:
-    """A line for each run of rows: how many tokens, and who shares them."""
+    """A line for each run of computed tokens: how many, and who shares them."""
     table = Table.grid(padding=(0, 2))
     for shared in location.shared:
         first, end = shared.rows
         others = f"shared with {len(shared.others)}: {named_rows(shared.others)}" if shared.others else "its own"
-        table.add_row(f"rows {first}-{end - 1}", f"{end - first:,} tokens", others)
+        table.add_row(f"tokens {first}-{end - 1}", f"{end - first:,}", others)
     return table
 
 

@@ -118,7 +118,7 @@ def _strays(tree: RunTree) -> Iterator[Text]:
     """Predictions that the picture does not show."""
     for one in tree.strays[:MOST_STRAYS]:
         yield Text(
-            f"row {one.row} predicts {asked_for(one)}, which no sequence has next: its row has labels of its own"
+            f"token {one.row} predicts {asked_for(one)}, which no sequence has next: labels may differ from input_ids"
         )
     if len(tree.strays) > MOST_STRAYS:
         yield Text(f"and {len(tree.strays) - MOST_STRAYS:,} more of these")
@@ -138,16 +138,16 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
 def _lines(part: MicroBatch, tree: RunTree) -> list[tuple[str, str, str]]:
     batch, padding = part.batch, part.num_padding
     num_rows = len({sample.where for sample in part.samples})
-    computed = f"U, rows of the model; and {padding} of padding" if padding else "U, rows that the model computes"
+    computed = f"U, unique tokens; and {padding} of padding" if padding else "U, unique tokens"
     return [
         ("sequences", f"{len(part.samples):,}", f"from {num_rows:,} rows of the file"),
         ("tokens", f"{part.num_tokens:,}", "T, of all sequences"),
         ("computed tokens", f"{part.num_unique_tokens:,}", computed),
         ("r", f"{part.num_tokens / part.num_unique_tokens:.2f}", "T / U"),
         ("labelled tokens", f"{part.num_labels:,}", f"of {part.num_step_labels:,} in the step, which divide its loss"),
-        ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a row and the token it is asked for"),
-        ("predicting rows", f"{batch[PREDICTOR_INDICES].numel():,}", "R, rows for which the head computes logits"),
-        ("segments", f"{len(batch[PREFIX + 'segment_starts']) - 1:,}", "S, runs of rows without a branch"),
+        ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a token and the one it is asked for"),
+        ("predicting tokens", f"{batch[PREDICTOR_INDICES].numel():,}", "R, those that the head computes logits for"),
+        ("segments", f"{len(batch[PREFIX + 'segment_starts']) - 1:,}", "S, runs of tokens without a branch"),
         ("depth", f"{len(batch[PREFIX + 'levels']) + 1:,}", "segments on the longest way through the tree"),
         ("roots", f"{len(tree.roots):,}", "different first tokens"),
     ]

@@ -126,6 +126,7 @@ def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
 
 def _sampled(epoch: Epoch, own: Draw, max_length: int | None) -> dict[Draw, SampledSteps]:
     """Some steps of the user's own setting and of others."""
+    logger.info("looking for prompts that %d conversations share", len(epoch.conversations))
     grid = epoch.settings_grid(own, max_length or int(epoch.lengths.max()))
     logger.info("counting what the steps of %d settings share", len(grid))
     return {draw: epoch.sampled(draw) for draw in grid}

@@ -1,9 +1,11 @@
 """What `doctor` finds on a machine, and on broken ones."""
 
 import json
+import socket
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from radixtrain.__main__ import main
 from radixtrain.commands import doctor as module
@@ -84,6 +86,16 @@ def test_a_library_that_does_not_load(monkeypatch, capsys):
     assert (
         "error: training cannot run here: devices unknown: libcudart.so.12: cannot open shared object" in captured.err
     )
+
+
+def test_a_server_that_answers_and_one_that_does_not(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", url := f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert of("services")["Hugging Face"].value.endswith(f"; online, at {url}")
+    found = of("services")["Hugging Face"]
+    assert found.value.endswith(f"; not online, at {url}") and "Connection refused" in found.problem
+    assert "HF_HUB_OFFLINE=1" in found.fix and not found.blocks
 
 
 def test_the_attention_that_would_run(monkeypatch):

@@ -29,24 +29,24 @@ def test_a_tree_of_two_levels(sample_of: Build, drawn: Print) -> None:
     answers = ("Yes", "Yes", "Yet", "No")
     samples = [sample_of("Is it?\n", answer, f"data/chats.jsonl:{n}") for n, answer in enumerate(answers, start=1)]
     assert drawn(samples).splitlines() == [
-        "×4  rows 0-6: 7 tokens",
+        "×4  tokens 0-6: 7",
         "Is it?↵",
-        'row 6 predicts "Y" ×3, "N" ×1',
-        "├── ×1  rows 7-8: 2 tokens, 2 with loss; ends chats.jsonl:4",
+        'token 6 predicts "Y" ×3, "N" ×1',
+        "├── ×1  tokens 7-8: 2, 2 with loss; ends chats.jsonl:4",
         "│   ⟦No⟧",
-        "└── ×3  rows 9-10: 2 tokens, 2 with loss",
+        "└── ×3  tokens 9-10: 2, 2 with loss",
         "    ⟦Ye⟧",
-        '    row 10 predicts "s" ×2, "t" ×1',
-        "    ├── ×2  row 11: 1 token, 1 with loss; ends chats.jsonl:1, chats.jsonl:2",
+        '    token 10 predicts "s" ×2, "t" ×1',
+        "    ├── ×2  token 11, 1 with loss; ends chats.jsonl:1, chats.jsonl:2",
         "    │   ⟦s⟧",
-        "    └── ×1  row 12: 1 token, 1 with loss; ends chats.jsonl:3",
+        "    └── ×1  token 12, 1 with loss; ends chats.jsonl:3",
         "        ⟦t⟧",
     ]
 
 
 def test_the_weight_of_a_shared_token_that_not_all_learn(sample_of: Build, drawn: Print) -> None:
     samples = [sample_of("a", "bc", "x:1"), sample_of("abc", "d", "x:2"), sample_of("abc", "e", "x:3")]
-    assert drawn(samples).splitlines()[:2] == ["×3  rows 0-2: 3 tokens, 2 with loss; ends x:1", "a⟦bc⟧×1"]
+    assert drawn(samples).splitlines()[:2] == ["×3  tokens 0-2: 3, 2 with loss; ends x:1", "a⟦bc⟧×1"]
 
 
 def test_colour_marks_what_brackets_mark(sample_of: Build, drawn: Print) -> None:
@@ -62,8 +62,8 @@ def test_a_long_conversation_stays_within_the_width(sample_of: Build, drawn: Pri
     shown = drawn([sample_of(prompt, f"thinking {turn}") for turn, prompt in enumerate(turns)], width)
     lines = shown.splitlines()
     assert max(map(cell_len, lines)) <= width
-    assert max(line.index("×") for line in lines if re.search(r"×\d+  row", line)) <= 8
-    assert sum(" after row " in line for line in lines) >= 35
+    assert max(line.index("×") for line in lines if re.search(r"×\d+  token", line)) <= 8
+    assert sum(" after token " in line for line in lines) >= 35
 
 
 def test_a_bushy_tree_is_indented_no_further_than_some_levels(sample_of: Build, drawn: Print) -> None:

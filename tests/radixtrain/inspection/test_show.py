@@ -71,12 +71,12 @@ def test_a_micro_batch(
     numbers = {line[:22].strip(): line[22:].split()[0] for line in lines[1:11]}
     assert list(numbers) == [
         *("sequences", "tokens", "computed tokens", "r", "labelled tokens", "distinct predictions"),
-        *("predicting rows", "segments", "depth", "roots"),
+        *("predicting tokens", "segments", "depth", "roots"),
     ]
     num_tokens, computed = int(numbers["tokens"]), int(numbers["computed tokens"])
     assert numbers["sequences"] == "4" and numbers["r"] == f"{num_tokens / computed:.2f}"
     tree = lines[lines.index(LEGEND) + 2 :]
-    assert tree[0].startswith("×4  rows 0-")
+    assert tree[0].startswith("×4  tokens 0-")
     assert sum("; ends train.jsonl:" in line for line in tree) == 4
     assert "radix_cu_seqlens" not in out and "\x1b" not in out
     assert not (tmp_path / "out").exists()
