@@ -18,12 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from radixtrain.bench.work import MicroBatch, Work
-from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.head import hidden_rows
-from radixtrain.hf.predictions import TARGET_KEYS, predict
+from radixtrain.hf.predictions import predict
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.timing import seconds_in_turns
-from radixtrain.tree.layout import INVERSE_INDICES, PREDICTOR_INDICES
 
 __all__ = ["Arm", "OrdinaryArm", "RadixArm", "step_seconds"]
 
@@ -57,19 +54,6 @@ class Arm(ABC):
                 if is_step:
                     term.backward()
 
-    def hidden_states(self, model: PreTrainedModel, work: Work) -> Tensor:
-        """(T, D), the last hidden state of every original token, sequence by sequence."""
-        of_sequence: dict[int, Tensor] = {}
-        for batch in self.batches(work):
-            lengths = [work.lengths[index] for index in batch.members]
-            states = self._token_states(model, batch, lengths).split(lengths)
-            of_sequence.update(zip(batch.members, states, strict=True))
-        return torch.cat([of_sequence[index] for index in range(len(work.lengths))])
-
-    @abstractmethod
-    def _token_states(self, model: PreTrainedModel, batch: MicroBatch, lengths: list[int]) -> Tensor:
-        """(T, D) of the sequences of a micro-batch, which have these lengths, back to back."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OrdinaryArm(Arm):
@@ -83,12 +67,6 @@ class OrdinaryArm(Arm):
 
     def batches(self, work: Work) -> list[MicroBatch]:
         return work.ordinary
-
-    def _token_states(self, model: PreTrainedModel, batch: MicroBatch, lengths: list[int]) -> Tensor:
-        """Every token is selected as if it predicted; the padding on the right is not."""
-        places = torch.arange(batch.tensors["input_ids"].shape[1])
-        tokens = (places < torch.tensor(lengths)[:, None]).flatten().nonzero().squeeze(1)
-        return hidden_rows(parts_of(model), {**batch.tensors, PREDICTOR_INDICES: tokens.to(model.device)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +84,6 @@ class RadixArm(Arm):
 
     def batches(self, work: Work) -> list[MicroBatch]:
         return work.radix_batches(self.attention)
-
-    def _token_states(self, model: PreTrainedModel, batch: MicroBatch, lengths: list[int]) -> Tensor:
-        """The model returns every row if the batch names no predictors."""
-        left_out = (*TARGET_KEYS, PREDICTOR_INDICES)
-        inputs = {name: value for name, value in batch.tensors.items() if name not in left_out}
-        return hidden_rows(parts_of(model), inputs)[batch.tensors[INVERSE_INDICES]]
 
 
 def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:

@@ -9,8 +9,8 @@ loss. Batches are on the device before the clock starts, because a trainer makes
     results = measure(model, make_work(Cell(shape, 512, 64, 16)), Settings())
     results = measure(model, work_of(GivenBatch(shape, "my data", len(features)), features), Settings())
 
-Before a step is timed, both arms must compute the same: in a `step` the loss and the gradient of every parameter, in a
-`forward` the loss and the last hidden state of every token.
+Before anything is timed, both arms must compute the same loss and gradient of every parameter, also if only the
+forward pass is timed.
 
 - float32: against the ordinary arm, at most `DIRECT_BAR` apart in relative L2;
 - bfloat16: both arms against the ordinary model on the same weights in float32, one sequence at a time;
@@ -46,7 +46,6 @@ __all__ = ["Measured", "Settings", "measure"]
 # Float32 against float32, in the middle between rounding and a mistake: two orders of summation are 1e-6 apart, on one
 # processor more than on another, and a missing branch label 1e-2.
 DIRECT_BAR = 1e-4
-OUTPUT = "last_hidden_state"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Settings:
     kernel: str = "auto"
     repeats: int = 5
     float64_truth: bool = False
-    ordinary: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,7 @@ class Measured:
     ideal_speedup: the ratio of floating-point operations (`radixtrain/bench/flops.py`).
     ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran one after the other.
     *_peak_bytes: see `_peak`.
-    error: the worst relative L2 distance of a gradient (or of the outputs) to what it was checked against.
-
-    Whatever depends on the ordinary arm is None if that was not timed.
+    error: the worst relative L2 distance of a gradient to what it was checked against.
     """
 
     cell: Cell | GivenBatch
@@ -82,7 +78,7 @@ class Measured:
     ideal_speedup: float
     ordinary_turns: tuple[float, ...]
     radix_turns: tuple[float, ...]
-    ordinary_peak_bytes: int | None
+    ordinary_peak_bytes: int
     radix_peak_bytes: int
     error: float
 
@@ -99,38 +95,37 @@ class Measured:
     @property
     def speedups(self) -> list[float]:
         """Ordinary seconds over radix seconds, of each turn. If they differ much, the machine was busy otherwise."""
-        pairs = zip(self.ordinary_turns, self.radix_turns, strict=True) if self.ordinary_turns else ()
-        return [ordinary / radix for ordinary, radix in pairs]
+        return [ordinary / radix for ordinary, radix in zip(self.ordinary_turns, self.radix_turns, strict=True)]
 
     @property
-    def measured_speedup(self) -> float | None:
+    def measured_speedup(self) -> float:
         """Of the median turn."""
-        return statistics.median(self.speedups) if self.speedups else None
+        return statistics.median(self.speedups)
 
     @property
-    def lowest_speedup(self) -> float | None:
-        return min(self.speedups, default=None)
+    def lowest_speedup(self) -> float:
+        return min(self.speedups)
 
     @property
-    def highest_speedup(self) -> float | None:
-        return max(self.speedups, default=None)
+    def highest_speedup(self) -> float:
+        return max(self.speedups)
 
     @property
-    def efficiency(self) -> float | None:
+    def efficiency(self) -> float:
         """The share of the ideal that was measured."""
-        return None if self.measured_speedup is None else self.measured_speedup / self.ideal_speedup
+        return self.measured_speedup / self.ideal_speedup
 
     @property
-    def ordinary_seconds(self) -> float | None:
-        return statistics.median(self.ordinary_turns) if self.ordinary_turns else None
+    def ordinary_seconds(self) -> float:
+        return statistics.median(self.ordinary_turns)
 
     @property
     def radix_seconds(self) -> float:
         return statistics.median(self.radix_turns)
 
     @property
-    def ordinary_tokens_per_second(self) -> float | None:
-        return None if self.ordinary_seconds is None else self.num_tokens / self.ordinary_seconds
+    def ordinary_tokens_per_second(self) -> float:
+        return self.num_tokens / self.ordinary_seconds
 
     @property
     def radix_tokens_per_second(self) -> float:
@@ -143,9 +138,9 @@ class Measured:
         return 1e6 * self.radix_seconds / self.num_unique_tokens
 
     @property
-    def memory_ratio(self) -> float | None:
+    def memory_ratio(self) -> float:
         """Ordinary peak over radix peak; like a speed-up, the higher the better."""
-        return None if self.ordinary_peak_bytes is None else self.ordinary_peak_bytes / self.radix_peak_bytes
+        return self.ordinary_peak_bytes / self.radix_peak_bytes
 
 
 def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Measured]:
@@ -157,7 +152,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     plain_head = has_plain_head(model)
     ordinary = OrdinaryArm(plain_head=plain_head)
     radix = [RadixArm(attention=name, kernel=settings.kernel, plain_head=plain_head) for name in settings.attention]
-    timed: list[Arm] = [ordinary, *radix] if settings.ordinary else [*radix]
+    timed: list[Arm] = [ordinary, *radix]
     try:
         errors = _check(model, work, ordinary, radix, settings.float64_truth)
         peaks = {arm: _peak(model, work, arm) for arm in timed}
@@ -173,9 +168,9 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
             num_unique_tokens=work.num_unique_tokens(arm.attention),
             least_unique_tokens=work.least_unique_tokens,
             ideal_speedup=work.ideal_speedup(model.config),
-            ordinary_turns=tuple(turns.get(ordinary, ())),
+            ordinary_turns=tuple(turns[ordinary]),
             radix_turns=tuple(turns[arm]),
-            ordinary_peak_bytes=peaks.get(ordinary),
+            ordinary_peak_bytes=peaks[ordinary],
             radix_peak_bytes=peaks[arm],
             error=errors[arm],
         )
@@ -236,19 +231,13 @@ def _truth(model: PreTrainedModel, work: Work, ordinary: OrdinaryArm, in_float64
         return None
     ordinary.prepare(model)
     with float64_throughout(model) if in_float64 else weights_in(model, torch.float32):
-        if work.cell.mode == "forward":
-            return _answer(model, work, ordinary)
         return _on_host(gradients_of(model, lambda: ordinary_one_by_one(model, work.features)))
 
 
 def _answer(model: PreTrainedModel, work: Work, arm: Arm) -> Gradients:
-    """Loss and gradients, or loss and hidden states, of an arm; on the host, which has room for two more of them."""
+    """Loss and gradients of an arm; on the host, which has room for two more of them."""
     arm.prepare(model)
-    if work.cell.mode == "step":
-        return _on_host(gradients_of(model, lambda: arm.loss_terms(model, work)))
-    with torch.no_grad():
-        loss = sum(term.item() for term in arm.loss_terms(model, work))
-        return _on_host(Gradients(loss, {OUTPUT: arm.hidden_states(model, work)}))
+    return _on_host(gradients_of(model, lambda: arm.loss_terms(model, work)))
 
 
 def _on_host(answer: Gradients) -> Gradients:

@@ -27,7 +27,6 @@ def check_options(
     csv: str | None,
     max_teraflops: float | None = None,
     plot: str | None = None,
-    ordinary: bool = True,
 ) -> None:
     """All keys but the grid and the strategies. Raises UserError that names the key."""
     for name, number in (("repeats", repeats), ("num_threads", num_threads), ("max_teraflops", max_teraflops)):
@@ -40,8 +39,6 @@ def check_options(
             raise UserError(f"{name}: no such folder: {Path(path).parent}")
     if plot is not None and Path(plot).suffix not in (".png", ".svg"):
         raise UserError(f"plot must end in .png or .svg, got {plot}")
-    if plot is not None and not ordinary:
-        raise UserError("plot shows speed-ups, which ordinary: false leaves unmeasured; set plot to null")
 
 
 def grid(models: Any, prompt_length: Any, suffix_length: Any, num_sequences: Any, tree: Any, mode: Any) -> list[Cell]:

@@ -26,7 +26,7 @@ RESULT_FIELDS = (
     *("microseconds_per_unique_token", "ordinary_tokens_per_second", "radix_tokens_per_second"),
     *("ordinary_peak_bytes", "radix_peak_bytes", "memory_ratio", "error"),
 )
-NOTHING = "-"  # in place of a number that was not measured
+NOTHING = "-"  # in place of the best r of a step that is not cut
 # Columns of the table.
 COLUMNS: dict[str, Callable[[Measured], str]] = {
     "model": lambda m: str(m.cell.model),
@@ -36,17 +36,17 @@ COLUMNS: dict[str, Callable[[Measured], str]] = {
     "attention": lambda m: m.attention,
     "unique\ntokens": lambda m: f"{m.num_unique_tokens:,}",
     "r": lambda m: f"{m.r:.2f}",
-    "best\nr": lambda m: _number(m.best_r, ".2f"),
+    "best\nr": lambda m: NOTHING if m.best_r is None else f"{m.best_r:.2f}",
     "ideal\nspeed-up": lambda m: f"{m.ideal_speedup:.2f}",
-    "measured\nspeed-up": lambda m: _number(m.measured_speedup, ".2f"),
-    "lowest -\nhighest": lambda m: " - ".join(_number(x, ".2f") for x in (m.lowest_speedup, m.highest_speedup) if x),
-    "effi-\nciency": lambda m: _number(m.efficiency, ".2f"),
+    "measured\nspeed-up": lambda m: f"{m.measured_speedup:.2f}",
+    "lowest -\nhighest": lambda m: f"{m.lowest_speedup:.2f} - {m.highest_speedup:.2f}",
+    "effi-\nciency": lambda m: f"{m.efficiency:.2f}",
     "us/unique\ntoken": lambda m: f"{m.microseconds_per_unique_token:.2f}",
-    "tokens/s\nordinary": lambda m: _number(m.ordinary_tokens_per_second, ",.0f"),
+    "tokens/s\nordinary": lambda m: f"{m.ordinary_tokens_per_second:,.0f}",
     "tokens/s\nradix": lambda m: f"{m.radix_tokens_per_second:,.0f}",
-    "peak MiB\nordinary": lambda m: NOTHING if m.ordinary_peak_bytes is None else _mebibytes(m.ordinary_peak_bytes),
+    "peak MiB\nordinary": lambda m: _mebibytes(m.ordinary_peak_bytes),
     "peak MiB\nradix": lambda m: _mebibytes(m.radix_peak_bytes),
-    "memory\nratio": lambda m: _number(m.memory_ratio, ".2f"),
+    "memory\nratio": lambda m: f"{m.memory_ratio:.2f}",
     "worst\nerror": lambda m: f"{m.error:.1e}",
 }
 NUM_TEXT_COLUMNS = 5  # the first ones, aligned on the left
@@ -90,9 +90,8 @@ def draw(results: Sequence[Measured], path: Path) -> None:
     from matplotlib.figure import Figure  # here, so that a benchmark without a picture does not need it
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    points = [(m.attention, m.ideal_speedup, m.measured_speedup) for m in results if m.measured_speedup is not None]
-    ends = [min((min(point[1:]) for point in points), default=1.0) / 1.2]
-    ends.append(max((max(point[1:]) for point in points), default=2.0) * 1.2)
+    points = [(m.attention, m.ideal_speedup, m.measured_speedup) for m in results]
+    ends = [min(min(point[1:]) for point in points) / 1.2, max(max(point[1:]) for point in points) * 1.2]
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.subplots()
     axes.plot(ends, ends, color="grey", linewidth=1, label="ideal", zorder=0)
@@ -121,10 +120,6 @@ def _row(measured: Measured) -> dict[str, Any]:
     cell = measured.cell
     fields = ((cell.model.config(), SHAPE_FIELDS), (cell, CELL_FIELDS), (measured, RESULT_FIELDS))
     return {"model": str(cell.model), **{name: getattr(of, name, None) for of, names in fields for name in names}}
-
-
-def _number(value: float | None, form: str) -> str:
-    return NOTHING if value is None else format(value, form)
 
 
 def _mebibytes(number: int) -> str:

@@ -26,8 +26,6 @@ from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 __all__ = ["MicroBatch", "Work", "make_work", "with_choices", "with_ordinary_batch_size", "work_of"]
 
-UNTIMED_TOKENS = 16384  # tokens of an ordinary micro-batch that is only checked
-
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
@@ -105,14 +103,9 @@ class Work:
         return sum(ordinary_flops(config, *each).total for each in zip(self.plans, labels, strict=True))
 
 
-def make_work(cell: Cell, is_ordinary_timed: bool = True) -> Work:
-    """Collate a cell, on the host: one micro-batch in each arm, without padding.
-
-    is_ordinary_timed: False cuts the ordinary arm into micro-batches of at most `UNTIMED_TOKENS`, so that it can be
-        checked against even if memory does not hold a single batch.
-    """
-    length = cell.prompt_length + cell.suffix_length
-    return work_of(cell, features_of_cell(cell), None if is_ordinary_timed else max(1, UNTIMED_TOKENS // length))
+def make_work(cell: Cell) -> Work:
+    """Collate a cell, on the host: one micro-batch in each arm, without padding."""
+    return work_of(cell, features_of_cell(cell))
 
 
 def work_of(

@@ -39,7 +39,6 @@ def bench(
     device: Literal["cpu", "cuda"] = "cpu",
     dtype: Literal["float32", "bfloat16"] = "float32",
     repeats: int = 5,
-    ordinary: bool = True,
     float64_truth: bool = False,
     max_teraflops: float | None = None,
     num_threads: int | None = None,
@@ -63,8 +62,6 @@ def bench(
         device: where it runs.
         dtype: of weights and computation.
         repeats: turns of each arm; medians are reported.
-        ordinary: time the ordinary arm. Otherwise it runs once, for the check, in micro-batches of at most 16,384
-            tokens.
         float64_truth: compare gradients with the ordinary model in float64, by the bars of `verify`; always so with
             recurrent layers. Otherwise float32 is compared with the ordinary arm (1e-4, relative L2 of each tensor),
             bfloat16 with float32.
@@ -83,7 +80,6 @@ def bench(
         csv=csv,
         max_teraflops=max_teraflops,
         plot=plot,
-        ordinary=ordinary,
     )
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -95,7 +91,6 @@ def bench(
         kernel=kernel,
         repeats=repeats,
         float64_truth=float64_truth,
-        ordinary=ordinary,
     )
     print(header(target, dtype, repeats), flush=True)  # noqa: T201
     results: list[Measured] = []
@@ -143,7 +138,7 @@ def _measure(
         for cell in group:
             number += 1
             progress = f"[{number}/{len(cells)}] {cell}"
-            work = make_work(cell, settings.ordinary)
+            work = make_work(cell)
             teraflops = work.ordinary_teraflops(shape.config())
             if max_teraflops is not None and teraflops > max_teraflops:
                 _say(f"{progress}: left out: {teraflops:.2f} teraflops are above max_teraflops")

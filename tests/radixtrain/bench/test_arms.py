@@ -13,7 +13,6 @@ from radixtrain.bench.cells import Cell, GivenBatch, ModelShape
 from radixtrain.bench.measure import Settings, measure
 from radixtrain.bench.work import make_work, with_ordinary_batch_size, work_of
 from radixtrain.hf.head import has_plain_head
-from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 ORDINARY = OrdinaryArm(plain_head=True)
@@ -22,7 +21,7 @@ BAR = 1e-12
 
 
 @pytest.mark.parametrize("keep_mask", [True, False])
-def test_loss_and_hidden_states_in_several_micro_batches(
+def test_the_loss_in_several_micro_batches(
     keep_mask: bool, shape: ModelShape, model: Any, ragged_features: Any
 ) -> None:
     work = work_of(GivenBatch(shape, "8 of train.jsonl", 8), ragged_features, max_tokens=40)
@@ -34,11 +33,9 @@ def test_loss_and_hidden_states_in_several_micro_batches(
         total = sum(
             model(input_ids=i, labels=y[None]).loss * (y[1:] >= 0).sum() for i, y in zip(ids, labels, strict=True)
         )
-        one_by_one = torch.cat([model.model(i).last_hidden_state[0] for i in ids])
         for arm in (ORDINARY, CASCADE, replace(CASCADE, attention="path")):
             arm.prepare(model)
             assert sum(arm.loss_terms(model, work)).item() == pytest.approx(total.item() / work.num_labels, rel=BAR)
-            assert relative_error(arm.hidden_states(model, work), one_by_one) <= BAR
 
 
 def test_a_head_that_is_more_than_one_matrix_is_computed_as_a_whole(flat: Cell) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape
 from radixtrain.bench.flops import ordinary_flops, unique_flops
-from radixtrain.bench.work import UNTIMED_TOKENS, make_work, with_choices, work_of
+from radixtrain.bench.work import make_work, with_choices, work_of
 from radixtrain.errors import UserError
 from radixtrain.tree.cost_model import Rates, StepCost
 
@@ -48,11 +48,6 @@ class TestCell:
         assert work.ideal_speedup(config) == ordinary.total / unique.total
         forward = make_work(replace(flat, mode="forward")).ordinary_teraflops(config)
         assert work.ordinary_teraflops(config) == pytest.approx(3 * forward)
-
-    def test_an_ordinary_arm_that_is_not_timed_is_cut_small(self, flat: Cell) -> None:
-        cell = replace(flat, prompt_length=UNTIMED_TOKENS // 2 - 6)
-        batches = make_work(cell, is_ordinary_timed=False).ordinary
-        assert [batch.tensors["input_ids"].shape for batch in batches] == 4 * [(2, UNTIMED_TOKENS // 2)]
 
 
 class TestGivenRows:

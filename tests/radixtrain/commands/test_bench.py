@@ -103,17 +103,6 @@ def test_a_config_and_what_overrides_it(tmp_path: Path) -> None:
 
 
 @FULL
-def test_without_a_timed_ordinary_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(ordinary="false", num_sequences="[8, 50]", csv=tmp_path / "a.csv")) == 0
-    _, _, columns, small, large = capsys.readouterr().out.splitlines()
-    assert columns.split() == [*TITLES, "token", "radix", "radix", "error"]
-    assert small.split()[8:10] == ["cascade", "100"] and large.split()[9] == "310"
-    for row in rows_of(tmp_path / "a.csv"):
-        assert row["ordinary_seconds"] == row["measured_speedup"] == row["memory_ratio"] == ""
-        assert float(row["microseconds_per_unique_token"]) > 0 and row["error"]
-
-
-@FULL
 def test_cells_that_are_too_large_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(prompt_length="[60, 600]", max_teraflops=1e-4, csv=tmp_path / "a.csv")) == 0
     assert [row["prompt_length"] for row in rows_of(tmp_path / "a.csv")] == ["60"]
@@ -153,7 +142,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
         ({"model.model_name_or_path": "m"}, 2, "your model on your data is timed by `python -m radixtrain report`"),
         ({"prompt_length": "many"}, 2, "prompt_length must be integer or list of integer; got many ("),
         ({"attention": "ring"}, 2, "ring"),
-        ({"ordinary": "maybe"}, 2, "ordinary must be true or false; got maybe"),
+        ({"float64_truth": "maybe"}, 2, "float64_truth must be true or false; got maybe"),
         ({"models": "{class_path: evil.Shape}"}, 2, "class_path 'evil.Shape' is not imported"),
         ({"repeats": 0}, 1, "repeats must be above 0, got 0"),
         ({"num_threads": 0}, 1, "num_threads must be above 0, got 0"),
@@ -166,7 +155,6 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
         ({"kernel": "flash_attn"}, 1, "kernel='flash_attn' cannot be used: needs CUDA"),
         ({"attn_implementation": "sdpaa"}, 1, "attn_implementation: "),
         ({"csv": "nowhere/a.csv"}, 1, "csv: no such folder: nowhere"),
-        ({"ordinary": "false", "plot": "a.png"}, 1, "plot shows speed-ups, which ordinary: false leaves unmeasured"),
         ({"plot": "a.pdf"}, 1, "plot must end in .png or .svg, got a.pdf"),
     ):
         assert main(command(**changes)) == code, changes
