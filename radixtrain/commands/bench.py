@@ -20,7 +20,6 @@ from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.options import Attention, check_options, grid, strategies
 from radixtrain.bench.table import draw, print_table, write_csv
 from radixtrain.bench.work import make_work, with_choices
-from radixtrain.errors import UsageError
 from radixtrain.hf.step_cost import step_cost_of
 
 __all__ = ["bench", "run"]
@@ -110,11 +109,6 @@ def run(argv: Sequence[str]) -> None:
     """The command line of `bench`."""
     from jsonargparse import ArgumentParser  # here, so that `bench` does not need it
 
-    if any(word.startswith(("--model.", "--data.")) for word in argv):
-        raise UsageError(
-            "bench times random tokens on random weights (--models, --prompt_length ...); your model on your data is "
-            "timed by `python -m radixtrain report` with the same --model. and --data. keys"
-        )
     disable_progress_bar()
     parser = ArgumentParser(prog="radixtrain bench", exit_on_error=False)
     parser.add_argument("--config", action="config", help="A YAML file with these keys; later keys override it.")

@@ -162,6 +162,8 @@ def _prefixes(name: str) -> set[str]:
 
 def _meant(name: str, keys: dict[str, Key], command: str) -> str:
     """By another tool's name, by the last part if another section has it, else by the letters of it or of the whole."""
+    if command == "bench" and name.startswith(("model.", "data.")):
+        return ": it times random tokens on random weights; `radixtrain report` times your model on your data"
     last = name.rpartition(".")[2].replace("-", "_")
     by_last = {key.rpartition(".")[2]: key for key in keys}
     if (key := MEANT.get(last, "")) in keys:

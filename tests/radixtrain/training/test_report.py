@@ -83,21 +83,25 @@ def thinking_chat(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keeps", "num_changed"),
+    ("logs", "keeps", "num_changed"),
     [
-        ([agent_chat(number) for number in range(5)], True, 0),
-        ([row for number in range(3) for row in nested_log(number)], True, 0),
-        ([thinking_chat(number) for number in range(5)], False, 15),
+        ([[agent_chat(number)] for number in range(5)], True, 0),
+        ([nested_log(number) for number in range(3)], True, 0),
+        ([[thinking_chat(number)] for number in range(5)], False, 15),
     ],
     ids=["tools", "nested logs", "thinking"],
 )
 def test_chats_are_compared_with_whole_chats_too(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    rows: list[dict[str, Any]], keeps: bool, num_changed: int,
+    logs: list[list[dict[str, Any]]], keeps: bool, num_changed: int,
 ) -> None:  # fmt: skip
-    """In one step: against tokens that are counted here, as a trainer without sharing has them."""
+    """In one step: against tokens that are counted here, as a trainer without sharing has them.
+
+    The last row of a log has all its turns, so only that one is trained.
+    """
+    rows = [log[-1] for log in logs]
     file, template = tmp_path / "chats.jsonl", tmp_path / "keeping.jinja"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file.write_text("".join(f"{json.dumps(row)}\n" for log in logs for row in log))
     template.write_text(KEEPING)
     data = {"batch_size": len(rows), "max_tokens": 10**6, "max_length": 10**5, "min_shared_tokens": 1}
     data |= {"chat_template_path": str(template)} if keeps else {}
