@@ -51,10 +51,9 @@ SECRET_TEXT = re.compile(
 )
 SHORTEST = 4
 # Inside of a text, such as the query of an address or a connection string: `...?token=abc&x=1`, `password=abc;`.
-ASSIGNED = re.compile(
-    rf"(?i)((?<![a-z])(?:[\w-]*[_-])?(?:{NAMES}|sig|(?:api|access|secret|account)[_-]?key|sharedaccesskey)=)"
-    r"[^&;\s\"']+"
-)
+ASSIGNING = rf"(?i)((?<![a-z])(?:[\w-]*[_-])?(?:{NAMES}|sig|(?:api|access|secret|account)[_-]?key|sharedaccesskey)"
+ASSIGNED = re.compile(rf"{ASSIGNING}=)[^&;\s\"']+")
+QUOTED = re.compile(rf"{ASSIGNING}[\"']?\s*[:=]\s*)[^\s,}}\]]+")  # in a message: YAML that is not whole
 
 
 def masked(value: Any, name: str = "") -> Any:
@@ -75,7 +74,7 @@ def masked_message(message: str, given: Sequence[tuple[str, Any]]) -> str:
     secrets = {each for value, name in values for each in _secrets(value, masked(value, name))}
     for secret in sorted(secrets, key=len, reverse=True):
         message = message.replace(secret, MASK)
-    return str(masked(message))
+    return str(masked(QUOTED.sub(rf"\1{MASK}", message)))
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:

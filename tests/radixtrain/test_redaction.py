@@ -19,7 +19,30 @@ BY_KEY: dict[str, Any] = {
         "AWS_SECRET_ACCESS_KEY": "x",
     },
 }
+NAMES = """pass auth cookies dsn connection_string conn_str slack_webhook webhook_url jwt otp totp session_id sessionid
+    session_key sas database_url signature pin pat mfa csrf_token refreshToken private_key ssh_key passcode creds apikey
+    netrc sid mnemonic seed_phrase encryption_key account_key service_account_json basic_auth http_proxy_pass pem"""
+BY_KEY |= dict.fromkeys(NAMES.split(), "plain words") | {"api_key": 12345, "pin": 1234}
+RANDOM = "x7Kq" * 12
+WHOLE = (  # forms that are nothing else
+    *(
+        f"{start}{RANDOM}"
+        for start in ("sk_live_", "rk_test_", "whsec_", "xapp-1-", "xoxe-", "hvs.", "ya29.", "GOCSPX-")
+    ),
+    *(f"{start}{RANDOM}" for start in ("npm_", "r8_", "gsk_", "lin_api_", "shpat_", "api_org_", "glptt-", "eyJ")),
+    *(f"{start}{HEX[:32]}" for start in ("dapi", "AC", "dop_v1_")),
+    f"SG.{RANDOM[:22]}.{RANDOM[:43]}",
+    f"123456789:{RANDOM[:35]}",
+    "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",  # AWS's own example
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\nabc",
+)
 BY_TEXT = {
+    **dict.fromkeys(WHOLE, "***"),
+    f"https://hooks.slack.com/services/T0/B0/{RANDOM}": "https://hooks.slack.com/***",
+    f"https://discord.com/api/webhooks/12345/{RANDOM}": "https://discord.com/api/webhooks/***",
+    "Authorization: Basic dXNlcjpwYXNz": "Authorization: Basic ***",
+    f"AccountName=a;AccountKey={RANDOM}==": "AccountName=a;AccountKey=***",
+    "https:/me:pw@example.com/x": "https:/***@example.com/x",  # as a path
     "hf_" + "a" * 34: "***",
     "use sk-" + "b1" * 12 + " here": "use *** here",
     HEX: "***",
@@ -41,6 +64,8 @@ HARMLESS: dict[str, Any] = {
     "revision": f"org/name@{HEX}",
     "template": "*** Instructions: a=b, key: value, user@example.com",
     "path": "s3://bucket/folder@2/x",
+    "columns": {"key": "id", "password": "pw"},
+    "title": "Basic Instructions, basic training, " + "chats/" * 8,
 }
 
 
@@ -59,7 +84,12 @@ def test_of_a_command_line() -> None:
     assert shown[:5] == ["--a.api_key=***", "--b.token", "***", "--c", "z"]
     assert shown[-3:] == ["--model.warmup_steps=0.1", "--api_keys+=***", "--text=a: b"]
     assert yaml.safe_load(shown[6])["init_args"] == {"project": "p", "api_key": "***"}
-    for harmless in (["--data.train_file=[a.jsonl, {path: b.jsonl, weight: 2}]", "fit", "--x", "1e-5"], ["--flag"], []):
+    for harmless in (
+        ["--data.train_file=[a.jsonl, {path: b.jsonl, weight: 2}]", "fit", "--x", "1e-5"],
+        ["--flag"],
+        [],
+        ["--data.columns.key", "id"],
+    ):
         assert masked_arguments(harmless) == harmless
 
 

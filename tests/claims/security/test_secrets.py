@@ -108,6 +108,33 @@ def test_the_report_has_it_neither(
     assert SECRET not in page and "--trainer.logger+=" in page
 
 
+ADDRESS = f"https://me:{SECRET}@example.com/x"
+NUMBER = "70255170255"
+MESSAGES = (
+    f"--config={ADDRESS}.yaml",
+    ADDRESS,
+    f"--{ADDRESS}=1",
+    f"--output_dir={ADDRESS}",
+    f"--model.model_name_or_path={ADDRESS}",
+    f"--data.train_file={ADDRESS}.jsonl",
+    f"--ckpt_path={ADDRESS}",
+    f"--seed_everything=hf_{SECRET}{'a' * 20}",
+    f"--data.batch_size={{password: {SECRET}}}",
+    f"--trainer.plugins={{api_key: {NUMBER}}}",
+    f"--trainer.plugins={{x: [{{session_id: {SECRET}, y: 1}}]}}",
+    f"--data.chat_template_kwargs={{api_key: {SECRET}",
+    f"--trainer.logger.init_args.api_key={NUMBER}",
+    f"--data.dataset_num_proc=Basic {SECRET}==",
+)
+
+
+def test_no_message_has_it(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    for typed in MESSAGES:
+        assert main([*arguments(), typed]) in (1, 2), typed
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert SECRET not in line and NUMBER not in line, line
+
+
 def _noting(function: Callable[..., Any], got: dict[str, Any]) -> Callable[..., Any]:
     """The function, which now notes its keywords."""
 
