@@ -246,12 +246,10 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
 
 def names_elsewhere() -> str:
     """Keys of other tools, and the key that does it here."""
-    from radixtrain.commands.typed import SYNONYMS
+    from radixtrain.commands.typed import NOTES, SYNONYMS
 
-    rows = [
-        f"| {', '.join(f'`{name}`' for name in names.split())} | `{key}`{note and f': {note}'} |\n"
-        for key, (note, names) in SYNONYMS.items()
-    ]
+    here = {key: f"`{key}`: {NOTES[key]}" if key in NOTES else f"`{key}`" for key in SYNONYMS}
+    rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in SYNONYMS.items()]
     return "".join(["| there | here |\n| --- | --- |\n", *rows])
 
 

@@ -25,10 +25,9 @@ from radixtrain.commands.before_reading import (
     checkpoint_to_evaluate,
 )
 from radixtrain.commands.cli_args import add_cli_args
-from radixtrain.commands.environment import warn_of_variables
 from radixtrain.commands.export import export_run
 from radixtrain.commands.loggers import errors_of_wandb, loggers_of
-from radixtrain.commands.quiet import quiet
+from radixtrain.commands.quiet import quiet, warn_of_variables
 from radixtrain.commands.run_callbacks import RunCallbacks
 from radixtrain.commands.trainer_settings import (
     CLASSES,

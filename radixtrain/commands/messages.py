@@ -44,10 +44,6 @@ def usage_message(text: str, command: str) -> str:
             f"class_path {denied[1]!r} is not imported: a configuration may name only classes of radixtrain, "
             f"lightning, torch and transformers. For other classes, call radixtrain from your own script"
         )
-    if section := re.match(r"Parser key \"(\w+)\": Unable to load config '(.*?)'", line):
-        return f"{section[1]} is a section: expected keys with their values; got {section[2]}"
-    if section := re.match(r'Key "(\w+)\.\w+" not found in namespace', line):
-        return f"{section[1]} is a section: expected keys with their values"
     if inside := re.match(NESTED, line):
         return _wrong_value(f"{inside[1]}.{inside[2]}", inside[3], command)
     wrong = re.match(r'Parser key "([^"]+)": (.*)', line)

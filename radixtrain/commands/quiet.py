@@ -1,15 +1,25 @@
-"""Which log lines and warnings a command shows."""
+"""Which log lines and warnings a command shows, and the variables that nothing reads: misspelt ones, and keys."""
 
 from __future__ import annotations
 
 import logging
+import re
 import warnings
+from collections.abc import Iterator, Mapping
 
 from transformers.utils.logging import disable_progress_bar
 
+from radixtrain.commands import COMMANDS
+from radixtrain.errors import did_you_mean
 from radixtrain.training.progress_bar import NoticeHandler
 
-__all__ = ["quiet"]
+__all__ = ["VARIABLES", "quiet", "warn_of_variables"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "RADIXTRAIN_"
+VARIABLES = ("CACHE", "TRITON")  # that people set; docs/configuration.md explains them
+KEYS = re.compile(rf"({'|'.join(COMMANDS).upper()}|TRAINER|MODEL|DATA)__")  # as jsonargparse and others write them
 
 
 def quiet(speaks: bool) -> None:
@@ -39,3 +49,20 @@ def quiet(speaks: bool) -> None:
         "is_gradient_checkpointing",  # PEFT asks by transformers' former name
     ):
         warnings.filterwarnings("ignore", f".*{noise}")
+
+
+def warn_of_variables(environment: Mapping[str, str]) -> None:
+    """A warning for each. Any other name may be somebody's own, so nothing is said of it."""
+    for line in _unread(environment):
+        logger.warning("%s", line)
+
+
+def _unread(environment: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(environment):
+        end = name.removeprefix(PREFIX)
+        if end in (name, *VARIABLES):
+            continue
+        if KEYS.match(end):
+            yield f"{name} is not read: give keys in the file of --config, or as --key value"
+        elif near := did_you_mean(end, VARIABLES):
+            yield f"{name} is not read{near.replace('mean ', f'mean {PREFIX}')}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -16,74 +16,72 @@ from radixtrain.commands.keys import LINKS, Key, keys_of, known_keys
 from radixtrain.commands.yaml_text import check_yaml, read_yaml
 from radixtrain.errors import UsageError, did_you_mean
 
-__all__ = ["SYNONYMS", "Typed", "check_typed", "shortened"]
+__all__ = ["NOTES", "SYNONYMS", "check_typed", "shortened"]
 
 MOST_SHOWN = 80  # characters of a value
 PRINTING = ("help", "print_config")  # need no value, and nothing else
 PEFT = "model.use_peft"
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
-STEP = "of a whole optimizer step, on all devices"
-NO_PACKING = "tokens of a micro-batch; rows need no packing"
-# Key here -> what it is, if that is not the same, and its names in TRL and Transformers, Axolotl, LLaMA-Factory.
-# docs/configuration.md has the table.
-SYNONYMS: dict[str, tuple[str, str]] = {
-    "model.model_name_or_path": ("", "base_model model_name model_id model_path"),
-    "model.dtype": ("", "torch_dtype"),
-    "model.learning_rate": ("", "lr"),
-    "model.lr_scheduler_type": ("", "lr_scheduler"),
-    "model.warmup_steps": ("below 1 a share", "warmup_ratio num_warmup_steps"),
-    "model.adam_beta1": ("the optimizer is AdamW", "optim optimizer"),
-    "model.max_grad_norm": ("", "gradient_clip_val gradient_clipping"),
-    "model.activation_checkpointing": ("", "gradient_checkpointing"),
-    "model.kernel": ("", "flash_attention flash_attn"),
-    "model.use_peft": ("true", "finetuning_type adapter use_lora"),
-    "model.lora_r": ("", "lora_rank"),
-    "model.lora_target_modules": ("", "lora_target target_modules lora_target_linear"),
-    "model.load_in_4bit": ("", "quantization_bit"),
-    "data.train_file": ("", "dataset_name dataset datasets dataset_dir train_dataset"),
-    "data.validation_file": ("", "eval_dataset test_datasets"),
-    "data.val_size": ("", "val_set_size"),
-    "data.batch_size": (
-        STEP,
-        "per_device_train_batch_size train_batch_size micro_batch_size gradient_accumulation_steps "
-        "accumulate_grad_batches",
-    ),
-    "data.max_tokens": (NO_PACKING, "packing sample_packing neat_packing padding_free per_device_eval_batch_size"),
-    "data.max_length": ("", "max_seq_length max_seq_len sequence_len cutoff_len model_max_length"),
-    "data.assistant_only_loss": ("", "train_on_inputs train_on_prompt mask_history"),
-    "data.chat_template_path": ("", "chat_template template"),
-    "data.group_by_prefix": ("", "group_by_length"),
-    "data.dataset_num_proc": ("", "preprocessing_num_workers dataset_processes"),
-    "trainer.max_epochs": ("", "num_train_epochs num_epochs epochs"),
-    "trainer.precision": ("bf16-mixed", "bf16 fp16 tf32 mixed_precision"),
-    "trainer.log_every_n_steps": ("", "logging_steps"),
-    "trainer.val_check_interval": ("", "eval_steps eval_strategy evals_per_epoch"),
-    "trainer.logger": ("wandb", "report_to use_wandb wandb_project"),
-    "trainer.strategy": ("fsdp2", "deepspeed fsdp fsdp_config"),
-    "save_every_steps": ("", "save_steps save_strategy saves_per_epoch"),
-    "save_best": ("", "load_best_model_at_end metric_for_best_model"),
-    "early_stopping": ("", "early_stopping_patience"),
-    "ckpt_path": ("last", "resume_from_checkpoint auto_resume_from_checkpoints"),
-    "overwrite": ("", "overwrite_output_dir"),
-    "seed_everything": ("", "seed data_seed"),
+# Key here -> its names in Transformers and TRL, Axolotl, LLaMA-Factory. docs/configuration.md has the table.
+SYNONYMS = {
+    "model.model_name_or_path": "base_model model_name model_id model_path",
+    "model.dtype": "torch_dtype",
+    "model.learning_rate": "lr",
+    "model.lr_scheduler_type": "lr_scheduler",
+    "model.warmup_steps": "warmup_ratio num_warmup_steps",
+    "model.adam_beta1": "optim optimizer",
+    "model.max_grad_norm": "gradient_clip_val gradient_clipping",
+    "model.activation_checkpointing": "gradient_checkpointing",
+    "model.kernel": "flash_attention flash_attn",
+    "model.use_peft": "finetuning_type adapter use_lora",
+    "model.lora_r": "lora_rank",
+    "model.lora_target_modules": "lora_target target_modules lora_target_linear",
+    "model.load_in_4bit": "quantization_bit",
+    "data.train_file": "dataset_name dataset datasets dataset_dir train_dataset",
+    "data.validation_file": "eval_dataset test_datasets",
+    "data.val_size": "val_set_size",
+    "data.batch_size": "per_device_train_batch_size train_batch_size micro_batch_size gradient_accumulation_steps "
+    "accumulate_grad_batches",
+    "data.max_tokens": "packing sample_packing neat_packing padding_free per_device_eval_batch_size",
+    "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
+    "data.assistant_only_loss": "train_on_inputs train_on_prompt mask_history",
+    "data.chat_template_path": "chat_template template",
+    "data.group_by_prefix": "group_by_length",
+    "data.dataset_num_proc": "preprocessing_num_workers dataset_processes",
+    "trainer.max_epochs": "num_train_epochs num_epochs epochs",
+    "trainer.precision": "bf16 fp16 tf32 mixed_precision",
+    "trainer.log_every_n_steps": "logging_steps",
+    "trainer.val_check_interval": "eval_steps eval_strategy evals_per_epoch",
+    "trainer.logger": "report_to use_wandb wandb_project",
+    "trainer.strategy": "deepspeed fsdp fsdp_config",
+    "save_every_steps": "save_steps save_strategy saves_per_epoch",
+    "save_best": "load_best_model_at_end metric_for_best_model",
+    "early_stopping": "early_stopping_patience",
+    "ckpt_path": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "overwrite": "overwrite_output_dir",
+    "seed_everything": "seed data_seed",
 }
-MEANT = {name: key for key, (_, names) in SYNONYMS.items() for name in names.split()}
+# Key here -> what it is, if that is not the same.
+NOTES = {
+    "model.warmup_steps": "below 1 a share",
+    "model.adam_beta1": "the optimizer is AdamW",
+    "model.use_peft": "true",
+    "data.batch_size": "of a whole optimizer step, on all devices",
+    "data.max_tokens": "tokens of a micro-batch; rows need no packing",
+    "trainer.precision": "bf16-mixed",
+    "trainer.logger": "wandb",
+    "trainer.strategy": "fsdp2",
+    "ckpt_path": "last",
+}
+MEANT = {name: key for key, names in SYNONYMS.items() for name in names.split()}
 
 
-class Typed(NamedTuple):
-    """arguments: the command line, with `true` after each switch that no value follows.
+def check_typed(typed: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
+    """The command line, with `true` after each switch that no value follows, and each key with its value.
 
-    given: each key with its value, those of files too, in the order in which they count.
-    """
+    typed: the command and its arguments. Keys of files are among the others, in the order in which they count.
 
-    arguments: list[str]
-    given: list[tuple[str, Any]]
-
-
-def check_typed(typed: Sequence[str]) -> Typed:
-    """What was typed. UsageError for a key that is unknown, empty or missing, and for a file that cannot be read.
-
-    typed: the command and its arguments.
+    UsageError for a key that is unknown, empty or missing, and for a file that cannot be read.
     """
     command, keys = typed[0], known_keys(typed[0])
     arguments, given, own, empty = [command], list[tuple[str, Any]](), set[str](), list[str]()
@@ -111,14 +109,12 @@ def check_typed(typed: Sequence[str]) -> Typed:
         raise UsageError(f"{empty[0]} needs a value: --{empty[0]} VALUE")
     final = dict(given)
     for section in sections & final.keys():
-        if not isinstance(final[section], str):  # which may be the name of a file
-            raise UsageError(
-                f"{section} is a section: expected keys with their values; got {shortened(final[section])}"
-            )
-    if not {*own, *final} & {*PRINTING, *sections}:
+        got = shortened(final[section])
+        raise UsageError(f"{section} is a section: expected keys with their values; got {got}")
+    if not own.intersection(PRINTING):
         _check_missing(keys, final)
     _check_lora(given, own)
-    return Typed(arguments, given)
+    return arguments, given
 
 
 def shortened(value: Any) -> str:
@@ -167,8 +163,7 @@ def _meant(name: str, keys: dict[str, Key], command: str) -> str:
     last = name.rpartition(".")[2].replace("-", "_")
     by_last = {key.rpartition(".")[2]: key for key in keys}
     if (key := MEANT.get(last, "")) in keys:
-        note = SYNONYMS[key][0]
-        return f": here it is {key}{note and f', {note}'}"
+        return f": here it is {', '.join([key, *filter(None, [NOTES.get(key)])])}"
     close = [last] if last in by_last else get_close_matches(last, by_last, n=1)
     if name in LINKS or close:
         return f", did you mean {LINKS[name] if name in LINKS else by_last[close[0]]}?"

@@ -5,7 +5,7 @@ import yaml
 
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.keys import keys_of, known_keys, trainer_keys
-from radixtrain.commands.typed import SYNONYMS, check_typed
+from radixtrain.commands.typed import NOTES, SYNONYMS, check_typed
 from radixtrain.errors import UsageError
 
 
@@ -39,10 +39,10 @@ def test_the_keys_of_fit_are_those_of_the_parser_with_its_defaults(printed_by):
 def test_the_names_of_other_tools():
     ours = known_keys("fit")
     assert ours.keys() >= SYNONYMS.keys()
-    for key, (note, names) in SYNONYMS.items():
+    for key, names in SYNONYMS.items():
         for name in names.split():
             assert name not in ours
-            with pytest.raises(UsageError, match=rf"^no key \S*{name}: here it is {key}{note and ', ' + note}$"):
+            with pytest.raises(UsageError, match=rf"^no key \S*{name}: here it is {key}(, {NOTES.get(key)})?$"):
                 check_typed(["fit", f"--training_args.{name}=1"])
 
 

@@ -91,7 +91,7 @@ FILES = {
     "fit:\n  model:\n    learning_rate: 1\n": "no key fit.model.learning_rate, did you mean model.learning_rate?",
     "model:\n  learning_rte: 1\n": "no key model.learning_rte, did you mean model.learning_rate?",
     "savebest: loss\n": "no key savebest, did you mean save_best?",
-    "data: rows.jsonl\n": "data is a section: expected keys with their values",
+    "data: rows.jsonl\n": "data is a section: expected keys with their values; got rows.jsonl",
     "trainer:\n  logger: [{class_path: CSVLoger}]\n": "trainer.logger: no 'CSVLoger', did you mean CSVLogger?",
     "trainer:\n  callbacks:\n  - class_path: evil.Callback\n": NOT_IMPORTED,
     "data:\n  batch_size: 8\n  batch_size: 4\n": "{config}:3: the key batch_size is given twice, first in {config}:2; ",

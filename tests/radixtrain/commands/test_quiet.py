@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixtrain.__main__ import main
-from radixtrain.commands.environment import PREFIX, VARIABLES, warn_of_variables
+from radixtrain.commands.quiet import PREFIX, VARIABLES, warn_of_variables
 
 DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
 
