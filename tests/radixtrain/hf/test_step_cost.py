@@ -8,8 +8,8 @@ from tiny_models import tiny_model
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.step_cost import FIXED_RATES, step_cost_of
-from radixtrain.tree.cost_model import CHOICES
+from radixtrain.hf.step_cost import step_cost_of
+from radixtrain.tree.cost_model import CHOICES, FIXED_RATES
 from radixtrain.tree.layout import MIN_SHARED_TOKENS
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]

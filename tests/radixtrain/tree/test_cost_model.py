@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plans import plan_of
 
@@ -12,7 +12,16 @@ from radixtrain.attention import tree_attention
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.kernels.cpu_loops import TorchCPUKernel
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.cost_model import CANDIDATES, CHOICES, AttentionWork, Rates, StepCost, attention_work
+from radixtrain.tree.cost_model import (
+    CANDIDATES,
+    CHOICES,
+    AttentionWork,
+    Rates,
+    StepCost,
+    attention_work,
+    paths_are_cheaper,
+)
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunCost
 
 FREE = {"call": 0.0, "rectangle": 0.0, "pair": 0.0, "element": 0.0, "flop": 0.0}
@@ -48,11 +57,28 @@ def called(plan, strategy, monkeypatch):
     return len(seen), sum(number for number, _ in seen), sum(pairs for _, pairs in seen)
 
 
+def comb(levels, step, own, twigs=1):
+    """A chat of turns of `step` tokens: after each of them `twigs` answers of `own` tokens."""
+    return [[*range(step * n), *[10_000 + n] * own, twig] for n in range(1, levels + 1) for twig in range(twigs)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "gathers"),
+    [((1, 512, 64, 32), False), ((2, 512, 64, 16), False), ((4, 1024, 64, 8), False)]
+    + [((levels, 100, 60), True) for levels in (19, 26, 49)],
+)
+def test_auto_on_a_device_gathers_the_paths_of_a_deep_tree(shape, gathers):
+    """Each level is a call there. Heads of a model of 7 billion parameters."""
+    layout = TreeLayout.from_plan(plan_of(comb(*shape))).to("meta")
+    assert paths_are_cheaper(layout, 32, 8, 128) == gathers
+
+
 @pytest.mark.parametrize("strategy", CHOICES)
 @settings(max_examples=25, deadline=None)
 @given(sequences=ragged_batches(max_length=200), min_shared_tokens=st.sampled_from([1, 3]))
 def test_the_count_is_what_runs_on_the_host(strategy, sequences, min_shared_tokens):
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens)
+    assume(strategy != "cascade" or TreeLayout.from_plan(plan).even_shape is None)  # that is one call of torch's own
     with pytest.MonkeyPatch.context() as monkeypatch:
         calls, rectangles, pairs = called(plan, strategy, monkeypatch)
     work = attention_work(plan, strategy, on_host=True)
