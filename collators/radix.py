@@ -31,6 +31,7 @@ from radixtrain.collators.targets import (
     list_predictions,
     merge_predictions,
 )
+from radixtrain.errors import UserError
 from radixtrain.kernels.triton_door import experimental
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import CHOICES, StepCost
@@ -146,6 +147,14 @@ class RadixCollator:
     tree_tiles: bool | tuple[int, int] = False
     shared_targets: Literal["every", "once"] = "every"
     run_cost: RunCost | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> RadixCollator:
+        if args:
+            raise UserError(
+                f"RadixCollator takes options by name, and no tokenizer, got {type(args[0]).__name__}: write "
+                f"RadixCollator(), for rows that have input_ids"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.step_cost is not None and self.min_shared_tokens != 1:

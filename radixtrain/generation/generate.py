@@ -142,8 +142,8 @@ class Generated:
 def generate(
     model: nn.Module,
     prompts: Any,
-    *,
     tokenizer: Any = None,
+    *,
     attention_mask: Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     logits_processor: Any = None,

@@ -133,15 +133,26 @@ def share_prefixes(
     return model
 
 
-def sharing_report(model: nn.Module) -> SharingReport:
+def sharing_report(model: Any) -> SharingReport:
     """How many calls of a model `share_prefixes` shared, how many not and why, and what it saved.
+
+    model: or a trainer; then the report also names its reference or teacher model, if that shares nothing.
 
     Raises UserError for a model without `share_prefixes`.
     """
-    state = getattr(model_inside(model), STATE, None)
-    if state is None or state.sharing is None:
-        raise UserError(f"{type(model).__name__} shares nothing: call share_prefixes(model) first")
-    return state.sharing.report
+    trainer, shared = (None, model) if isinstance(model, nn.Module) else (model, getattr(model, "model", model))
+    sharing = _sharing_of(shared)
+    if sharing is None:
+        raise UserError(f"{type(shared).__name__} shares nothing: call share_prefixes(model) first")
+    others = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
+    modules = {name: other for name, other in others.items() if isinstance(other, nn.Module)}
+    sharing.report.unshared_models = [name for name, other in modules.items() if _sharing_of(other) is None]
+    return sharing.report
+
+
+def _sharing_of(model: nn.Module) -> PaddedSharing | None:
+    state: _State | None = getattr(model_inside(model), STATE, None)
+    return None if state is None else state.sharing
 
 
 def prepared_options(model: nn.Module) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ class SharingReport:
     num_unique_tokens: sum of U over them, which were computed.
     num_head_places, num_head_rows: rows that the head was asked for, and that it computed, in its calls that shared.
     plan_seconds: spent on reading ids and building plans, also for calls that were not shared then.
+    unshared_models: other models of the trainer, by the names of its attributes, that compute every copy.
     """
 
     num_shared: int = 0
@@ -40,6 +41,7 @@ class SharingReport:
     num_head_places: int = 0
     num_head_rows: int = 0
     plan_seconds: float = 0.0
+    unshared_models: list[str] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharingReport:
         """The copy of a model counts its own calls."""
@@ -60,6 +62,7 @@ class SharingReport:
             lines.append(f"the head computed {self.num_head_rows:,} rows for {self.num_head_places:,} places")
         if not self.num_shared and not self.not_shared:
             lines.append("the backbone was never called: hooks do not run if something calls its forward method")
+        lines += [f"{name} shares nothing: share_prefixes(trainer.{name})" for name in self.unshared_models]
         lines += [f"{count} calls not shared: {reason}" for reason, count in self.not_shared.most_common()]
         return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import radixtrain.collators.radix
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.radix import RadixCollator
+from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
 
@@ -42,6 +43,12 @@ def qwen3(tiny_qwen3):
     """A stock model, with nothing but its shapes to refuse a batch by."""
     end_watch()
     return tiny_qwen3()
+
+
+def test_a_tokenizer_is_not_taken():
+    """As Hugging Face's collators take one."""
+    with pytest.raises(UserError, match=r"no tokenizer, got dict: write RadixCollator\(\)"):
+        RadixCollator({})
 
 
 def test_two_sequences():

@@ -13,6 +13,8 @@ import pytest
 from tiers import FULL
 from trainer_harness import Share, compare
 
+from radixtrain import share_prefixes, sharing_report
+
 ADAPTED = {"learning_rate": 1e-3}
 
 
@@ -29,6 +31,12 @@ class TestDPO:
         assert policy == reference, "both see every batch"
         assert found.r > 3.5 and {"eval_loss", "eval_rewards/margins"} <= found.worst.keys()
         table("DPOTrainer, reference given", found)
+
+    def test_a_reference_that_computes_every_copy_is_named(self, model, dpo):
+        trainer = dpo(share_prefixes(model(0)), model(1))
+        assert "ref_model shares nothing: share_prefixes(trainer.ref_model)" in str(sharing_report(trainer))
+        share_prefixes(trainer.ref_model)
+        assert not sharing_report(trainer).unshared_models
 
     @FULL
     def test_a_reference_made_by_trl(self, model, dpo, tmp_path, table):

@@ -56,7 +56,7 @@ class TestPrompts:
         assert torch.equal(generate(model, PROMPTS, **GREEDY).sequences(0), theirs)
 
     def test_texts_and_conversations(self, model: Any, tokenizer: Any) -> None:
-        found = generate(model, ["Shelf one.", *CHAT], tokenizer=tokenizer, **GREEDY)
+        found = generate(model, ["Shelf one.", *CHAT], tokenizer, **GREEDY)
         rendered = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
         assert found.prompt_ids == [tokenizer("Shelf one.")["input_ids"], *rendered]
         assert found.token_ids == greedy_by_the_model(model, found.prompt_ids, 4)
