@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["FIX_MARKERS", "Conversation", "check_encodable", "text_of"]
 
 MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 million
+LIKELY_WITHIN = 1 << 14  # characters of one message that a template adds
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
 FIX_MARKERS = f"{FIX} with generation markers"
@@ -116,9 +117,13 @@ class Conversation:
 
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
         check_encodable(text, self.where)
+        place = 0
         for name, content in self._must_occur(messages):
-            # Some templates print a tool's result as a JSON string.
-            if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+            as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # as some templates print a tool's result
+            ends = (place + 2 * len(as_json) + LIKELY_WITHIN, len(text))  # from the whole text it would be O(turns^2)
+            tries = ((form, start, end) for start, end in zip((place, 0), ends) for form in (content, as_json))
+            place = next((found for each in tries if (found := text.find(*each)) >= 0), -1)
+            if place < 0:
                 raise DataError(self.where, f"the chat template dropped {name}; {FIX} that renders it")
         return text
 

@@ -18,6 +18,7 @@ These are the borders of `split_turns: true`, in a text in which earlier turns m
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Marks", "Rendering", "find_turns", "sample_of_chat"]
 
+Message = dict[str, Any]
 Span = tuple[int, int]
 
+NEIGHBOURS = 4  # messages, at least, that are rendered for a turn with those that begin the chat
 WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
 
 
@@ -48,26 +51,26 @@ def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenize
 
     The borders of a turn are borders of tokens, as in `split_turns: true`. Raises as `find_turns`.
     """
-    text = chat.text()
-    borders = [0, *(border for span in find_turns(chat, turns, tokenize) for border in span), len(text)]
+    text, spans = find_turns(chat, turns, tokenize)
+    borders = [0, *(border for span in spans for border in span), len(text)]
     pieces = _token_ids([text[start:end] for start, end in pairwise(borders)], tokenize)
     masked = [np.full_like(ids, IGNORE_INDEX) if n % 2 == 0 else ids for n, ids in enumerate(pieces)]
     return Sample(np.concatenate(pieces), np.concatenate(masked), chat.where)
 
 
-def find_turns(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> list[Span]:
-    """First character and end of each turn in `chat.text()`: from after the generation prompt to the end-of-turn token.
+def find_turns(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> tuple[str, list[Span]]:
+    """`chat.text()`, and first character and end of each turn in it: from after the generation prompt to the end token.
 
     turns: indices of assistant messages, rising.
 
     Raises DataError, naming the turn, if the template gives no proof of where it stands.
     """
     finder = _Finder(chat, tokenize)
-    spans = [finder.span(turn) for turn in turns]
+    spans = finder.spans(turns)
     for (_, end), (start, _), turn in zip(spans, spans[1:], turns[1:], strict=False):
         if start < end:
             raise finder.unproven(turn, "the chat template does not write turn {} after the one before it")
-    return spans
+    return finder.whole, spans
 
 
 class _Finder:
@@ -76,20 +79,47 @@ class _Finder:
         self.whole = chat.text()
         self.marks = Marks(f"{self.whole}{chat.messages}{chat.template_kwargs}")
         self.messages = [self.marks.into(message, n) for n, message in enumerate(chat.messages)]
-        self.rendering = self._render(self.messages)
+        self.rendering = self.marks.read(chat.render(self.messages))
+        self.by_place = sorted((place, n) for n, places in self.rendering.places.items() for place in places)
         if self.rendering.text != self.whole:
             raise self.unproven(self._first_changed(), "what the chat template writes depends on the text of turn {}")
 
-    def span(self, turn: int) -> Span:
-        start = self._start(turn) if turn else self._start_of_first()
-        place, end = self._end(turn)
-        others = (place for n, places in self.rendering.places.items() if n != turn for place in places)
-        if not start <= place <= end or any(start <= other < end for other in others):
+    def spans(self, turns: list[int]) -> list[Span]:
+        """Of each turn, from what only the messages around it tell, since every one before it would cost O(turns^2).
+
+        All of them are rendered for the turns 1, 2, 4, 8 ... and the last one, and for a turn that the others do not
+        tell. If one of these stands elsewhere, the template looks further back, and all are rendered for every turn.
+        """
+        spans: list[Span] = []
+        for number, turn in enumerate(turns, start=1):
+            near = self._span_by_neighbours(turn)
+            is_checked = near is None or number & (number - 1) == 0 or turn == turns[-1]
+            spans.append(self._span(turn, self.messages[: turn + 1]) if is_checked else near)
+            if near not in (None, spans[-1]):
+                return [self._span(turn, self.messages[: turn + 1]) for turn in turns]
+        return spans
+
+    def _span_by_neighbours(self, turn: int) -> Span | None:
+        """As if most of what precedes the turn had not been said: a template wants its roles in an order."""
+        roles = [message["role"] for message in self.messages[: turn + 1]]
+        first = next((n for n, role in enumerate(roles, start=1) if role not in ("system", "developer")), turn)
+        resumed = next((n for n in range(turn - NEIGHBOURS, first, -1) if roles[n] == roles[first]), first)
+        try:
+            return self._span(turn, self.messages[:first] + self.messages[resumed : turn + 1])
+        except DataError:
+            return None
+
+    def _span(self, turn: int, messages: list[Message]) -> Span:
+        """messages: up to the turn."""
+        start = self._start(turn, messages[:-1]) if turn else self._start_of_first()
+        place, end = self._end(turn, messages)
+        inside = self.by_place[bisect_left(self.by_place, (start,)) : bisect_left(self.by_place, (end,))]
+        if not start <= place <= end or any(n != turn for _, n in inside):
             raise self.unproven(turn, "the chat template does not write turn {} in one piece")
         return start, end
 
-    def _start(self, turn: int) -> int:
-        place, prompt = self._after(turn - 1, self._render(self.messages[:turn], add_generation_prompt=True))
+    def _start(self, turn: int, before: list[Message]) -> int:
+        place, prompt = self._after(turn - 1, self._render(before, add_generation_prompt=True))
         if self.whole.startswith(prompt, place):
             return place + len(prompt)
         header = self._header(turn)
@@ -132,15 +162,15 @@ class _Finder:
             raise self.unproven(0, reason, fix="begin with another turn")
         return end
 
-    def _end(self, turn: int) -> Span:
+    def _end(self, turn: int, messages: list[Message]) -> Span:
         """The place of a turn's mark, and where the turn ends."""
-        place, ending = self._ending(turn, self.messages[: turn + 1])
-        for known in self._endings(turn, ending):
+        place, ending = self._ending(turn, messages)
+        for known in self._endings(turn, ending, messages[:-1]):
             if self.whole.startswith(known, place):
                 return place, place + len(known)
         raise self.unproven(turn, "the chat template ends turn {} in another way once others follow")
 
-    def _endings(self, turn: int, ending: str) -> Iterator[str]:
+    def _endings(self, turn: int, ending: str, before: list[Message]) -> Iterator[str]:
         """How a turn may end in the whole chat: as it does by itself, and as templates end turns that are not the last.
 
         Phi-3's writes an EOS only after the last message. gpt-oss ends the last turn with <|return|> and earlier ones
@@ -152,12 +182,12 @@ class _Finder:
         if token and end:
             yield shorter + end
         if token and turn:
-            _, before = self._ending(turn - 1, self.messages[:turn])
-            _, usual = self._last_token(before)
+            _, usual = self._last_token(self._ending(turn - 1, before)[1])
             yield without_blanks + usual
 
-    def _ending(self, turn: int, messages: list[dict[str, Any]]) -> tuple[int, str]:
-        place, rest = self._after(turn, self._render(messages))
+    def _ending(self, turn: int, messages: list[Message]) -> tuple[int, str]:
+        is_whole = len(messages) == len(self.messages)
+        place, rest = self._after(turn, self.rendering if is_whole else self._render(messages))
         return place, self.tokenize.until_end_of_turn(rest)
 
     def _last_token(self, text: str) -> tuple[str, str]:
@@ -172,15 +202,14 @@ class _Finder:
             raise self.unproven(n, "the chat template leaves out turn {}")
         return here[len(found) - 1], part.text[found[-1] :]
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> Rendering:
+    def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> Rendering:
         return self.marks.read(self.chat.render(messages, add_generation_prompt))
 
     def _first_changed(self) -> int:
         """The message whose mark is the last one before the first character that the marks changed."""
         both = zip(self.rendering.text, self.whole, strict=False)
         at = next((i for i, (marked, plain) in enumerate(both) if marked != plain), len(self.whole))
-        before = [(place, n) for n, places in self.rendering.places.items() for place in places if place <= at]
-        return max(before, default=(0, 0))[1]
+        return next((n for place, n in reversed(self.by_place) if place <= at), 0)
 
     def unproven(self, turn: int, reason: str, fix: str = "set split_turns: true") -> DataError:
         found = f"{reason.format(turn + 1)}, so where the answers stand in the whole chat is not certain"
@@ -193,16 +222,14 @@ def _token_ids(pieces: list[str], tokenize: DraftTokenizer) -> list[np.ndarray]:
     if not tokenize.marks_text_start:
         return separate
     joined: list[np.ndarray] = []
-    text, ids = "", np.zeros(0, dtype=np.int64)
+    special = re.compile("|".join(map(re.escape, tokenize.special_tokens)) or "$.")
+    before = ""  # from the last special token on: a tokenizer cuts a text there before it does anything else
     for piece, own in zip(pieces, separate, strict=True):
-        text += piece
-        [both] = tokenize.token_ids([text])
+        ids, both = tokenize.token_ids([before, before + piece])
         joined.append(both[len(ids) :] if len(ids) and np.array_equal(both[: len(ids)], ids) else own)
-        ids = np.concatenate([ids, joined[-1]])
+        before += piece
+        before = before[max((found.start() for found in special.finditer(before)), default=0) :]
     return joined
-
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+TURNS_LOOKED_AT = 16
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 MARK = "the word of the developer"
 WARNING = (
@@ -87,7 +88,7 @@ def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
 def rewrites_history(encoder: ChatEncoder, row: Row | UnreadRow | DataError) -> bool:
     """Whether a chat of this row, up to one of the assistant's turns, is not how the whole chat begins.
 
-    What a template writes after the text of the turn, such as its end-of-turn token, does not count. False for a row
+    The first turns count, since each is rendered with all before it. What a template writes after the text of the turn, such as its end-of-turn token, does not count. False for a row
     that is no chat, or of which no turn can be rendered with the prompt that it has at inference.
     """
     try:
@@ -105,7 +106,7 @@ def warn_of_rewritten_history(encoder: ChatEncoder, rows: Iterable[Row | UnreadR
 
 def _is_rewritten(chat: Conversation, special_tokens: tuple[str, ...]) -> bool:
     whole = chat.text()
-    turns = (chat.prompt_and_target(turn, turn + 1) for turn in chat.assistant_turns() if turn)
+    turns = (chat.prompt_and_target(turn, turn + 1) for turn in chat.assistant_turns()[:TURNS_LOOKED_AT] if turn)
     return not all(whole.startswith(_without_end(prompt + target, special_tokens)) for prompt, target in turns)
 
 

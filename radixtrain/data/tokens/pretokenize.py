@@ -16,6 +16,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = ["PieceTokenizer", "TokenizerFailed", "failures_of"]
 logger = logging.getLogger(__name__)
 
 TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the call returns
+SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 4096  # compared with whole texts; these characters on each side of a border
 MAX_KEPT_CHARACTERS = 16 << 20  # of pieces whose ids are remembered; those that were used last stay
 # What treats a piece by its own characters only. Metaspace is not among them: it may look for the start of the text.
 PIECEWISE = {
@@ -42,8 +44,8 @@ class PieceTokenizer:
     """Turns texts into token ids, without the tokenizer's own BOS and EOS.
 
     Called with texts, returns an int64 array (L,) for each: what `tokenizer(text, add_special_tokens=False)` gives.
-    The first call with an added token in a text compares; if they differ, a line in the log says so and whole texts are
-    tokenised from then on. Raises TokenizerFailed if the tokenizer breaks off.
+    The first call with an added token in a text compares a bounded sample; if they differ, a line in the log says so
+    and whole texts are tokenised from then on. Raises TokenizerFailed if the tokenizer breaks off.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -56,17 +58,15 @@ class PieceTokenizer:
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         if self.borders is None or not texts:
             return list(self._whole(texts))
-        found = self._joined(texts, self.borders)
-        if not self.is_checked and any(map(self.borders.search, texts)):
+        if not self.is_checked and (sample := _sample(texts, self.borders)):
             self.is_checked = True
-            whole = list(self._whole(texts))
-            if not all(map(np.array_equal, found, whole)):
+            if not all(map(np.array_equal, self._joined(sample, self.borders), self._whole(sample))):
                 logger.warning(
                     "this tokenizer does not treat the text between special tokens on its own: rows are slow"
                 )
                 self.borders = None
-                return whole
-        return found
+                return list(self._whole(texts))
+        return self._joined(texts, self.borders)
 
     def _joined(self, texts: list[str], borders: re.Pattern[str]) -> list[np.ndarray]:
         """Every odd part of a split is an added token, every even one a piece, which may be empty."""
@@ -98,6 +98,12 @@ class PieceTokenizer:
             with failures_of(self.tokenizer.name_or_path):
                 encoded = self.tokenizer(texts[start : start + TEXTS_PER_CALL], **options)["input_ids"]
             yield from (np.array(ids, dtype=np.int64) for ids in encoded)
+
+
+def _sample(texts: list[str], borders: re.Pattern[str]) -> list[str]:
+    """The surroundings of the first added token of a few texts; none if no text has one."""
+    firsts = islice(((text, found.start()) for text in texts if (found := borders.search(text))), SAMPLED_TEXTS)
+    return [text[max(0, at - SAMPLED_CHARACTERS) : at + SAMPLED_CHARACTERS] for text, at in firsts]
 
 
 def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:

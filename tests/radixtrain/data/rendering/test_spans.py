@@ -167,8 +167,9 @@ def chat_of(name: str, messages: list[dict[str, Any]], **kwargs: Any) -> Convers
 def found(chat: Conversation) -> list[str]:
     """The text of each of the assistant's turns."""
     turns = [n for n, each in enumerate(chat.messages) if each["role"] == "assistant"]
-    text = chat.text()
-    return [text[start:end] for start, end in find_turns(chat, turns, DraftTokenizer(chat.tokenizer))]
+    text, spans = find_turns(chat, turns, DraftTokenizer(chat.tokenizer))
+    assert text == chat.text()
+    return [text[start:end] for start, end in spans]
 
 
 def marked(name: str, chat: Conversation) -> tuple[str, list[str]]:

@@ -108,14 +108,17 @@ def test_which_are_split() -> None:
 
 
 def test_a_repeated_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenize = PieceTokenizer(tokenizer_of("like Qwen"))
-    given_texts: list[str] = []
-    ask = tokenize._whole
-    monkeypatch.setattr(tokenize, "_whole", lambda texts: given_texts.extend(texts) or ask(texts))
-    tokenize.is_checked = True
+    """Also by the first call, which compares whole texts, but only the surroundings of a few added tokens."""
+    asked: list[str] = []
+    ask = PreTrainedTokenizerFast.__call__
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast, "__call__", lambda self, texts, **options: asked.extend(texts) or ask(self, texts, **options)
+    )
+    tokenize, prompt = PieceTokenizer(tokenizer_of("like Qwen")), "long prompt" * 5000
     for question in ("one", "two"):
-        tokenize([f"{START}long prompt{END}{START}{question}{END}"] * 2)
-    assert given_texts == [START, "long prompt", END, "one", "two"]
+        tokenize([f"{START}{prompt}{END}{START}{question}{END}"] * 40)
+    assert [asked.count(piece) for piece in (START, prompt, END, "one", "two")] == [1] * 5
+    assert sum(map(len, asked)) < 3 * len(prompt)
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
