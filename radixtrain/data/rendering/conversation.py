@@ -120,8 +120,8 @@ class Conversation:
         place = 0
         for name, content in self._must_occur(messages):
             as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # as some templates print a tool's result
-            ends = (place + 2 * len(as_json) + LIKELY_WITHIN, len(text))  # from the whole text it would be O(turns^2)
-            tries = ((form, start, end) for start, end in zip((place, 0), ends) for form in (content, as_json))
+            likely = (place, place + 2 * len(as_json) + LIKELY_WITHIN)  # searching all the text would be O(turns^2)
+            tries = ((form, *part) for part in (likely, (0, len(text))) for form in (content, as_json))
             place = next((found for each in tries if (found := text.find(*each)) >= 0), -1)
             if place < 0:
                 raise DataError(self.where, f"the chat template dropped {name}; {FIX} that renders it")

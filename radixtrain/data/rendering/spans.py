@@ -17,9 +17,11 @@ These are the borders of `split_turns: true`, in a text in which earlier turns m
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -38,8 +40,11 @@ if TYPE_CHECKING:
 __all__ = ["Marks", "Rendering", "find_turns", "sample_of_chat"]
 
 Message = dict[str, Any]
+Rest = Callable[[int, list[Message], bool], tuple[int, str]]
 Span = tuple[int, int]
 
+INSTRUCTING = ("system", "developer")
+MAX_BEFORE_ARGUMENTS = 40  # characters between the name of a tool and its arguments
 NEIGHBOURS = 4  # messages, at least, that are rendered for a turn with those that begin the chat
 WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
 
@@ -79,47 +84,67 @@ class _Finder:
         self.whole = chat.text()
         self.marks = Marks(f"{self.whole}{chat.messages}{chat.template_kwargs}")
         self.messages = [self.marks.into(message, n) for n, message in enumerate(chat.messages)]
-        self.rendering = self.marks.read(chat.render(self.messages))
+        self.rendering = self._render(self.messages)
+        self.likely: dict[tuple[Any, ...], tuple[int, int, str, str]] = {}
+        self.headers: set[str] = set()
+        spoken = (n for n, message in enumerate(chat.messages, start=1) if message["role"] not in INSTRUCTING)
+        self.num_before_second = next(spoken, len(chat.messages))
         self.by_place = sorted((place, n) for n, places in self.rendering.places.items() for place in places)
         if self.rendering.text != self.whole:
             raise self.unproven(self._first_changed(), "what the chat template writes depends on the text of turn {}")
 
     def spans(self, turns: list[int]) -> list[Span]:
-        """Of each turn, from what only the messages around it tell, since every one before it would cost O(turns^2).
+        """Of each turn, from what only the messages around it tell, since all before each one would cost O(turns^2).
 
-        All of them are rendered for the turns 1, 2, 4, 8 ... and the last one, and for a turn that the others do not
-        tell. If one of these stands elsewhere, the template looks further back, and all are rendered for every turn.
+        All are rendered for the first four turns, for turn 16, 64 ... and the last one, and for a turn that the others
+        do not tell. If one of these stands elsewhere, the template looks further back, and all are for every turn.
         """
         spans: list[Span] = []
+        due = 16
         for number, turn in enumerate(turns, start=1):
-            near = self._span_by_neighbours(turn)
-            is_checked = near is None or number & (number - 1) == 0 or turn == turns[-1]
-            spans.append(self._span(turn, self.messages[: turn + 1]) if is_checked else near)
-            if near not in (None, spans[-1]):
-                return [self._span(turn, self.messages[: turn + 1]) for turn in turns]
+            span = near = self._span_by_neighbours(turn)
+            if span is None or number in (1, 2, 3, 4, due) or turn == turns[-1]:
+                span = self._span(turn, self.messages[: turn + 1], self._rest)
+            if near not in (None, span):
+                return [self._span(turn, self.messages[: turn + 1], self._rest) for turn in turns]
+            due *= 4 if number == due else 1
+            spans.append(span)
         return spans
 
     def _span_by_neighbours(self, turn: int) -> Span | None:
-        """As if most of what precedes the turn had not been said: a template wants its roles in an order."""
-        roles = [message["role"] for message in self.messages[: turn + 1]]
-        first = next((n for n, role in enumerate(roles, start=1) if role not in ("system", "developer")), turn)
-        resumed = next((n for n in range(turn - NEIGHBOURS, first, -1) if roles[n] == roles[first]), first)
-        try:
-            return self._span(turn, self.messages[:first] + self.messages[resumed : turn + 1])
-        except DataError:
-            return None
+        """As if most of what precedes the turn had not been said; roles still alternate, as some templates want."""
+        first = self.num_before_second
+        role = self.messages[first]["role"] if first < turn else ""
+        again = next((n for n in range(turn - NEIGHBOURS, first, -1) if self.messages[n]["role"] == role), first)
+        messages = (
+            self.messages[:first] + self.messages[again : turn + 1] if turn >= first else self.messages[: turn + 1]
+        )
+        for rest in (self._likely_rest, self._rest):
+            with suppress(DataError):
+                span = self._span(turn, messages, rest)
+                header = self._header_in_turn(turn, span)  # more of it may be this turn's prompt than of another one's
+                if header in self.headers or rest == self._rest:
+                    self.headers.add(header)
+                    return span
+        return None
 
-    def _span(self, turn: int, messages: list[Message]) -> Span:
-        """messages: up to the turn."""
-        start = self._start(turn, messages[:-1]) if turn else self._start_of_first()
-        place, end = self._end(turn, messages)
+    def _header_in_turn(self, turn: int, span: Span) -> str:
+        """What the template writes in a turn before its text, or before the mark in a call of a tool."""
+        place = next(place for place in self.rendering.places[turn] if place >= span[0])
+        own, is_marked, _ = self.messages[turn]["content"].partition(self.marks.word(turn))
+        return self.whole[span[0] : place].removesuffix(own.lstrip() if is_marked else "")
+
+    def _span(self, turn: int, messages: list[Message], rest: Rest) -> Span:
+        """messages: up to the turn. rest: what to ask for what follows the mark of the last message of some."""
+        start = self._start(turn, messages[:-1], rest) if turn else self._start_of_first()
+        place, end = self._end(turn, messages, rest)
         inside = self.by_place[bisect_left(self.by_place, (start,)) : bisect_left(self.by_place, (end,))]
         if not start <= place <= end or any(n != turn for _, n in inside):
             raise self.unproven(turn, "the chat template does not write turn {} in one piece")
         return start, end
 
-    def _start(self, turn: int, before: list[Message]) -> int:
-        place, prompt = self._after(turn - 1, self._render(before, add_generation_prompt=True))
+    def _start(self, turn: int, before: list[Message], rest: Rest) -> int:
+        place, prompt = self._after(turn - 1, rest(turn - 1, before, True))
         if self.whole.startswith(prompt, place):
             return place + len(prompt)
         header = self._header(turn)
@@ -162,15 +187,15 @@ class _Finder:
             raise self.unproven(0, reason, fix="begin with another turn")
         return end
 
-    def _end(self, turn: int, messages: list[Message]) -> Span:
+    def _end(self, turn: int, messages: list[Message], rest: Rest) -> Span:
         """The place of a turn's mark, and where the turn ends."""
-        place, ending = self._ending(turn, messages)
-        for known in self._endings(turn, ending, messages[:-1]):
+        place, ending = self._ending(turn, messages, rest)
+        for known in self._endings(turn, ending, messages[:-1], rest):
             if self.whole.startswith(known, place):
                 return place, place + len(known)
         raise self.unproven(turn, "the chat template ends turn {} in another way once others follow")
 
-    def _endings(self, turn: int, ending: str, before: list[Message]) -> Iterator[str]:
+    def _endings(self, turn: int, ending: str, before: list[Message], rest: Rest) -> Iterator[str]:
         """How a turn may end in the whole chat: as it does by itself, and as templates end turns that are not the last.
 
         Phi-3's writes an EOS only after the last message. gpt-oss ends the last turn with <|return|> and earlier ones
@@ -182,25 +207,55 @@ class _Finder:
         if token and end:
             yield shorter + end
         if token and turn:
-            _, usual = self._last_token(self._ending(turn - 1, before)[1])
+            _, usual = self._last_token(self._ending(turn - 1, before, rest)[1])
             yield without_blanks + usual
 
-    def _ending(self, turn: int, messages: list[Message]) -> tuple[int, str]:
-        is_whole = len(messages) == len(self.messages)
-        place, rest = self._after(turn, self.rendering if is_whole else self._render(messages))
-        return place, self.tokenize.until_end_of_turn(rest)
+    def _ending(self, turn: int, messages: list[Message], rest: Rest) -> tuple[int, str]:
+        place, text = self._after(turn, rest(turn, messages, False))
+        return place, self.tokenize.until_end_of_turn(text)
 
     def _last_token(self, text: str) -> tuple[str, str]:
         """A text without the special token at its end, and that token; it is empty if there is none."""
         token = max((token for token in self.tokenize.special_tokens if text.endswith(token)), key=len, default="")
         return text.removesuffix(token), token
 
-    def _after(self, n: int, part: Rendering) -> tuple[int, str]:
-        """The place of message n's last mark of a part of the chat in the whole, and what follows it in the part."""
-        found, here = part.places.get(n, []), self.rendering.places.get(n, [])
-        if not found or len(here) < len(found):
+    def _after(self, n: int, marks_and_text: tuple[int, str]) -> tuple[int, str]:
+        """The place in the whole of the mark of message n that was the last one in a part of the chat; and the text."""
+        num_marks, text = marks_and_text
+        here = self.rendering.places.get(n, [])
+        if not num_marks or len(here) < num_marks:
             raise self.unproven(n, "the chat template leaves out turn {}")
-        return here[len(found) - 1], part.text[found[-1] :]
+        return here[num_marks - 1], text
+
+    def _rest(self, n: int, messages: list[Message], add_generation_prompt: bool) -> tuple[int, str]:
+        """How often message n, the last of some, is marked in their rendering, and what follows its last mark."""
+        part = self.rendering
+        if add_generation_prompt or len(messages) < len(self.messages):
+            part = self._render(messages, add_generation_prompt)
+        places = part.places.get(n, [])
+        return len(places), part.text[places[-1] :] if places else ""
+
+    def _likely_rest(self, n: int, messages: list[Message], add_generation_prompt: bool) -> tuple[int, str]:
+        """As `_rest`, from a message that had the same before it: the end of its content, and what comes after."""
+        own = self._after_mark(n)
+        forms = (own, own.rstrip(), json.dumps(own, ensure_ascii=False)[1:-1])  # as a template may write it
+        key = (add_generation_prompt, *map(own.__eq__, forms), *((each["role"], *each) for each in messages))
+        if key not in self.likely:
+            num_marks, text = self._rest(n, messages, add_generation_prompt)
+            form = next((i for i, form in enumerate(forms) if form in text[: len(form) + MAX_BEFORE_ARGUMENTS]), None)
+            if form is None:
+                return num_marks, text
+            at = text.index(forms[form])
+            self.likely[key] = num_marks, form, text[:at], text[at + len(forms[form]) :]
+        num_marks, form, before, after = self.likely[key]
+        return num_marks, before + forms[form] + after
+
+    def _after_mark(self, n: int) -> str:
+        """Of the content of message n what follows its mark, or the arguments of the call that is marked."""
+        calls = self.messages[n].get("tool_calls")
+        if not calls:
+            return self.messages[n]["content"].partition(self.marks.word(n))[2]
+        return json.dumps(calls[-1].get("function", calls[-1]).get("arguments"), ensure_ascii=False)
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> Rendering:
         return self.marks.read(self.chat.render(messages, add_generation_prompt))

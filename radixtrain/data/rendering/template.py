@@ -88,8 +88,9 @@ def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
 def rewrites_history(encoder: ChatEncoder, row: Row | UnreadRow | DataError) -> bool:
     """Whether a chat of this row, up to one of the assistant's turns, is not how the whole chat begins.
 
-    The first turns count, since each is rendered with all before it. What a template writes after the text of the turn, such as its end-of-turn token, does not count. False for a row
-    that is no chat, or of which no turn can be rendered with the prompt that it has at inference.
+    Only the first turns are tried, each with all before it. What a template writes after the text of the turn, such as
+    its end-of-turn token, does not count. False for a row that is no chat, or of which no turn can be rendered with the
+    prompt that it has at inference.
     """
     try:
         return any(_is_rewritten(chat, encoder.tokenize.special_tokens) for chat in encoder.chats(row))

@@ -403,12 +403,49 @@ def test_borders_of_turns_are_borders_of_tokens() -> None:
     assert split.labels.tolist() == sample.labels.tolist()[: len(split.labels)]
 
 
-# Split and whole agree where the template keeps everything
+# Long chats
 
 
 def long_chat(rng: random.Random, num_turns: int) -> list[dict[str, Any]]:
     roles = ["system", *["user", "assistant"] * num_turns]
     return [message(role, "x" + "".join(rng.choices("abcdefg \n", k=rng.randrange(1, 20)))) for role in roles]
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "tools"])
+def test_a_long_chat_is_rendered_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rendered = 0
+    render = PreTrainedTokenizerFast.apply_chat_template
+
+    def count(self: Any, messages: list[Any], **options: Any) -> Any:
+        nonlocal num_rendered
+        num_rendered += len(messages)
+        return render(self, messages, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", count)
+    if name == "tools":
+        call = {"name": "weather", "arguments": {"city": "Bonn", "day": 7}}
+        messages = [*PLAIN[:1], *[message("assistant", "", tool_calls=[{"function": call}]), message("tool", "x")] * 99]
+    else:
+        messages = long_chat(random.Random(0), num_turns=100)
+    chat = chat_of("qwen3" if name == "tools" else name, messages)
+    turns = found(chat)
+    assert num_rendered < 9 * len(messages)
+    assert turns == marked("qwen3" if name == "tools" else name, chat)[1]
+
+
+@pytest.mark.parametrize("late", ["<think>\\n\\n</think>\\n\\n", "<|end|>"])
+def test_what_a_template_writes_late_in_a_chat_is_found(late: str) -> None:
+    """What it looks at is further back than the messages around a turn."""
+    template = CHATML.replace("{%- generation %}{{-", "{{- 'LATE' if loop.index0 > 30 else '' }}{%- generation %}{{-")
+    template = template.replace(
+        "assistant\\n' }}{% endif", "assistant\\n' + ('LATE' if messages|length > 30 else '') }}{% endif"
+    )
+    messages = long_chat(random.Random(0), num_turns=40)
+    answers = [each["content"] + "<|im_end|>" for each in messages if each["role"] == "assistant"]
+    assert found(with_template(MARKERS.sub("", template.replace("LATE", late)), messages)) == answers
+
+
+# Split and whole agree where the template keeps everything
 
 
 @pytest.mark.parametrize("name", KEEPING)

@@ -112,7 +112,9 @@ def test_a_repeated_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> 
     asked: list[str] = []
     ask = PreTrainedTokenizerFast.__call__
     monkeypatch.setattr(
-        PreTrainedTokenizerFast, "__call__", lambda self, texts, **options: asked.extend(texts) or ask(self, texts, **options)
+        PreTrainedTokenizerFast,
+        "__call__",
+        lambda self, texts, **options: asked.extend(texts) or ask(self, texts, **options),
     )
     tokenize, prompt = PieceTokenizer(tokenizer_of("like Qwen")), "long prompt" * 5000
     for question in ("one", "two"):
