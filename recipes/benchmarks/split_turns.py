@@ -10,7 +10,8 @@ measured is a step of `--conversations` conversations in one micro-batch, forwar
 
     whole              split_turns: false, radixtrain
     split              split_turns: true, radixtrain
-    split, ordinary    the same samples in Hugging Face, padded; the fastest of several sizes of a micro-batch
+    whole, ordinary    the whole conversations in Hugging Face, padded; the fastest of several sizes of a micro-batch
+    split, ordinary    the same of the samples for each answer
 
 Words are random, and so are the model's weights. The template is the copy of Qwen3's in the package TRL.
 """
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from fastest_ordinary import fastest_ordinary
 
-from radixtrain.bench.arms import OrdinaryArm, RadixArm, step_seconds
+from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, step_seconds
 from radixtrain.bench.cells import GivenBatch, ModelShape, build_model
 from radixtrain.bench.environment import header
 from radixtrain.bench.work import Work, with_choices, work_of
@@ -45,7 +46,7 @@ NUM_TOOLS = 8
 SYLLABLES = ("ka", "lo", "mi", "ren", "su", "ta", "vor", "wel", "zi", "an")
 WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]
 THINKING, ANSWER, RESULT, QUESTION, SYSTEM = 60, 30, 60, 20, 100  # words of each
-ARMS = ("whole", "split", "split, ordinary")
+ARMS = ("whole", "split", "whole, ordinary", "split, ordinary")
 
 
 class Line(NamedTuple):
@@ -137,7 +138,7 @@ def measured(
     seconds = timed(model, works, repeats) if repeats else {}
     for arm in ARMS if repeats else ARMS[:2]:
         work = works[arm.split(",")[0]]
-        num_unique = work.num_tokens if arm == "split, ordinary" else work.num_unique_tokens("cascade")
+        num_unique = work.num_tokens if arm.endswith("ordinary") else work.num_unique_tokens("cascade")
         yield Line(questions, arm, len(work.lengths), work.num_tokens, num_unique, seconds.get(arm, []))
 
 
@@ -148,13 +149,13 @@ def work_of_rows(encoder: ChatEncoder, shape: ModelShape, name: str, rows: list[
 
 
 def timed(model: Any, works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every turn of the three arms, after one that is not counted."""
-    plain_head = has_plain_head(model)
-    step_cost = calibrate(model)
-    ordinary, _ = fastest_ordinary(model, works["split"], (1, 4, 16), repeats=1)
-    radix = RadixArm(plain_head=plain_head, attention="auto")
-    runs = {arm: (radix, with_choices(work, step_cost)) for arm, work in works.items()}
-    turns = step_seconds(model, {**runs, ARMS[2]: (OrdinaryArm(plain_head=plain_head), ordinary)}, repeats + 1)
+    """Seconds of every turn of the arms, after one that is not counted."""
+    plain_head, step_cost = has_plain_head(model), calibrate(model)
+    radix, ordinary = RadixArm(plain_head=plain_head, attention="auto"), OrdinaryArm(plain_head=plain_head)
+    runs: dict[str, tuple[Arm, Work]] = {arm: (radix, with_choices(work, step_cost)) for arm, work in works.items()}
+    for arm, work in works.items():
+        runs[f"{arm}, ordinary"] = (ordinary, fastest_ordinary(model, work, (1, 4, 16), repeats=1)[0])
+    turns = step_seconds(model, runs, repeats + 1)
     return {arm: seconds[1:] for arm, seconds in turns.items()}
 
 
