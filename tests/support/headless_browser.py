@@ -72,7 +72,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Page.navigate", url=path.resolve().as_uri())
-        self.until("document.documentElement.dataset.drawn === 'yes' || !document.getElementById('no-plots').hidden")
+        self.until("document.documentElement.dataset.drawn === 'yes' || !document.getElementById('not-drawn').hidden")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, as JSON has it."""

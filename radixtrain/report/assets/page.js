@@ -1,5 +1,5 @@
 "use strict";
-// Draws the pictures of the page: unpacks plotly and the figures, which are gzip and base64, and follows the reader's width
+// Draws the tree: unpacks plotly and the entries, which are gzip and base64, and follows the reader's width
 // and colour scheme. Texts of the data set reach plotly through `escaped`, and the rest of the page as textContent.
 
 const byId = (id) => document.getElementById(id);
@@ -179,55 +179,6 @@ class Tree {
   }
 }
 
-// --- the panels -----------------------------------------------------------------------------------------------------
-
-function drawPanel(place, panel, most) {
-  const traces = panel.lines.map((line) => ({
-    type: "scatter", mode: line.limit ? "lines" : "lines+markers", x: line.x, y: line.y, name: line.name,
-    line: { color: colour(line.grouped ? "--grouped" : "--accent"), width: line.limit ? 1.5 : line.grouped ? 2 : 4, dash: line.limit ? "dash" : "solid" },
-    marker: { size: 7, symbol: line.grouped ? "square" : "circle" },
-    hovertemplate: `${line.name}: %{y:.3~g}${panel.unit}<extra></extra>`,
-  }));
-  for (const mark of panel.marks) traces.push({
-    type: "scatter", mode: "markers+text", x: [mark.x], y: [mark.y], showlegend: false, hoverinfo: "skip", cliponaxis: false,
-    text: [mark.name], textposition: mark.name === "best" ? "top center" : "bottom center", textfont: { size: 12 },
-    marker: { size: mark.name === "best" ? 19 : 14, symbol: "circle-open", line: { width: 2 }, color: colour("--ink") },
-  });
-  const sizes = [...new Set(panel.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
-  const ends = [Math.log10(sizes[0] / 1.25), Math.log10(sizes.at(-1) * 1.25)];
-  const lines = { gridcolor: colour("--line"), linecolor: colour("--line"), zeroline: false, fixedrange: true };
-  const layout = {
-    ...plain(place), hovermode: "x unified", margin: { l: 56, r: 12, t: 34, b: 92 },
-    title: { text: panel.title, font: { size: 13 }, x: 0, xref: "paper", xanchor: "left" },
-    xaxis: { ...lines, type: "log", range: ends, title: { text: panel.axis, standoff: 6, font: { size: 12 } }, showgrid: false,
-      unifiedhovertitle: { text: `${panel.axis} %{x:,}` }, showspikes: false,
-      ticks: "outside", tickcolor: colour("--line"), tickvals: sizes, ticktext: sizes.map((size) => whole.format(size)) },
-    yaxis: { ...lines, range: [0, most * 1.12], title: { text: panel.y, standoff: 8, font: { size: 12 } } },
-    legend: { orientation: "h", x: 0, y: -0.24, yanchor: "top", itemclick: false, itemdoubleclick: false },
-  };
-  return Plotly.react(place, traces, layout, OPTIONS);
-}
-
-class Panels {
-  constructor(panels) {
-    this.panels = panels.map((panel) => {
-      const place = document.createElement("div");
-      place.className = "plot";
-      byId(`panels-${panel.section}`).append(place);
-      return { ...panel, place };
-    });
-    this.most = {}; // the end of the y axis, which the panels of a section share
-    for (const { section, lines } of panels) {
-      const values = lines.flatMap((line) => line.y);
-      this.most[section] = Math.max(this.most[section] ?? 0, ...values);
-    }
-  }
-
-  draw() {
-    return Promise.all(this.panels.map((panel) => drawPanel(panel.place, panel, this.most[panel.section])));
-  }
-}
-
 // --- the page -------------------------------------------------------------------------------------------------------
 
 for (const button of document.querySelectorAll("[data-copy]")) {
@@ -239,13 +190,11 @@ for (const button of document.querySelectorAll("[data-copy]")) {
 }
 
 async function main() {
-  const figures = JSON.parse(await unpacked("figures"));
+  const entries = JSON.parse(await unpacked("entries"));
   run(await unpacked("plotly"));
-  const tree = new Tree(figures.tree);
-  const panels = new Panels(figures.panels);
+  const tree = new Tree(entries);
   await tree.start();
-  await panels.draw();
-  const again = () => { tree.draw(); panels.draw(); };
+  const again = () => tree.draw();
   let waiting;
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(again, 100); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
@@ -253,6 +202,6 @@ async function main() {
 }
 
 main().catch((error) => {
-  byId("no-plots").hidden = false;
+  byId("not-drawn").hidden = false;
   console.error(error);
 });

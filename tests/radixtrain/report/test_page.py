@@ -8,14 +8,13 @@ from gzip import decompress
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from headless_browser import Browser
 from tiers import FULL, cases
 
-from radixtrain.report.contents import DataReport, Setting, TreeNode
-from radixtrain.report.page import MIN_TEXT, OUTLINE_RUNS, TEXT_BUDGET, icicle, panels, render, top_of, write_page
+from radixtrain.report.contents import DataReport, Setting, Splitting, TreeNode
+from radixtrain.report.page import MIN_TEXT, OUTLINE_RUNS, TEXT_BUDGET, icicle, render, top_of, write_page
 
 SCHEMES = ["light", "dark"]
 BLOCKS = "document.querySelectorAll('#tree path.surface')"
@@ -29,7 +28,7 @@ def one_row(report: DataReport) -> DataReport:
         report,
         **{"num_rows": 1, "num_samples": 1, "num_tokens": 3, "num_unique_tokens": 3, "num_labels": 1, "num_prompts": 1},
         **{"length_quantiles": {"max": 3}, "sources": {"a.jsonl": 1}, "max_length": None, "num_over_length": 0},
-        **{"current": only, "best": only, "settings": (only,), "breaks": ()},
+        **{"current": only, "best": None, "settings": (only,), "breaks": ()},
         tree=TreeNode(text="", num_tokens=0, num_sequences=1, children=(row,)),
     )
 
@@ -96,11 +95,18 @@ class TestText:
         for part in (
             "3 tokens, none of them shared",
             "was not predicted",
-            "One setting was tried",
+            "No setting is proposed, since nothing was timed",
             "Nothing was found",
         ):
             assert part in text, part
         assert "None" not in text and "max_length" not in text
+
+    def test_chats_that_are_split_are_compared_with_whole_ones(self, one_row: DataReport) -> None:
+        own = replace(one_row.current, r=9.5, whole_r=1.25, speedup=8.0, whole_speedup=1.5)
+        split = Splitting(turns=600, changed=0, whole_share=0.13)
+        text = Tags(render(replace(one_row, current=own, best=own, settings=(own,), splitting=split))).text
+        for part in ("r = 1.25 against whole chats", "9.5 against the same rows", "1.5x the speed", "No turn has other"):
+            assert part in text, part
 
     def test_the_outline_shows_the_runs_that_most_sequences_pass_through(self, report: DataReport) -> None:
         rare = [node(f"rare{n}", 1, 1) for n in range(100)]
@@ -116,15 +122,6 @@ class TestText:
 
 def node(text: str, tokens: int, sequences: int, *children: TreeNode) -> TreeNode:
     return TreeNode(text=text, num_tokens=tokens, num_sequences=sequences, children=children)
-
-
-def setting_of_r(batch_size: int, max_tokens: int, r: float, grouped: bool = False, **more: Any) -> Setting:
-    values = {"batch_size": batch_size, "max_tokens": max_tokens, "group_by_prefix": grouped, "r": r, "best_r": 2 * r}
-    return Setting(**values, **more)
-
-
-def replaced(report: DataReport, current: Setting, best: Setting, *settings: Setting) -> DataReport:
-    return replace(report, current=current, best=best, settings=settings)
 
 
 class TestIcicle:
@@ -158,36 +155,6 @@ class TestIcicle:
         assert texts[1].count("…") == 1
 
 
-class TestPanels:
-    def test_over_each_axis_at_the_users_other_value(self, report: DataReport) -> None:
-        mine = setting_of_r(32, 4096, 3.0)
-        given = [(8, 4096, 1.0, False), (8, 4096, 1.5, True), (32, 1024, 2.0, False), (8, 1024, 9.0, False)]
-        others = [setting_of_r(*each) for each in given]
-        by_batch, by_tokens = panels(replaced(report, mine, others[2], *others))
-        assert (by_batch["section"], by_batch["axis"], by_batch["title"]) == ("r", "batch_size", "max_tokens 4,096")
-        assert by_batch["lines"] == [
-            {"name": "shuffled", "grouped": False, "limit": False, "x": [8, 32], "y": [1.0, 3.0]},
-            {"name": "best r, shuffled", "grouped": False, "limit": True, "x": [8, 32], "y": [2.0, 6.0]},
-            {"name": "group_by_prefix", "grouped": True, "limit": False, "x": [8], "y": [1.5]},
-            {"name": "best r, group_by_prefix", "grouped": True, "limit": True, "x": [8], "y": [3.0]},
-        ]
-        assert by_batch["marks"] == [{"name": "yours", "x": 32, "y": 3.0}]
-        assert by_tokens["lines"][0] == {**by_batch["lines"][0], "x": [1024, 4096], "y": [2.0, 3.0]}
-        assert [mark["name"] for mark in by_tokens["marks"]] == ["yours", "best"]
-
-    def test_what_was_not_predicted_has_none(self, report: DataReport) -> None:
-        mine = setting_of_r(8, 64, 1.0, speedup=2.0, memory_bytes=3 * 2**30)
-        other = setting_of_r(16, 64, 2.0)
-        last = setting_of_r(32, 64, 3.0, speedup=5.0, memory_bytes=2**30)
-        found = {panel["section"]: panel for panel in panels(replaced(report, mine, mine, other, last))}
-        assert found["memory"]["y"] == "peak memory, GiB"
-        assert found["r"]["lines"][0]["x"] == [8, 16, 32]
-        assert found["speedup"]["lines"][0]["y"] == [2.0, 5.0]
-        assert found["memory"]["lines"] == [
-            {"name": "shuffled", "grouped": False, "limit": False, "x": [8, 32], "y": [3.0, 1.0]}
-        ]
-
-
 class TestBrowser:
     @pytest.fixture(scope="class")
     def pages(
@@ -208,13 +175,12 @@ class TestBrowser:
 
     @pytest.mark.parametrize("scheme", cases(SCHEMES, ["light"]))
     @pytest.mark.parametrize("width", cases([400, 1280], [400]))
-    @pytest.mark.parametrize(("name", "runs", "panels"), cases([("full", 7, 6), ("one row", 1, 0)], [("full", 7, 6)]))
+    @pytest.mark.parametrize(("name", "runs"), cases([("full", 7), ("one row", 1)], [("full", 7)]))
     def test_is_drawn(
-        self, browser: Browser, pages: dict[str, Path], name: str, runs: int, panels: int, width: int, scheme: str
+        self, browser: Browser, pages: dict[str, Path], name: str, runs: int, width: int, scheme: str
     ) -> None:
         browser.open(pages[name], width=width, scheme=scheme)
         assert browser.evaluate(f"{BLOCKS}.length") == runs
-        assert browser.evaluate("document.querySelectorAll('.panels .subplot.xy').length") == panels
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
@@ -270,14 +236,14 @@ class TestBrowser:
         assert browser.evaluate("window.copied") == report.command
 
     @FULL
-    def test_says_so_if_the_pictures_cannot_be_drawn(
+    def test_says_so_if_the_tree_cannot_be_drawn(
         self, browser: Browser, pages: dict[str, Path], tmp_path: Path
     ) -> None:
         page = pages["full"].read_text(encoding="utf-8")
-        (tmp_path / "broken.html").write_text(re.sub('(id="figures">)[^<]{9}', r"\1AAAAAAAAA", page), encoding="utf-8")
+        (tmp_path / "broken.html").write_text(re.sub('(id="entries">)[^<]{9}', r"\1AAAAAAAAA", page), encoding="utf-8")
         browser.open(tmp_path / "broken.html")
-        assert "Every number is in the tables" in " ".join(
-            browser.evaluate("document.querySelector('#no-plots').innerText").split()
+        assert "It is here as text" in " ".join(
+            browser.evaluate("document.querySelector('#not-drawn').innerText").split()
         )
         assert len(browser.errors) == 1
         browser.errors.clear()
