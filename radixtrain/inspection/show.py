@@ -1,15 +1,12 @@
-"""`radixtrain inspect`: a micro-batch as a tree, its numbers, and its index arrays."""
+"""`radixtrain inspect`: a micro-batch as a tree, and its numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
@@ -21,45 +18,9 @@ from radixtrain.inspection.runs import RunTree, run_tree
 from radixtrain.inspection.tokens import LOSS
 from radixtrain.tree.layout import PREDICTOR_INDICES, PREFIX
 
-__all__ = ["index_arrays", "numbers", "show"]
+__all__ = ["numbers", "show"]
 
 MOST_STRAYS = 8
-AXES = (
-    "T tokens of all sequences, back to back; U rows, the unique tokens; B sequences; S segments, runs of rows without "
-    "a branch; P distinct predictions; R rows that predict; E sequences that bring new rows."
-)
-MEANINGS = {
-    "input_ids": "[1, U] the token of each row, depth first",
-    "position_ids": "[1, U] its place in its sequence",
-    "shift_labels": "[1, P] the token that each prediction asks for",
-    "radix_predictor_indices": "[R] the row that each predictor is",
-    "radix_prediction_rows": "[P] which of the R predictors each prediction belongs to",
-    "radix_loss_weights": "[P] what the cross-entropy of each prediction counts: how many original tokens, or a weight",
-    "radix_label_indices": "[P] the original token that each prediction is, if loss weights were given",
-    "radix_old_logprobs": "[P] log-probability of each label by the policy that sampled it",
-    "radix_advantages": "[P] the advantage of each label",
-    "radix_gather_indices": "[U] the original token that each row is: its first occurrence",
-    "radix_inverse_indices": "[T] the row of each original token",
-    "radix_cu_seqlens": "[B + 1] where each sequence begins among the T tokens",
-    "radix_segment_starts": "[S + 1] the first row of each segment",
-    "radix_subtree_ends": "[S] one past the last row below each segment; row q sees row k iff k <= q < its end",
-    "radix_path_keys": "the rows of all paths, back to back, for attention along paths",
-    "radix_path_cu_seqlens_q": "[E + 1] where the new rows of each path begin",
-    "radix_path_cu_seqlens_k": "[E + 1] where each path begins in radix_path_keys",
-    "radix_level_queries": "rows below the branches of each level that has several, for attention level by level",
-    "radix_level_keys": "rows of those branches",
-    "radix_level_cu_seqlens_q": "bounds of the queries of each branch, level by level",
-    "radix_level_cu_seqlens_k": "bounds of the keys of each branch, level by level",
-    "radix_levels": "for each level: branches, longest queries, longest keys, and where they begin",
-    "radix_max_seqlen": "longest sequence, in tokens",
-    "radix_max_segment": "longest segment, in rows",
-    "radix_max_new_tokens": "most new rows of a path",
-    "radix_max_path": "longest path",
-    "radix_max_position": "largest position",
-    "radix_strategy": "the attention strategy that costs least",
-    "radix_min_shared_tokens": "the smallest branch that it chose",
-    "radix_left_padded": "1 if positions count without the padding on the left",
-}
 
 
 def show(
@@ -68,7 +29,6 @@ def show(
     step: int = 0,
     micro_batch: int = 0,
     row: int | str | None = None,
-    indices: bool = False,
     full: bool = False,
 ) -> None:
     """Print a micro-batch of the first epoch; or one row, if it is given. Reads the tokenizer, not the weights.
@@ -80,12 +40,12 @@ def show(
     for name, index in (("step", step), ("micro_batch", micro_batch)):
         if index < 0:
             raise UserError(f"{name} counts from 0, got {index}")
-    shown = row_stages(data, row, full) if row is not None else _micro_batch(data, step, micro_batch, indices, full)
+    shown = row_stages(data, row, full) if row is not None else _micro_batch(data, step, micro_batch, full)
     for part in shown:
         console.print(part, highlight=False)
 
 
-def _micro_batch(data: SFTData, step: int, index: int, indices: bool, full: bool) -> Iterator[RenderableType]:
+def _micro_batch(data: SFTData, step: int, index: int, full: bool) -> Iterator[RenderableType]:
     data.setup("inspect")
     part = micro_batch_of(data, step, index)
     tree = run_tree(part, load_tokenizer(data.hparams.model_name_or_path))
@@ -96,9 +56,6 @@ def _micro_batch(data: SFTData, step: int, index: int, indices: bool, full: bool
     yield _legend()
     yield draw(tree, [sample.where for sample in part.samples], full)
     yield from _strays(tree)
-    if indices:
-        yield Text("\narrays", style="bold")
-        yield index_arrays(part.batch, full)
 
 
 def _title(part: MicroBatch) -> Text:
@@ -151,35 +108,3 @@ def _lines(part: MicroBatch, tree: RunTree) -> list[tuple[str, str, str]]:
         ("depth", f"{len(batch[PREFIX + 'levels']) + 1:,}", "segments on the longest way through the tree"),
         ("roots", f"{len(tree.roots):,}", "different first tokens"),
     ]
-
-
-FIRST, LAST = 10, 4  # values of an array that is shortened
-
-
-def index_arrays(batch: Mapping[str, Any], full: bool = False) -> Text:
-    """A legend, and every entry of a batch. full: all values; otherwise the first and the last ones.
-
-    Raises KeyError for an entry that has no line in `MEANINGS`.
-    """
-    text = Text.assemble((AXES, "dim"), "\n")
-    for name, value in batch.items():
-        text.append(f"\n{name}", style="bold").append(f"  {_kind(value)}  ").append(MEANINGS[name], style="dim")
-        text.append(f"\n    {' '.join(_values(value, full))}")
-    return text
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return "ints" if isinstance(value, tuple) else type(value).__name__
-
-
-def _values(value: Any, full: bool) -> Iterator[str]:
-    values = torch.flatten(value).tolist() if isinstance(value, Tensor) else value
-    values = list(values) if isinstance(values, list | tuple) else [values]
-    is_long = not full and len(values) > FIRST + LAST
-    for place, each in enumerate(values):
-        if is_long and place == FIRST:
-            yield f"⋯ {len(values) - FIRST - LAST:,} more ⋯"
-        if not is_long or place < FIRST or place >= len(values) - LAST:
-            yield f"{each:.4g}" if isinstance(each, float) else str(each)

@@ -91,7 +91,6 @@ class Trainer(L.Trainer):
         step: int = 0,
         micro_batch: int = 0,
         row: int | str | None = None,
-        indices: bool = False,
         full: bool = False,
     ) -> None:
         """Print a micro-batch of the first epoch as text, or one row of a file. No weights are read.
@@ -101,13 +100,12 @@ class Trainer(L.Trainer):
             micro_batch: part of the step, from 0.
             row: instead of a micro-batch, a row of the data through every stage: N for the N-th row of
                 `data.train_file`, from 1, or file:line as errors name it. It may be one that is refused.
-            indices: also print the arrays that the model receives, with a legend.
             full: shorten nothing.
 
         Raises:
             UserError: there is no such step, micro-batch or row, or the data cannot be read.
         """
-        show(datamodule, Console(), step=step, micro_batch=micro_batch, row=row, indices=indices, full=full)
+        show(datamodule, Console(), step=step, micro_batch=micro_batch, row=row, full=full)
 
     def report(self, model: RadixModule, datamodule: SFTData, max_seconds: float = 45.0) -> None:
         """What the data share and what that brings on this machine, as `report.html` and in the terminal.

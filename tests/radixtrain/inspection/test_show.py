@@ -48,9 +48,7 @@ def shown(shop: Path, model: Path, tmp_path: Path) -> Callable[..., str]:
     """What is printed in a width, without the command line. Keyword arguments are those of `SFTData` and of `show`."""
 
     def run(width: int = 80, **options: Any) -> str:
-        of_show = {
-            name: options.pop(name) for name in ("step", "micro_batch", "row", "indices", "full") if name in options
-        }
+        of_show = {name: options.pop(name) for name in ("step", "micro_batch", "row", "full") if name in options}
         files = {"train_file": str(shop / "train.jsonl"), "cache_dir": str(tmp_path), "dataset_num_proc": 1}
         data = SFTData(**{**files, "model_name_or_path": str(model), "batch_size": 4, **options})
         console = Console(width=width, file=StringIO())
@@ -84,7 +82,7 @@ def test_a_micro_batch(
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_fits_the_terminal(shown: Callable[..., str], width: int) -> None:
-    lines = shown(width, indices=True).splitlines()
+    lines = shown(width).splitlines()
     assert width - 12 < max(map(cell_len, lines)) <= width
 
 
@@ -107,7 +105,7 @@ def test_what_it_shows_is_what_is_trained(shown: Callable[..., str], shop: Path)
 
 
 def test_one_row(command: Callable[..., tuple[int, str, str]], shown: Callable[..., str]) -> None:
-    code, out, _ = command(row="train.jsonl:7", indices=True)
+    code, out, _ = command(row="train.jsonl:7")
     assert code == 0
     assert "train.jsonl:7: row 7 of data.train_file" in " ".join(out.split())
     assert "computed, in the first epoch" in out

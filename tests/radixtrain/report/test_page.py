@@ -105,7 +105,12 @@ class TestText:
         own = replace(one_row.current, r=9.5, whole_r=1.25, speedup=8.0, whole_speedup=1.5)
         split = Splitting(turns=600, changed=0, whole_share=0.13)
         text = Tags(render(replace(one_row, current=own, best=own, settings=(own,), splitting=split))).text
-        for part in ("r = 1.25 against whole chats", "9.5 against the same rows", "1.5x the speed", "No turn has other"):
+        for part in (
+            "r = 1.25 against whole chats",
+            "9.5 against the same rows",
+            "1.5x the speed",
+            "No turn has other",
+        ):
             assert part in text, part
 
     def test_the_outline_shows_the_runs_that_most_sequences_pass_through(self, report: DataReport) -> None:
