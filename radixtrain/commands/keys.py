@@ -100,8 +100,8 @@ def all_keys(command: str) -> tuple[Key, ...]:
 def known_keys(command: str) -> dict[str, Key]:
     """What may be typed, by its name: the keys, and arguments of Lightning's method that our pages do not explain."""
     lightnings = _keys(_trainer(), f"Trainer.{command}") if COMMANDS[command].module == "lightning" else []
-    keys = [HELP, PRINT, *lightnings, *all_keys(command)]
-    return {key.name: key for key in keys if "dataloaders" not in key.name}
+    passed = [key for key in lightnings if "dataloaders" not in key.name]
+    return {key.name: key for key in (HELP, PRINT, *passed, *all_keys(command))}
 
 
 @cache

@@ -12,18 +12,9 @@ from radixtrain.errors import did_you_mean
 __all__ = ["usage_message"]
 
 # What a key takes by name: short names, and classes of Lightning without a dotted path.
+LOGGERS = "wandb tensorboard csv none WandbLogger TensorBoardLogger CSVLogger MLFlowLogger CometLogger"
 CLASSES = {
-    "trainer.logger": (
-        "wandb",
-        "tensorboard",
-        "csv",
-        "none",
-        "WandbLogger",
-        "TensorBoardLogger",
-        "CSVLogger",
-        "MLFlowLogger",
-        "CometLogger",
-    ),
+    "trainer.logger": tuple(LOGGERS.split()),
     "trainer.callbacks": ("EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "Timer"),
 }
 

@@ -30,6 +30,7 @@ def test_the_keys_of_fit_are_those_of_the_parser_with_its_defaults(printed_by):
     options = {"config", "print_config"}
     keys = {key.name: key for key in (*keys_of("fit"), *trainer_keys()) if key.name not in options}
     assert keys.keys() | {"weights_only"} == parsed.keys() | {"weights_only"}
+    assert known_keys("fit").keys() >= parsed.keys()  # a configuration that was saved can be read
     read = {name: value_of(key.default) for name, key in keys.items() if key.default}
     ours = {name: value for name, value in read.items() if not name.startswith("trainer.")}
     assert ours == {name: parsed[name] for name in ours}
