@@ -46,6 +46,7 @@ SYNONYMS = {
     "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
     "data.assistant_only_loss": "train_on_inputs train_on_prompt mask_history",
     "data.chat_template_path": "chat_template template",
+    "data.system_prompt": "default_system",
     "data.group_by_prefix": "group_by_length",
     "data.dataset_num_proc": "preprocessing_num_workers dataset_processes",
     "trainer.max_epochs": "num_train_epochs num_epochs epochs",

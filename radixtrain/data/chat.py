@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +14,7 @@ from radixtrain.data.rendering.conversation import Conversation, text_of
 from radixtrain.data.rendering.spans import sample_of_chat
 from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
 from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.rows.messages import read_tools
+from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import (
     EncodeReport,
@@ -61,8 +60,7 @@ class ChatEncoder:
         enclose, or if it has none, on the turns where they are found (`radixtrain/data/rendering/spans.py`).
     excess_length_strategy: what is done with samples longer than `max_length`; truncate keeps their start.
     chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
-    system_prompt: the text of a system turn for conversations that begin without one; rows that are no conversation are
-        refused.
+    system_prompt: the system turn of chats that begin with none; other rows are refused then. Empty: no such turn.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -73,7 +71,7 @@ class ChatEncoder:
     split_turns: bool = True
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    system_prompt: str | None = None
+    system_prompt: str = ""
 
     def __post_init__(self) -> None:
         if self.excess_length_strategy not in ("raise", "drop", "truncate"):
@@ -115,7 +113,7 @@ class ChatEncoder:
         on_error: Callable[[DataError], None] | None,
         report: EncodeReport,
     ) -> Iterator[list[Sample]]:
-        drafted = [self.drafts(row, report.unused_columns) for row in rows]
+        drafted = [self.drafts(row, report) for row in rows]
         tokenized = self.tokenize([item for items in drafted for item in items if isinstance(item, Draft)])
         for items in drafted:
             report.num_rows += 1
@@ -130,19 +128,20 @@ class ChatEncoder:
             yield samples
 
     def drafts(
-        self, row: Row | UnreadRow | DataError, unused: Counter[str] | None = None
+        self, row: Row | UnreadRow | DataError, report: EncodeReport | None = None
     ) -> list[Draft | Sample | DataError]:
         """What becomes of a row, before tokenisation: its drafts, its samples if it has tokens, or what is wrong.
 
-        unused: counts the columns that nothing reads.
+        report: counts the columns that nothing reads, and system turns that are not `system_prompt`.
         """
         try:
             standard = self._standard(row)
             items: list[Draft | Sample | DataError] = [item for each in standard for item in self._draft(each)]
         except DataError as error:  # raised when its row's turn comes, so that errors keep the order of the file
             return [error]
-        if unused is not None:
-            unused.update({name for each in standard for name in each.unused})
+        if report is not None:
+            report.unused_columns.update({name for each in standard for name in each.unused})
+            report.num_own_system += any(self._has_own_system(each) for each in standard)
         return items
 
     def chats(self, row: Row | UnreadRow | DataError) -> list[Conversation]:
@@ -151,19 +150,28 @@ class ChatEncoder:
         return [self.conversation(each.fields["messages"], each.fields, each.where) for each in chats]
 
     def _standard(self, row: Row | UnreadRow | DataError) -> list[Row]:
-        standard = [standard_row(plain, self.answered) for plain in plain_rows(_read(row))]
-        return standard if self.system_prompt is None else [self._with_system(each) for each in standard]
+        return [self._begun(standard_row(plain, self.answered)) for plain in plain_rows(_read(row))]
 
-    def _with_system(self, row: Row) -> Row:
+    def _begun(self, row: Row) -> Row:
+        """The row, after the system prompt if it has no system turn."""
+        if not self.system_prompt:
+            return row
         name = "messages" if "messages" in row.fields else "prompt"
         turns = row.fields.get(name)
         if not isinstance(turns, list):
-            fix = "leave system_prompt out, or say with data.columns who speaks: {user: ..., assistant: ...}"
-            raise DataError(row.where, f"data.system_prompt is for conversations, and this row has no messages; {fix}")
-        if turns[0]["role"] in ("system", "developer"):
+            reason = "system_prompt: only chats have a system turn, and this row is plain text or tokens"
+            raise DataError(
+                row.where,
+                f"{reason}; write it into the row, or give its file an entry of its own with system_prompt: ''",
+            )
+        if turns[0]["role"] in SYSTEM_ROLES:
             return row
         system = {"role": "system", "content": self.system_prompt}
         return row._replace(fields={**row.fields, name: [system, *turns]})
+
+    def _has_own_system(self, row: Row) -> bool:
+        turns = row.fields.get("messages", row.fields.get("prompt"))
+        return bool(self.system_prompt) and turns[0]["content"] != self.system_prompt
 
     def _draft(self, row: Row) -> list[Draft] | list[Sample]:
         """row: from `standard_row`."""

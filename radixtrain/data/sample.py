@@ -181,6 +181,7 @@ class EncodeReport:
     num_truncated_samples, num_without_loss: cut to `max_length`; and those dropped because the cut took all their loss.
     num_long_samples, longest, longest_where: longer than `max_length`, whatever was done with them.
     num_tokens, num_labels: of the samples that were kept.
+    num_own_system: with another system turn than the `system_prompt` of the configuration.
     unused_columns: how many rows had each column that nothing reads.
     """
 
@@ -196,6 +197,7 @@ class EncodeReport:
     longest_where: str = ""
     num_tokens: int = 0
     num_labels: int = 0
+    num_own_system: int = 0
     bad_rows: list[str] = field(default_factory=list)
     unused_columns: Counter[str] = field(default_factory=Counter)
 
@@ -236,6 +238,7 @@ class EncodeReport:
     def __str__(self) -> str:
         counts = {
             "bad rows skipped": self.num_bad_rows,
+            "rows keep a system turn of their own": self.num_own_system,
             "samples dropped for their length": self.num_dropped_samples,
             "samples truncated": self.num_truncated_samples,
             "samples dropped because truncation left them no loss": self.num_without_loss,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import KEY, as_sources
+from radixtrain.data.files.sources import KEY, Source, as_sources
 from radixtrain.data.formats import open_rows
 from radixtrain.data.rendering.template import warn_of_rewritten_history
 from radixtrain.data.sample import EncodeReport
@@ -23,17 +22,18 @@ from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
 from radixtrain.data.tokenized.corpus import Corpus, Part
 from radixtrain.data.tokenized.turns import ChosenSamples, distinct_turns, last_turns
-from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 
-__all__ = ["encoder_of", "load_split", "read_together", "take_validation"]
+__all__ = ["encoder_for", "encoder_of", "load_split", "read_together", "take_validation"]
 
 logger = logging.getLogger(__name__)
 
 LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory
+PROMPT_FILES = (".txt", ".md", ".prompt")
 ROWS_LOOKED_AT = 32  # for a template that rewrites history
 
 
@@ -50,28 +50,24 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
         split_turns=settings.split_turns,
         excess_length_strategy=settings.excess_length_strategy,
         chat_template_kwargs=settings.chat_template_kwargs or {},
-        system_prompt=system_text(settings.system_prompt),
+        system_prompt=_system_prompt(settings.system_prompt),
     )
 
 
-def system_text(value: str | None) -> str | None:
-    """What `system_prompt` holds: the text of the file that it names, or itself.
+def encoder_for(source: Source, encoder: ChatEncoder) -> ChatEncoder:
+    """The encoder with the system prompt of a source, if that has one of its own."""
+    own = source.system_prompt
+    return encoder if own is None else replace(encoder, system_prompt=_system_prompt(own))
 
-    Raises UserError if it looks like the name of a file that is not there, or the file is empty or not UTF-8.
-    """
-    if value is None or re.search(r"\s", value.strip()):
-        return value
-    path = Path(value).expanduser()
-    if not path.is_file():
-        if path.suffix in (".txt", ".md", ".prompt"):
-            raise UserError(f"data.system_prompt: no file {value}")
-        return value
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except UnicodeDecodeError:
-        raise UserError(f"data.system_prompt: {value} is not UTF-8") from None
+
+def _system_prompt(value: str | None) -> str:
+    """The text, or that of the file if it is the name of one."""
+    if not value or not (value.endswith(PROMPT_FILES) or os.path.isfile(os.path.expanduser(value))):
+        return value or ""
+    kind = f"a file of text: one that is there, or ends in {', '.join(PROMPT_FILES)}"
+    text = read_text(os.path.expanduser(value), "data.system_prompt", kind).strip()
     if not text:
-        raise UserError(f"data.system_prompt: {value} is empty")
+        raise UserError(f"data.system_prompt: {value} holds no text")
     return text
 
 
@@ -101,8 +97,7 @@ def load_split(
         rows = chain.from_iterable(open_rows(source) for source in sources)
         warn_of_rewritten_history(encoder, islice(rows, ROWS_LOOKED_AT))
     for source in sources:
-        own = source.system_prompt
-        found = tokenized(source, encoder if own is None else replace(encoder, system_prompt=system_text(own)), options)
+        found = tokenized(source, encoder_for(source, encoder), options)
         report.add(found.report)
         part = Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest)
         parts.append(_trained_turns(part, settings.train_on) if key == KEY and not unlabelled else part)

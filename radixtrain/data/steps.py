@@ -14,7 +14,7 @@ from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.prompts import PromptDataset
 from radixtrain.data.sample import Sample
-from radixtrain.data.workers import blocked_signals, ends_with_this_process
+from radixtrain.data.workers import blocked_signals, end_with_parent
 from radixtrain.tree.arrays import IntArray
 
 __all__ = ["StepDataset", "StepLoader", "StepSampler", "draw_epoch", "epoch_size", "features_of"]
@@ -114,7 +114,7 @@ class StepLoader:
     def __init__(self, dataset: StepDataset | PromptDataset, sampler: StepSampler, **options: Any):
         self.sampler = sampler
         own = torch.Generator()  # a DataLoader draws a seed for its workers, by default from the generator of dropout
-        options |= {"generator": own, "worker_init_fn": ends_with_this_process()}
+        options |= {"generator": own, "worker_init_fn": end_with_parent}
         self.loader: DataLoader[Any] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
         self.handed_out = 0
 

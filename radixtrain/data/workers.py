@@ -12,15 +12,13 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 
-__all__ = ["blocked_signals", "end_with", "ends_with_this_process"]
+__all__ = ["blocked_signals", "end_with_parent"]
 
 BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-SECONDS_BETWEEN_LOOKS = 1.0  # at the parent process
 
 
 @contextmanager
@@ -38,21 +36,17 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ends_with_this_process() -> Callable[[int], None]:
-    """The `worker_init_fn` of a DataLoader whose workers end within a second after this process was killed.
+def end_with_parent(worker: int = 0) -> None:
+    """Called in a worker, for instance as the `worker_init_fn` of a DataLoader: end it when its run was killed.
 
     torch asks a worker who its parent is, which is too late for one whose parent was killed while it started: it would
-    wait for ever.
+    wait for ever. And the parent may be a server that forks for the run. A thread waits for the run itself.
     """
-    return partial(end_with, os.getpid())
-
-
-def end_with(parent: int, worker: int = 0) -> None:
-    """Called in a worker: end it within a second after its parent process was killed. A thread watches."""
+    run = multiprocessing.parent_process()
+    assert run is not None  # a worker has one
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+        run.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -17,11 +17,12 @@ from rich.text import Text
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.files.sources import as_sources
+from radixtrain.data.files.sources import Source, as_sources
 from radixtrain.data.formats import Row, UnreadRow, open_rows
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import Sample
+from radixtrain.data.splits import encoder_for
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
@@ -50,7 +51,7 @@ def row_stages(data: SFTData, row: int | str, full: bool = False) -> Iterator[Re
         yield from _unread(found, content, full)
         return
     yield _fields(content, full)
-    encoder = data.encoder(found.split == "predict" and data.hparams.predict_unlabelled)
+    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.hparams.predict_unlabelled))
     yield from _taken_as(content, encoder, full)
     items = encoder.drafts(content)
     for number, item in enumerate(items, start=1):
@@ -207,6 +208,7 @@ class FoundRow(NamedTuple):
 
     split: str
     number: int
+    source: Source
     content: Row | UnreadRow | DataError
 
     @property
@@ -231,21 +233,21 @@ def find_row(data: SFTData, row: int | str) -> FoundRow:
     if found is None:
         num_rows = sum(1 for _ in _rows_of(data, "train"))
         raise UserError(f"row: data.train_file has the rows 1 to {num_rows}, got {number}")
-    return FoundRow("train", number, found)
+    return FoundRow("train", number, *found)
 
 
 def _find_named(data: SFTData, row: str) -> FoundRow:
     for split in SPLITS:
-        for number, content in enumerate(_rows_of(data, split), start=1):
+        for number, (source, content) in enumerate(_rows_of(data, split), start=1):
             if content.where == row or content.where.endswith(f"{os.sep}{row}"):
-                return FoundRow(split, number, content)
+                return FoundRow(split, number, source, content)
     raise UserError(f"row: no row {row!r} in the files of the configuration; expected a number or file:line")
 
 
-def _rows_of(data: SFTData, split: str) -> Iterator[Row | UnreadRow | DataError]:
+def _rows_of(data: SFTData, split: str) -> Iterator[tuple[Source, Row | UnreadRow | DataError]]:
     files = data.hparams[f"{split}_file"]
     for source in as_sources(files, data.hparams.columns) if files else ():
-        yield from open_rows(source)
+        yield from ((source, row) for row in open_rows(source))
 
 
 @dataclass(frozen=True)

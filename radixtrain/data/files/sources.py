@@ -46,7 +46,7 @@ class Source:
     split: of a saved or hub data set with several; of a folder whose files are named train, test ...
     weight: how often each of its rows occurs in an epoch.
     columns: our columns to those of the file; see `check_columns`.
-    system_prompt: in place of `data.system_prompt`: a text, or a file that holds it.
+    system_prompt: that of the configuration for these rows; empty for none.
     """
 
     path: str
@@ -88,7 +88,7 @@ def files_of(source: Source) -> list[str]:
 
     Raises UserError if there is no such source.
     """
-    path = os.path.expanduser(source.path)
+    path = _place(source)
     if is_saved(path):
         return saved_files(path, source.split)
     files = _data_files(source)
@@ -99,7 +99,7 @@ def files_of(source: Source) -> list[str]:
 
 def found_in(source: Source) -> Iterable[Found]:
     """What the files of a source hold, one after the other. Raises UserError at the call if there is no such source."""
-    path = os.path.expanduser(source.path)
+    path = _place(source)
     if is_saved(path):
         name, dataset = saved_dataset(path, source.split)
         return read_dataset(name, dataset)
@@ -137,9 +137,23 @@ def _check_fields(item: Mapping[str, Any], key: str) -> None:
         raise UserError(f"{key}: weight: expected a number above 0, found {weight!r}")
 
 
+def _place(source: Source) -> str:
+    _check_name(source.path)
+    return os.path.expanduser(source.path)
+
+
+def _check_name(path: str) -> None:
+    """UserError for a name that no log and no table can hold: each of its rows is named after it."""
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+        raise UserError(f"{shown}: the name of this file is not UTF-8; rename it") from None
+
+
 def _data_files(source: Source) -> list[str] | None:
     """The files of a path or a glob; None if it can only be a name on the hub."""
-    path = os.path.expanduser(source.path)
+    path = _place(source)
     if os.path.isdir(path):
         return data_files_of(path, source.split)
     if os.path.exists(path):
@@ -156,6 +170,7 @@ def _data_files(source: Source) -> list[str] | None:
 
 def _known(files: list[str], source: Source) -> list[str]:
     for file in files:
+        _check_name(file)
         suffix = os.path.splitext(file)[1].lower()
         if not kind_of_file(file):
             raise UserError(
@@ -249,6 +264,7 @@ def _visible_files(folder: str) -> list[str]:
         seen.update(real.values())
         found += [os.path.join(root, name) for name in names if not name.startswith((".", "_"))]
     for file in found:
+        _check_name(file)
         if not os.path.exists(file):
             raise UserError(f"{file}: is a link to a file that does not exist")
     return sorted(found)

@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from radixtrain.data.files.rows import Row, explain, parse
-from radixtrain.data.rows.messages import check_messages, with_system
+from radixtrain.data.rows.messages import EMPTY, check_messages, with_system
 from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
 
@@ -184,7 +184,7 @@ def _prompt_and_completion(fields: Fields, where: str) -> Read:
         _refuse_system(fields, where)
         _refuse_verdict(fields, where)
         if not fields["completion"].strip():
-            raise DataError(where, "completion: it is empty: nothing is learned from it but to stop")
+            raise DataError(where, f"completion: it {EMPTY}")
         return {name: fields[name] for name in names}, {*names}
     if str in kinds:
         raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
@@ -318,7 +318,7 @@ def pair_messages(fields: Fields, pair: Pair, where: str) -> list[Fields]:
         return messages
     answer = _cell_text(fields, pair.answer, where)
     if not answer.strip():
-        raise DataError(where, f"{pair.answer}: the answer is empty: nothing is learned from it but to stop")
+        raise DataError(where, f"{pair.answer}: the answer {EMPTY}")
     return [*messages, {"role": "assistant", "content": answer}]
 
 

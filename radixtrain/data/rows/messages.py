@@ -8,11 +8,12 @@ from typing import Any
 from radixtrain.data.files.rows import explain, parse
 from radixtrain.errors import DataError
 
-__all__ = ["check_messages", "read_calls", "read_tools", "with_system"]
+__all__ = ["EMPTY", "SYSTEM_ROLES", "check_messages", "read_calls", "read_tools", "with_system"]
 
 Message = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 SPEAKERS = {
     **{role: role for role in ROLES},
     "human": "user",
@@ -27,6 +28,7 @@ NO_MEDIA = (
     "or the row (data.on_bad_row: skip)"
 )
 WEIGHTS_ELSEWHERE = ("train", "training", "trainable", "loss", "mask")
+EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -57,7 +59,7 @@ def with_system(messages: list[Message], system: str, where: str) -> list[Messag
     """
     if not system.strip():
         return messages
-    if messages[0]["role"] not in ("system", "developer"):
+    if messages[0]["role"] not in SYSTEM_ROLES:
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"].strip() != system.strip():
         raise DataError(where, "system: differs from the system turn that the conversation begins with; remove one")
@@ -113,8 +115,7 @@ def _checked(message: Message, name: str, where: str) -> Message:
         return message
     message["content"] = _text(message["content"], name, where)
     if is_assistant and _is_empty(message):
-        fix = "leave the row out, or give the turn weight: 0"
-        raise DataError(where, f"{name}: the answer is empty: nothing is learned from it but to stop; {fix}")
+        raise DataError(where, f"{name}: the answer {EMPTY}, or give the turn weight: 0")
     return message
 
 

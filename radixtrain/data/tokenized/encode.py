@@ -16,7 +16,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row, UnreadRow
 from radixtrain.data.sample import EncodeReport, TooLongError
 from radixtrain.data.tokenized.store import packed
-from radixtrain.data.workers import end_with
+from radixtrain.data.workers import end_with_parent
 from radixtrain.errors import DataError, UserError
 
 __all__ = ["Block", "encode_blocks", "num_processes"]
@@ -110,7 +110,7 @@ _worker: tuple[ChatEncoder, bool] | None = None
 def _start(encoder: ChatEncoder, skip_bad_rows: bool) -> None:
     global _worker
     _worker = encoder, skip_bad_rows
-    end_with(os.getppid())  # if it was killed, nobody would send rows again, nor say that there are no more
+    end_with_parent()  # if it was killed, nobody would send rows again, nor say that there are no more
 
 
 def _encode_here(rows: list[AnyRow]) -> Block:

@@ -16,7 +16,7 @@ from radixtrain.errors import DataError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Draft", "DraftTokenizer", "load_tokenizer"]
+__all__ = ["Draft", "DraftTokenizer", "load_tokenizer", "read_text"]
 
 
 class Draft(NamedTuple):
@@ -119,15 +119,16 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
         expected = "expected a model folder with tokenizer.json or a hub name"
         raise UserError(f"no tokenizer in {path}: {expected}; {reason_of(error)}") from error
     if chat_template_path is not None:
-        tokenizer.chat_template = _read_template(chat_template_path)
+        tokenizer.chat_template = read_text(chat_template_path, "chat_template_path", "a Jinja file")
     return tokenizer
 
 
-def _read_template(path: str | os.PathLike[str]) -> str:
+def read_text(path: str | os.PathLike[str], key: str, kind: str) -> str:
+    """What a file of text holds. UserError that names the key of the configuration, and the kind it should be of."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         path = os.fspath(path)
-        raise UserError(f"chat_template_path: cannot read {path}: {reason}; expected a Jinja file") from error
+        raise UserError(f"{key}: cannot read {path}: {reason}; expected {kind}") from error

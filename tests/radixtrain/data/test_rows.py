@@ -169,6 +169,7 @@ def test_what_a_turn_means(tokenizer: Any) -> None:
         assert repr(message) == before, "rows may be read again"
 
 
+EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 HALF = r"text holds \ud800, half of a surrogate pair; write both halves or \ufffd"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # a row, and the reason or how it begins
@@ -209,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "context beside question and answer: to put it after the question, write data.columns: {instruction: question,",
     ),
     ({"question": "q", "answer": "a", "text": "other"}, "text beside question, and it is not that: write data.columns"),
-    ({"question": "q", "answer": " "}, "answer: the answer is empty"),
+    ({"question": "q", "answer": " "}, f"answer: the answer {EMPTY}"),
     ({"question": "q", "answer": 1}, "answer: expected text, found 1"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history: expected a list of [question, answer]"),
     ({"text": "t", "label": 0}, "label beside text: nobody would learn it; to answer with it, write data.columns"),
@@ -221,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": ""}, "no token bears loss: of 1 tokens none after the first has a label other than -100"),
     ({"text": "\ud800"}, HALF),
     ({"prompt": "q", "completion": CHAT[1:]}, "prompt and completion: expected both as text or both as lists"),
-    ({"prompt": "q", "completion": " "}, "completion: it is empty"),
+    ({"prompt": "q", "completion": " "}, f"completion: it {EMPTY}"),
     ({"prompt": "q", "completion": "a", "label": False}, "label: says whether the completion is a good one, and all"),
     ({"prompt": "q", "completion": "a", "label": 0}, "label: says whether the completion is a good one, and all"),
     ({"prompt": "q", "completion": "a", "label": "False"}, "label: says whether the completion is a good one, and all"),
@@ -293,8 +294,10 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
         "(data.on_bad_row: skip)",
     ),
     (user([{"image": "a"}]), " (role 'user'): content: only parts {type: text, text} are read, found {'image': 'a'};"),
-    (assistant(""), " (role 'assistant'): the answer is empty: nothing is learned from it but to stop; leave the row"),
-    (assistant(" \n"), " (role 'assistant'): the answer is empty"),
+    *(
+        (assistant(blank), f" (role 'assistant'): the answer {EMPTY}, or give the turn weight: 0")
+        for blank in ("", " \n")
+    ),
     (assistant("x", weight=0.5), " (role 'assistant'): weight: expected 0 (no loss on the turn) or 1, found 0.5"),
     ({**Q, "weight": 1}, " (role 'user'): weight: 1 asks for loss on the turn; only assistant turns bear loss"),
     *(

@@ -17,7 +17,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import read_together
 from radixtrain.data.tokenized.corpus import Corpus, Part
-from radixtrain.errors import DataError, EndedElsewhere, UserError
+from radixtrain.errors import EndedElsewhere, UserError
 
 
 @pytest.fixture(scope="module")
@@ -113,44 +113,56 @@ def turns_of(corpus: Corpus) -> set[bytes]:
     return {sample.input_ids.tobytes() + sample.labels.tobytes() for row in corpus for sample in row}
 
 
-class TestSystemPrompt:
-    """Instructions that stand in code and not in the rows."""
+SYSTEMS = [
+    ({"system_prompt": "Be brief."}, ["Be brief.", "Own."]),
+    ({"system_prompt": "rules.md"}, ["Be kind.", "Own."]),
+    (
+        {"train_file": {"path": "a.jsonl", "system_prompt": "rules.md"}, "system_prompt": "Be brief."},
+        ["Be kind.", "Own."],
+    ),
+    ({"train_file": {"path": "a.jsonl", "system_prompt": ""}, "system_prompt": "Be brief."}, ["", "Own."]),
+    (
+        {"system_prompt": "gone.txt"},
+        "data.system_prompt: cannot read gone.txt: No such file or directory; expected",
+    ),
+    ({"system_prompt": "empty.txt"}, "data.system_prompt: empty.txt holds no text"),
+    (
+        {"train_file": "b.jsonl", "system_prompt": "x"},
+        "b.jsonl:1: system_prompt: only chats have a system turn, and this",
+    ),
+]
 
-    @pytest.fixture
-    def chats(self, tmp_path: Path) -> str:
-        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-        rows = [
-            {"messages": turns},
-            {"messages": [{"role": "system", "content": "own"}, *turns]},
-            {"prompt": turns[:1], "completion": turns[1:]},
-        ]
-        path = tmp_path / "chats.jsonl"
-        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        return str(path)
 
-    def test_a_row_without_one_gets_it(self, data: Callable[..., SFTData], chats: str, tmp_path: Path) -> None:
-        (tmp_path / "system.txt").write_text("Name the\nshelf.\n", encoding="utf-8")
-        said = {"Be brief.": "Be brief.", str(tmp_path / "system.txt"): "Name the\nshelf."}
-        for system_prompt, text in said.items():
-            assert self.systems(data(chats, system_prompt=system_prompt)) == [text, "own", text]
-        sources = [{"path": chats, "name": "a"}, {"path": chats, "name": "b", "system_prompt": "Other."}]
-        both = self.systems(data(sources, system_prompt="Be brief."))
-        assert both == ["Be brief.", "own", "Be brief.", "Other.", "own", "Other."]
-
-    @staticmethod
-    def systems(data: SFTData) -> list[str]:
-        texts = [data.tokenizer().decode(row[0].input_ids) for row in data.conversations["train"]]
-        assert all(text.endswith("user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>") for text in texts)
-        return [text.split("system\n")[1].split("<|im_end|>")[0] for text in texts]
-
-    def test_refused(self, data: Callable[..., SFTData], chats: str, tmp_path: Path) -> None:
-        plain = write(tmp_path / "plain.jsonl", "a")
-        with pytest.raises(
-            DataError, match=r"plain.jsonl:1: data.system_prompt is for conversations, and this row has no"
-        ):
-            data(plain, system_prompt="Be brief.")
-        with pytest.raises(UserError, match=r"data.system_prompt: no file none.txt"):
-            data(chats, system_prompt="none.txt")
+@pytest.mark.parametrize(("settings", "expected"), SYSTEMS)
+def test_system_prompt(
+    data: Callable[..., SFTData],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    expected: list[str] | str,
+) -> None:
+    """expected: the system turn of a row that has none, and of one that has its own; or what is wrong."""
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    own = [{"role": "system", "content": "Own."}, *turns]
+    rows = [{"messages": turns}, {"messages": own}, {"prompt": turns[:1], "completion": turns[1:]}]
+    files = {"a.jsonl": "\n".join(map(json.dumps, rows)), "rules.md": "Be kind.\n", "empty.txt": "\n"}
+    for name, text in files.items():
+        Path(name).write_text(text, encoding="utf-8")
+    write(Path("b.jsonl"), "x")
+    settings = {"train_file": "a.jsonl", **settings}
+    if isinstance(expected, str):
+        with pytest.raises(UserError) as raised:
+            data(**settings)
+        assert str(raised.value).startswith(expected)
+        return
+    module = data(**settings)
+    texts = [module.tokenizer().decode(sample.input_ids) for [sample] in module.conversations["train"]]
+    found = [text.partition("system\n")[2].partition("<")[0] for text in texts]
+    assert found == [*expected, expected[0]]
+    is_set = bool(expected[0])
+    assert module.reports["train"].num_own_system == is_set
+    assert ("1 rows keep a system turn of their own" in str(module.reports["train"])) == is_set
 
 
 def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: Path) -> None:

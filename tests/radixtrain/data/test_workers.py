@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiers import FULL
 from torch.utils.data import DataLoader, Dataset
 
-from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, ends_with_this_process
+from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, end_with_parent
 from radixtrain.training.fault_tolerance.signals import HANDLED
 
 
@@ -103,13 +104,16 @@ def test_what_is_left_at_the_end_is_killed(quiet: None) -> None:
     assert wait_for_end(worker)
 
 
-def test_workers_of_a_killed_process_end() -> None:
-    """Also of one that was killed while they started."""
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=FULL)])
+def test_workers_of_a_killed_process_end(method: str) -> None:
+    """Also of one that was killed while they started, and if a server forks them, Python's default from 3.14 on."""
     read, write = os.pipe()
     parent = os.fork()
     if parent == 0:
         with blocked_signals():
-            steps = iter(loader(Numbers(), worker_init_fn=ends_with_this_process()))
+            steps = iter(loader(Numbers(), worker_init_fn=end_with_parent, multiprocessing_context=method))
+        if method == "forkserver":
+            assert next(steps) == 0  # it lives as long as its run does
         os.write(write, str(worker_of(steps)).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(parent, 0)

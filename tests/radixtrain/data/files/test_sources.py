@@ -80,6 +80,15 @@ def test_what_exists_is_no_glob(tmp_path: Path) -> None:
     assert texts(tmp_path / "a[1].jsonl") == ["this"]
 
 
+@pytest.mark.parametrize("named", ["caf\udce9/a.jsonl", "caf\udce9", "caf*/*.jsonl"])
+def test_a_name_that_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("caf\udce9"), a__jsonl="a")
+    for ask in (read_rows, files_of):
+        with pytest.raises(UserError, match=r"caf\\xe9.*: the name of this file is not UTF-8; rename it"):
+            ask(Source(named))
+
+
 def test_links_in_a_folder_are_followed(tmp_path: Path) -> None:
     folder, beside = tmp_path / "data", tmp_path / "beside"
     write(folder, a__jsonl="a")
