@@ -170,7 +170,7 @@ class ChatEncoder:
         return row._replace(fields={**row.fields, name: [system, *turns]})
 
     def _has_own_system(self, row: Row) -> bool:
-        turns = row.fields.get("messages", row.fields.get("prompt"))
+        turns: Any = row.fields.get("messages", row.fields.get("prompt"))
         return bool(self.system_prompt) and turns[0]["content"] != self.system_prompt
 
     def _draft(self, row: Row) -> list[Draft] | list[Sample]:
