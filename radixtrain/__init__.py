@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
     from radixtrain.generation.score import score_completions
-    from radixtrain.hf.calibration import calibrate
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
+    from radixtrain.hf.step_cost import calibrate
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
 
@@ -45,7 +45,7 @@ _HOMES = {
     "RadixCache": "radixtrain.generation.cache",
     "RadixCollator": "radixtrain.collators.radix",
     "build_prefix_plan": "radixtrain.tree.plan",
-    "calibrate": "radixtrain.hf.calibration",
+    "calibrate": "radixtrain.hf.step_cost",
     "generate": "radixtrain.generation.generate",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",

@@ -70,7 +70,7 @@ class Rates:
     runs: RunCost | None = None
 
 
-# Of a CPU: in the middle of what `radixtrain/hf/calibration.py` measured with 1 and 2 threads and hidden sizes of 64 to
+# Of a CPU: in the middle of what `radixtrain/hf/step_cost.py` measured with 1 and 2 threads and hidden sizes of 64 to
 # 1024 (2026-11-23, Xeon with AVX-512); of 90 batches, real and generated, they choose 84 as the measured ones do. Of a
 # GPU: about a data-centre one, not measured.
 FIXED_RATES = {

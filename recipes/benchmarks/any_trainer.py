@@ -13,8 +13,7 @@ the optimizer. The untouched trainer and the shared one take turns on the same b
 
 The ideal is the ratio of floating-point operations, ordinary to unique. It counts the layers in every call of every
 model, without padding: once for a forward pass without gradients, three times for one with gradients. It also counts
-the head, which scores every place in TRL's trainers on a CPU, shared or not, and each row once if it is called as a
-module.
+the head, which scores every place of the batch, and each unique token once if they are shared.
 """
 
 import argparse
@@ -86,14 +85,13 @@ class Calls:
         backbone_of(model_inside(model)).register_forward_pre_hook(keep, with_kwargs=True)
         return model
 
-    def ideal(self, config: Any, head: str) -> float:
-        """How many times fewer operations the unique tokens take. head: what it scores: `places`, `rows`, `nothing`."""
+    def ideal(self, config: Any, has_head: bool) -> float:
+        """How many times fewer operations the unique tokens take. has_head: whether one scores tokens."""
         before = after = 0.0
         for plan, places, trains in self.plans:
             passes = 3 if trains else 1
-            asked = 0 if head == "nothing" else places
-            before += passes * ordinary_flops(config, plan, asked).total
-            after += passes * unique_flops(config, plan, plan.num_rows if head == "rows" else asked).total
+            before += passes * ordinary_flops(config, plan, places * has_head).total
+            after += passes * unique_flops(config, plan, plan.num_rows * has_head).total
         return before / after
 
     @property
@@ -209,7 +207,7 @@ def classification(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
 
 
 def plain_loop(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
-    """`model(**batch, labels=...)`: the head is a module and scores every place."""
+    """`model(**batch, labels=...)`."""
     batch = bench.tokenizer([row["prompt"] + row["chosen"] for row in bench.texts()], return_tensors="pt", padding=True)
     labels = batch["input_ids"].clone()
     labels[:, : SHARED + QUESTION] = -100
@@ -220,16 +218,16 @@ def plain_loop(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
     )
 
 
-# What the head scores: TRL's own, on a CPU, all places; a module only the unique rows. A score head costs nothing.
-TRAINERS: dict[str, tuple[Build, str]] = {
-    "sft": (sft, "places"),
-    "dpo": (dpo, "places"),
-    "kto": (kto, "places"),
-    "reward": (reward, "nothing"),
-    "grpo": (grpo, "places"),
-    "rloo": (rloo, "places"),
-    "classification": (classification, "nothing"),
-    "plain_loop": (plain_loop, "rows"),
+# Whether there is a head that scores tokens; one that scores a row of the batch costs nothing.
+TRAINERS: dict[str, tuple[Build, bool]] = {
+    "sft": (sft, True),
+    "dpo": (dpo, True),
+    "kto": (kto, True),
+    "reward": (reward, False),
+    "grpo": (grpo, True),
+    "rloo": (rloo, True),
+    "classification": (classification, False),
+    "plain_loop": (plain_loop, True),
 }
 
 
@@ -244,12 +242,12 @@ def seconds_and_gradient(step: Step, model: nn.Module) -> tuple[float, float, Te
 
 
 def measure(name: str, bench: Bench, config: Any, repeats: int) -> str:
-    build, head = TRAINERS[name]
+    build, has_head = TRAINERS[name]
     calls = Calls()
     untouched, shared = build(bench, calls.watch), build(bench, share_prefixes)
     calls.plans.clear()  # of generation and of old log-probabilities
     (_, loss, gradient), (_, shared_loss, shared_gradient) = (seconds_and_gradient(*arm) for arm in (untouched, shared))
-    ideal, r = calls.ideal(config, head), calls.compression_ratio
+    ideal, r = calls.ideal(config, has_head), calls.compression_ratio
     times = [[seconds_and_gradient(*arm)[0] for arm in (untouched, shared)] for _ in range(repeats)]
     before, after = (statistics.median(arm) for arm in zip(*times, strict=True))
     assert sharing_report(shared[1]).num_shared

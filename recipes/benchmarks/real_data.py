@@ -32,7 +32,7 @@ from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
-from radixtrain.hf.calibration import calibrate
+from radixtrain.hf.step_cost import calibrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77

@@ -35,8 +35,8 @@ from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.errors import UserError
-from radixtrain.hf.calibration import calibrate
 from radixtrain.hf.head import has_plain_head
+from radixtrain.hf.step_cost import calibrate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tiny
