@@ -125,7 +125,7 @@ class SequenceCost(NamedTuple):
 
     @classmethod
     def of(cls, step_cost: StepCost | None) -> SequenceCost:
-        """The proportion that a calibration has measured; without one, each unique token costs 1."""
+        """By the model's costs; without them, each unique token costs 1."""
         if step_cost is None:
             return cls()
         heads = step_cost.num_heads * step_cost.head_dim

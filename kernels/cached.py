@@ -11,7 +11,7 @@ by log-sum-exp (Hydragen, section 3.1):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,8 +21,6 @@ from radixtrain.kernels.merge_attention import Piece, merge_piece, merge_sinks, 
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 
 __all__ = ["Lanes", "attention_in_lanes", "attention_with_stored_rows"]
-
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)

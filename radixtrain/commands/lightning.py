@@ -1,4 +1,4 @@
-"""`radixtrain fit`, `validate`, `test`, `predict` and `verify`: Lightning's command line with radixtrain's settings."""
+"""The commands that read a model and rows, `fit` to `report`: Lightning's command line with radixtrain's settings."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RadixCall:
     """One forward pass on a radix batch: what every layer needs, and which layers ran.
 
     predictor_indices: the rows that the head gets; None for all of them.
-    chosen: the strategy for `auto`, if the collator or a calibration chose one.
+    chosen: the strategy for `auto`, if the collator or the cost model chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
     calls: the id of every attention module that ran.

@@ -110,8 +110,8 @@ def share_prefixes(
         The batches of a `RadixCollator` work too if the head predicts next tokens. Calling it again replaces the
         options.
     attention, kernel, allow_dropout: see `prepare_model`.
-    min_shared_tokens: a branch point that saves fewer tokens gets no branch. `auto` measures the machine at the first
-        call, which takes some seconds, and then chooses this number and the attention for every batch.
+    min_shared_tokens: a branch point that saves fewer tokens gets no branch. `auto` chooses this number
+        and the attention for every batch, by what a layer of the model costs.
     min_ratio: a batch with a smaller B x L / U runs as it is.
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it

@@ -64,7 +64,7 @@ def packed(conversations: Iterable[Sequence[Sample]]) -> pa.RecordBatch:
 
 
 class TokenWriter:
-    """Writes `samples.arrow`, `lengths.npy` and `starts.npy` into a folder.
+    """Writes the `FILES` of a store into a folder.
 
     `close` returns a digest of tokens, labels, weights and conversations, which other samples do not have.
     """

@@ -15,8 +15,6 @@ from radixtrain.hf.quantized import four_bit_layers, with_plain_weights
 
 __all__ = ["check_quantized", "merged", "quantization", "with_adapters"]
 
-FOUR_BIT = "bitsandbytes_4bit"  # transformers' name of the only weights that adapters are merged into
-
 
 def quantization(settings: Any) -> Any:
     """transformers' `BitsAndBytesConfig` if the settings of a `RadixModule` ask for 4-bit weights, else None.
