@@ -10,7 +10,7 @@ from typing import Any
 
 from radixtrain.data.files.lines import read_jsonl
 from radixtrain.data.files.rows import DECODER, UnreadRow, check_text, explain, kind_of, parse
-from radixtrain.data.files.streams import content_of
+from radixtrain.data.files.streams import MAX_ROW_BYTES, content_of
 from radixtrain.errors import DataError, UserError
 
 __all__ = ["read_json"]
@@ -22,7 +22,7 @@ OF_ONE_ROW = {"messages", "conversations", "prompt", "completion", "text", "inpu
 HINT = "; a file of one object per line is named .jsonl"
 
 
-def read_json(path: str) -> Iterator[FileRow | UnreadRow]:
+def read_json(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[FileRow | UnreadRow]:
     """The rows of an array, or of the only array in an object, such as `{"data": [...]}`.
 
     Also a file of one object per line: many are named `.json`. The file is held in memory while it is read.
@@ -30,7 +30,7 @@ def read_json(path: str) -> Iterator[FileRow | UnreadRow]:
     Raises UserError if the document is something else, and DataError if it stops being JSON: no row can follow.
     """
     content = content_of(path)
-    return read_jsonl(path) if _is_lines(content) else _read_document(path, content)
+    return read_jsonl(path, max_row_bytes) if _is_lines(content) else _read_document(path, content)
 
 
 def _is_lines(content: bytes) -> bool:

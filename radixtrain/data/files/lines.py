@@ -7,42 +7,43 @@ import csv
 from collections.abc import Iterator
 
 from radixtrain.data.files.rows import UnreadRow
-from radixtrain.data.files.streams import lines_of
+from radixtrain.data.files.streams import MAX_ROW_BYTES, lines_of
 from radixtrain.errors import DataError
 
 __all__ = ["read_csv", "read_jsonl", "read_tsv"]
 
 Fields = dict[str, str]
-LONGEST_FIELD = 2**31 - 1
+UNCLOSED = "look for a quote that is not closed, or raise max_row_bytes of this source in data.train_file"
 
 
-def read_jsonl(path: str) -> Iterator[UnreadRow]:
-    """One JSON object a line, not parsed yet. Blank lines are left out."""
-    for number, line in enumerate(lines_of(path), start=1):
+def read_jsonl(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadRow]:
+    """One JSON object a line, not parsed yet. Blank lines are left out. Raises as `lines_of`."""
+    for number, line in enumerate(lines_of(path, max_row_bytes), start=1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line := line.strip():
             yield UnreadRow(line, f"{path}:{number}")
 
 
-def read_csv(path: str) -> Iterator[tuple[Fields, str] | DataError]:
+def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[Fields, str] | DataError]:
     """Comma-separated values; the first line names the columns. A quoted field may hold line breaks.
 
     A row is named by the line that it begins at. A row with another number of fields than the header is a DataError.
     Raises DataError if the header names a column twice.
     """
-    return _read_table(path, ",")
+    return _read_table(path, ",", max_row_bytes)
 
 
-def read_tsv(path: str) -> Iterator[tuple[Fields, str] | DataError]:
+def read_tsv(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[Fields, str] | DataError]:
     """As `read_csv`, with tabs between the fields."""
-    return _read_table(path, "\t")
+    return _read_table(path, "\t", max_row_bytes)
 
 
-def _read_table(path: str, delimiter: str) -> Iterator[tuple[Fields, str] | DataError]:
-    csv.field_size_limit(LONGEST_FIELD)  # of this process; its default refuses a text of more than 131,072 characters
+def _read_table(path: str, delimiter: str, max_row_bytes: int) -> Iterator[tuple[Fields, str] | DataError]:
+    csv.field_size_limit(max_row_bytes)  # of this process; its default refuses a text of more than 131,072 characters
     # A byte that is not UTF-8 becomes half of a surrogate pair, and its row is named: the rows after it can be read.
-    lines = (line.decode("utf-8-sig" if not n else "utf-8", "surrogateescape") for n, line in enumerate(lines_of(path)))
+    found = enumerate(lines_of(path, max_row_bytes))
+    lines = (line.decode("utf-8-sig" if not n else "utf-8", "surrogateescape") for n, line in found)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -54,7 +55,7 @@ def _read_table(path: str, delimiter: str) -> Iterator[tuple[Fields, str] | Data
         except csv.Error as error:
             if header is None:
                 raise DataError(where, f"cannot be read as a table: {error}") from None
-            yield DataError(where, f"cannot be read as a table: {error}; look for a quote that is not closed")
+            yield DataError(where, f"cannot be read as a table: {error}; {UNCLOSED}")
             continue
         if not any(values) and len(values) < 2:
             continue

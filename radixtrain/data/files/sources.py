@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from radixtrain.data.files.document import read_json
 from radixtrain.data.files.lines import read_csv, read_jsonl, read_tsv
 from radixtrain.data.files.rows import UnreadRow, check_columns
-from radixtrain.data.files.streams import COMPRESSIONS
+from radixtrain.data.files.streams import COMPRESSIONS, MAX_ROW_BYTES
 from radixtrain.data.files.tables import hub_dataset, read_arrow, read_dataset, read_parquet, saved_dataset
 from radixtrain.errors import DataError, UserError, did_you_mean
 from radixtrain.redaction import masked
@@ -47,6 +48,7 @@ class Source:
     weight: how often each of its rows occurs in an epoch.
     columns: our columns to those of the file; see `check_columns`.
     system_prompt: that of the configuration for these rows; empty for none.
+    max_row_bytes: of a line of a text file. A longer one is refused before it fills the memory.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Source:
     weight: float = 1.0
     columns: Mapping[str, str | None] | None = None
     system_prompt: str | None = None
+    max_row_bytes: int = MAX_ROW_BYTES
 
     @property
     def label(self) -> str:
@@ -105,7 +108,7 @@ def found_in(source: Source) -> Iterable[Found]:
         return read_dataset(name, dataset)
     files = _data_files(source)
     if files is not None:
-        return (found for file in files for found in READERS[kind_of_file(file)](file))
+        return (found for file in files for found in READERS[kind_of_file(file)](file, source.max_row_bytes))
     return read_dataset(source.label, hub_dataset(source.path, source.subset, source.split))
 
 
@@ -135,6 +138,9 @@ def _check_fields(item: Mapping[str, Any], key: str) -> None:
     weight = item.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
         raise UserError(f"{key}: weight: expected a number above 0, found {weight!r}")
+    longest = item.get("max_row_bytes", MAX_ROW_BYTES)
+    if isinstance(longest, bool) or not isinstance(longest, int) or not 0 < longest < sys.maxsize:
+        raise UserError(f"{key}: max_row_bytes: expected a number of bytes above 0, found {longest!r}")
 
 
 def _place(source: Source) -> str:
@@ -159,7 +165,7 @@ def _data_files(source: Source) -> list[str] | None:
     if os.path.exists(path):
         return _known([path], source)
     if any(character in path for character in "*?["):
-        found = sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
+        found = sorted(file for file in glob.glob(path, recursive=True) if not os.path.isdir(file))
         if not found:
             raise UserError(f"no file matches {source.path}")
         return _known(found, source)
@@ -171,6 +177,7 @@ def _data_files(source: Source) -> list[str] | None:
 def _known(files: list[str], source: Source) -> list[str]:
     for file in files:
         _check_name(file)
+        _check_ends(file)
         suffix = os.path.splitext(file)[1].lower()
         if not kind_of_file(file):
             raise UserError(
@@ -185,14 +192,14 @@ def _known(files: list[str], source: Source) -> list[str]:
 
 Found = tuple[dict[str, Any], str] | UnreadRow | DataError  # fields and where; or a line to parse; or what is wrong
 
-READERS: dict[str, Callable[[str], Iterable[Found]]] = {
+READERS: dict[str, Callable[[str, int], Iterable[Found]]] = {  # of a path and the longest row, in bytes
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": read_tsv,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
+    ".parquet": lambda path, _: read_parquet(path),
+    ".arrow": lambda path, _: read_arrow(path),
 }
 KINDS = f"{', '.join(READERS)}, each also with .gz or .zst"
 
@@ -267,7 +274,13 @@ def _visible_files(folder: str) -> list[str]:
         _check_name(file)
         if not os.path.exists(file):
             raise UserError(f"{file}: is a link to a file that does not exist")
+        _check_ends(file)
     return sorted(found)
+
+
+def _check_ends(file: str) -> None:
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise UserError(f"{file}: is a pipe or a device, which may never end; save what it gives as a file")
 
 
 def _is_beside_data(file: Path) -> bool:

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from radixtrain.errors import UserError, first_line
+from radixtrain.errors import DataError, UserError, first_line
 
-__all__ = ["COMPRESSIONS", "content_of", "lines_of", "open_bytes"]
+__all__ = ["COMPRESSIONS", "MAX_ROW_BYTES", "content_of", "lines_of", "open_bytes"]
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK = 1 << 20
+MAX_ROW_BYTES = 256 << 20  # of a line of text: a small compressed file can hold one that fills the memory
 MAGIC = {
     b"\xff\xfe": "UTF-16 text; save it as UTF-8",
     b"\xfe\xff": "UTF-16 text; save it as UTF-8",
@@ -37,16 +38,20 @@ def open_bytes(path: str) -> Any:
         raise _unreadable(path, error) from error
 
 
-def lines_of(path: str) -> Iterator[bytes]:
+def lines_of(path: str, max_row_bytes: int) -> Iterator[bytes]:
     """The lines of a text file. They end at a line feed only: texts hold other separators.
 
-    Raises UserError if the file cannot be read, or begins as a file of another kind.
+    Raises UserError if the file cannot be read, or begins as a file of another kind, and DataError for a longer line.
     """
     with open_bytes(path) as stream:
         try:
-            for number, line in enumerate(stream):
-                if number == 0:
+            for number, line in enumerate(iter(lambda: stream.readline(max_row_bytes + 1), b""), start=1):
+                if number == 1:
                     _check_text(path, line)
+                if len(line) > max_row_bytes:
+                    reason = f"expected a row of at most {max_row_bytes:,} bytes, found a longer line"
+                    fix = "break the line, or raise max_row_bytes of this source in data.train_file"
+                    raise DataError(f"{path}:{number}", f"{reason}; {fix}")
                 yield line
         except OSError as error:
             raise _unreadable(path, error) from error

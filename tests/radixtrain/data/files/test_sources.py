@@ -1,6 +1,8 @@
 """What a config key may name, and which files that is."""
 
+import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,11 @@ def test_as_sources() -> None:
         ({"path": "x", "wieght": 1}, None, "data.train_file: a source has no key 'wieght', did you mean weight?"),
         ({"path": "x", "weight": 0}, None, "data.train_file: weight: expected a number above 0, found 0"),
         ({"path": "x", "weight": True}, None, "data.train_file: weight: expected a number above 0, found True"),
+        (
+            {"path": "x", "max_row_bytes": 0},
+            None,
+            "data.train_file: max_row_bytes: expected a number of bytes above 0, ",
+        ),
         ({"path": "x", "split": 1}, None, "data.train_file: split: expected text, found 1"),
         (["x", "x"], None, "data.train_file: x is there more than once; give each a name, or a weight to one"),
         ("x", {"promt": "q"}, "data.columns: 'promt' is none of our columns, did you mean prompt?"),
@@ -115,6 +122,23 @@ def test_a_split_of_a_folder(tmp_path: Path) -> None:
         read_rows(Source(str(tmp_path), split="full"))
     with pytest.raises(UserError, match="a file has no split; remove the key split"):
         read_rows(Source(str(tmp_path / "dev.jsonl"), split="train"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.tsv"])
+def test_a_row_without_an_end_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    content = b'{"text": "a"}\n' * 2 if ".json" in name else b'text\na\n"'
+    content += (b"x" * 999 + b"\n") * 9 if name == "a.tsv" else b"x" * 9999
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    rows = read_rows(Source(str(path), max_row_bytes=5000))
+    assert next(rows).fields == {"text": "a"}
+    with pytest.raises(UserError, match=rf"{name}:3: .* raise max_row_bytes of this source in data\.train_file$"):
+        list(rows)
+    path.unlink()
+    os.mkfifo(path)
+    for source in (path, tmp_path, f"{tmp_path}/*"):
+        with pytest.raises(UserError, match=rf"{name}: is a pipe or a device, which may never end; save what it gives"):
+            files_of(Source(str(source)))
 
 
 def test_saved_data_sets(tmp_path: Path) -> None:
