@@ -51,9 +51,12 @@ SECRET_TEXT = re.compile(
 )
 SHORTEST = 4
 # Inside of a text, such as the query of an address or a connection string: `...?token=abc&x=1`, `password=abc;`.
-ASSIGNING = rf"(?i)((?<![a-z])(?:[\w-]*[_-])?(?:{NAMES}|sig|(?:api|access|secret|account)[_-]?key|sharedaccesskey)"
-ASSIGNED = re.compile(rf"{ASSIGNING}=)[^&;\s\"']+")
-QUOTED = re.compile(rf"{ASSIGNING}[\"']?\s*[:=]\s*)[^\s,}}\]]+")  # in a message: YAML that is not whole
+ASSIGNED = re.compile(
+    rf"(?i)((?<![a-z])(?:[\w-]*[_-])?(?:{NAMES}|sig|(?:api|access|secret|account)[_-]?key|sharedaccesskey)=)"
+    r"[^&;\s\"']+"
+)
+# In a message: YAML that is not whole.
+QUOTED = re.compile(rf"(?i)([{{,]\s*[\"']?(?:[\w-]*[_-])?(?:{NAMES}|\w+key)[\"']?\s*[:=]\s*)[^\s,}}\]]+")
 
 
 def masked(value: Any, name: str = "") -> Any:

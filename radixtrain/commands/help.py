@@ -69,10 +69,8 @@ def _page(command: str, width: int) -> str:
         lines += [_line(key, width) for key in listed]
     asks = [f"--help KEY: a key in full, such as --help {keys[-1].name.rpartition('.')[2]}"]
     if has_trainer:
-        asks += [
-            f"--help {', '.join(SECTIONS)} or trainer: a section in full",
-            "--help_all: everything Lightning knows (seconds)",
-        ]
+        asks[0] += "; --help data: a section, such as data or trainer"
+        asks.append("--help_all: everything Lightning knows (seconds)")
     return "\n".join([*lines, "", *asks, ""])
 
 
