@@ -254,46 +254,29 @@ def _written_to(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _progress(name: str, num_rows: int | None) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function that takes the rows and the tokens done so far.
+    """Gives a function that takes the rows and the tokens done so far: a bar on a terminal, else lines in the log.
 
     name: what is tokenised. num_rows: of all, None if that is not known.
     """
-    if sys.stderr.isatty():
-        with _bar(name, num_rows) as update:
-            yield update
-    else:
-        yield _Lines(name, num_rows)
-
-
-@contextmanager
-def _bar(name: str, num_rows: int | None) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("tokenising {task.description}"),
         BarColumn(),
         TextColumn("{task.completed:,} rows, {task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    start = time.perf_counter()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    start = last = time.perf_counter()
+    has_bar = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not has_bar) as bar:
         task = bar.add_task(name, total=num_rows, rate="")
 
         def update(rows: int, tokens: int) -> None:
-            rate = tokens / (time.perf_counter() - start)
-            bar.update(task, completed=rows, rate=f"{rate:,.0f} tokens/s")
+            nonlocal last
+            now = time.perf_counter()
+            rate = f"{tokens / (now - start):,.0f} tokens/s"
+            bar.update(task, completed=rows, rate=rate)
+            if not has_bar and now - last >= SECONDS_BETWEEN_LINES:
+                last = now
+                of_all = f" of {num_rows:,}" if num_rows else ""
+                logger.info("tokenising %s: %s%s rows, %s", name, f"{rows:,}", of_all, rate)
 
         yield update
-
-
-class _Lines:
-    def __init__(self, name: str, num_rows: int | None):
-        self.name, self.num_rows = name, num_rows
-        self.start = self.last = time.perf_counter()
-
-    def __call__(self, rows: int, tokens: int) -> None:
-        now = time.perf_counter()
-        if now - self.last < SECONDS_BETWEEN_LINES:
-            return
-        self.last = now
-        of_all = f" of {self.num_rows:,}" if self.num_rows else ""
-        rate = tokens / (now - self.start)
-        logger.info("tokenising %s: %s%s rows, %s tokens/s", self.name, f"{rows:,}", of_all, f"{rate:,.0f}")

@@ -58,14 +58,21 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_second_time_nothing_is_encoded(
-    chats: Path, tokenize: Tokenize, encoded: list[str], caplog: pytest.LogCaptureFixture
+    chats: Path,
+    tokenize: Tokenize,
+    encoded: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cache, "SECONDS_BETWEEN_LINES", 0)
     with caplog.at_level(logging.INFO):
         first, second = tokenize(chats), tokenize(chats)
     assert encoded == [str(chats)]
     assert ids_of(first) == ids_of(second) and len(first.store) == 20
     assert first.report == second.report and first.digest == second.digest
-    assert [line.endswith("tokens (tokenised by an earlier run)") for line in caplog.messages] == [False, True]
+    done, first_line, second_line = caplog.messages
+    assert done.startswith(f"tokenising {chats}: 20 of 20 rows, ") and done.endswith(" tokens/s")
+    assert second_line == f"{first_line} (tokenised by an earlier run)"
 
 
 def another_version(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
