@@ -44,7 +44,7 @@ from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import launcher_env
 from radixtrain.training.devices.settings import check_devices, default_devices, device_settings
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.failures import explain
+from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
@@ -191,6 +191,7 @@ class RadixCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """One command at a time writes into a folder. Signals ask it to stop, and `fit` to save."""
+        raise_file_limit(self.settings.data.dataloader_num_workers)
         if subcommand == "fit":
             self.model.run_settings = settings_of_run(self.settings)
         with ExitStack() as stack:

@@ -11,12 +11,17 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.queues import Queue
+from typing import Any
 
-__all__ = ["blocked_signals", "end_with_parent"]
+__all__ = ["OUT_OF_FILES", "blocked_signals", "end_with_parent"]
+
+OUT_OF_FILES = errno.EMFILE  # exit code of a worker that cannot open another file, so cannot hand its batch over
 
 BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 
@@ -41,7 +46,14 @@ def end_with_parent(worker: int = 0) -> None:
 
     torch asks a worker who its parent is, which is too late for one whose parent was killed while it started: it would
     wait for ever. And the parent may be a server that forks for the run. A thread waits for the run itself.
+
+    It ends, too, when it is out of file handles: multiprocessing would drop the batch, for which the run waits for
+    ever, and print a traceback for each connection that it cannot take, without end.
     """
+    queue: Any = Queue
+    report = queue._on_queue_feeder_error
+    sys.excepthook = lambda kind, error, trace: _report(error, lambda: sys.__excepthook__(kind, error, trace))
+    queue._on_queue_feeder_error = lambda self, error, item: _report(error, lambda: report(error, item))
     run = multiprocessing.parent_process()
     assert run is not None  # a worker has one
 
@@ -50,6 +62,12 @@ def end_with_parent(worker: int = 0) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _report(error: Any, report: Callable[[], object]) -> None:
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # of torch
+        os._exit(OUT_OF_FILES)
+    report()
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 
 __all__ = [
     *("FLOAT64", "compute_in_float64", "fail_on_rank_1", "go_on_after_pause", "memory", "note_memory_of_saves"),
-    *("pause", "wait_until_paused", "work_in_folder_of_rank"),
+    *("limit_open_files", "pause", "wait_until_paused", "work_in_folder_of_rank"),
 ]
 
 
@@ -75,6 +76,12 @@ def wait_until_paused(folder: Path, run: Any, count: int = 1) -> None:
 def go_on_after_pause(folder: Path) -> None:
     for path in folder.glob("paused_*"):
         path.unlink()
+
+
+def limit_open_files() -> None:
+    """To as many as the variable FILES says, which cannot be raised."""
+    count = int(os.environ["FILES"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
 
 
 def work_in_folder_of_rank() -> None:

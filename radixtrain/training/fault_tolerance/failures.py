@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,10 +19,14 @@ import torch
 import torch.distributed as dist
 
 from radixtrain.checkpoints.space import existing, mount_point
+from radixtrain.data.workers import OUT_OF_FILES
 from radixtrain.errors import UserError
 from radixtrain.report.formatting import bytes_text
 
-__all__ = ["explain", "lost_rank"]
+__all__ = ["explain", "lost_rank", "raise_file_limit"]
+
+MOST_FILES = 65_536
+FILES, FILES_OF_WORKER = 64, 64  # of any run: 50 without a worker; two batches of one micro-batch are 60 tensors
 
 NO_ROOM = {
     errno.ENOSPC: "is full",
@@ -30,7 +35,7 @@ NO_ROOM = {
     errno.EROFS: "cannot be written to (read-only file system)",
 }
 SHARED_MEMORY = r"unable to \w.*</torch_|Bus error|out of shared memory"
-OPEN_FILES = r"Too many open files|received \d+ items of ancdata"
+OPEN_FILES = rf"Too many open files|received \d+ items of ancdata|unexpectedly with exit code {OUT_OF_FILES}\b"
 NO_MEMORY = r"can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc|Unable to allocate"
 NO_DEVICE_MEMORY = r"CUDA (error: )?out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 ASKED_FOR = r"allocate ([\d.]+ [KMGT]iB|\d+(?= bytes))"
@@ -54,13 +59,36 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
     """
     if isinstance(error, UserError):
         return None
-    for cause in _chain(error):
-        text = f"{type(cause).__name__}: {cause}"
+    causes = [(cause, f"{type(cause).__name__}: {cause}") for cause in _chain(error)]
+    if any(re.search(OPEN_FILES, text) for _, text in causes):
+        return f"{_out_of_files(MOST_FILES)}{_last_checkpoint(output_dir)}"
+    for cause, text in causes:
         reason = _not_shared(text) or _no_room(cause, text, output_dir) or _no_memory(cause, text)
         reason = reason or _killed_worker(cause, text) or lost_rank(cause, gone)
         if reason:
             return f"{reason}{_last_checkpoint(output_dir)}"
     return None
+
+
+def _out_of_files(needed: int, has_workers: bool = True) -> str:
+    """The line for a process that may not open as many files as it needs."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    otherwise = f", or {LESS_DATA_MEMORY}" if has_workers else ""
+    return f"too many open files: the limit is {limit:,}; raise it (`ulimit -n {needed}`){otherwise}"
+
+
+def raise_file_limit(num_workers: int) -> None:
+    """Let this process open as many files as the machine allows, since each tensor of a waiting batch is one.
+
+    num_workers: of the DataLoader. UserError if these are fewer than any run needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    needed = FILES + FILES_OF_WORKER * num_workers
+    if most < needed:
+        raise UserError(_out_of_files(needed, num_workers > 0))
 
 
 def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
@@ -92,8 +120,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _not_shared(text: str) -> str | None:
-    if re.search(OPEN_FILES, text):
-        return f"too many open files: raise the limit (`ulimit -n 65536`), or {LESS_DATA_MEMORY}"
     if not re.search(SHARED_MEMORY, text) or "No such file" in text:
         return None
     return (
@@ -151,7 +177,7 @@ def _last_checkpoint(output_dir: Path | None) -> str:
         return ""
     last = output_dir / "checkpoints" / "last"
     if not os.path.lexists(last):
-        return ". No checkpoint was written yet"
+        return ". No checkpoint was written yet; --ckpt_path auto starts again"
     name = os.readlink(last) if last.is_symlink() else last.read_text(encoding="utf-8").strip()
     return f". The last checkpoint is {last.parent / name}; go on with --ckpt_path last"
 

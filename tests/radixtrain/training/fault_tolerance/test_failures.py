@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from changed_runs import limit_open_files
 
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.failures import explain, lost_rank
@@ -156,3 +157,19 @@ def test_a_rank_that_is_gone_or_does_not_answer(error: Exception, words: str | N
     assert text is None if words is None else words in (text or "")
     if words == "gone":
         assert lost_rank(error, lambda: "rank 1 was killed by SIGKILL") == "rank 1 was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("limit", "flags", "said"),
+    [
+        (48, {"data__dataloader_num_workers": 0}, "the limit is 48; raise it (`ulimit -n 64`)"),
+        (128, {"data__batch_size": 20, "data__max_tokens": 80, "data__max_length": 80}, "(`ulimit -n 65536`), or set"),
+    ],
+)
+def test_too_many_open_files(start, arguments, tmp_path, limit: int, flags: dict[str, int], said: str) -> None:
+    """Before rows are read if the number is known; else the worker that cannot hand its batch over ends the run."""
+    given = {"data__dataloader_num_workers": 1, "output_dir": tmp_path / "run", **flags}
+    run = start(arguments(**given), {"FILES": str(limit)}, before=limit_open_files)
+    assert run.wait(60) == 1, run.said()
+    assert run.error().startswith("error: too many open files: the limit is ") and said in run.error()
+    assert len(run.said()) < 2000 and "Traceback" not in run.said(), run.said()
