@@ -26,11 +26,35 @@ from radixtrain.versions import FIT, OLDEST, check_versions
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. What the user can fix is one line on stderr, not a traceback."""
+    before = _handle_early_signals() if sys.argv[1:2] == ["fit"] and argv is None else {}
     try:
         return _answer(list(sys.argv[1:] if argv is None else argv))
+    except Stopped as stop:
+        sys.stderr.write(f"{stop}\n" if str(stop) else "")  # somebody asked for it: no error
+        return stop.code
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         atexit.unregister(_leave)
         atexit.register(_leave)  # what is registered last is called first
+
+
+def _handle_early_signals() -> dict[int, Any]:
+    """Until a run handles them itself: SIGTERM and SIGHUP end it with a line, and SIGUSR1 has nothing to save.
+
+    One that is ignored stays ignored. Returns the handlers of before.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        line = f"stopped by {signal.Signals(number).name} before the run began; nothing was saved"
+        raise Stopped(line if os.environ.get("LOCAL_RANK", "0") == "0" else "", 128 + number)
+
+    handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGHUP: stop, signal.SIGUSR1: lambda *_: None}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in handlers}
+    changed = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    for number in changed:
+        signal.signal(number, handlers[number])
+    return changed
 
 
 def _leave() -> None:
@@ -91,9 +115,6 @@ def _run(typed: list[str]) -> int:
         return _fail(error, given)
     except EndedElsewhere:
         return 1
-    except Stopped as stop:
-        sys.stderr.write(f"{stop}\n" if str(stop) else "")  # somebody asked for it: no error
-        return stop.code
     except ArgumentError as error:
         return _fail(UsageError(usage_message(str(error), arguments[0])), given)
     except OSError as error:

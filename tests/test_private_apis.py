@@ -73,6 +73,7 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "radixtrain/data/workers.py": {
+        "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",
         "os._exit": "ends a worker whose run was killed",
     },
     "radixtrain/generation/fingerprint.py": {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -49,6 +50,7 @@ from radixtrain.training.fault_tolerance.resume import settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
+from radixtrain.training.progress_bar import screens
 from radixtrain.training.results.saved_config import (
     SaveMaskedConfig,
     defaults_of_model,
@@ -108,14 +110,14 @@ class RadixCLI(LightningCLI):
         check_settings(self.settings, self.config.subcommand)
 
     def _take_settings_of_model(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse again, with other defaults, if what is evaluated is a model that was trained here."""
+        """Parse again, after the keys of its run, if what is evaluated is a model that was trained here."""
         command = self.config.subcommand
         before = self.config[command]
         found = defaults_of_model(before.model.model_name_or_path) if command in EVALUATING else {}
         if not found:
             return
-        self._subcommand_parsers[command].set_defaults(found)
-        super().parse_arguments(parser, args)
+        keys = [f"--{name}={each if isinstance(each, str) else json.dumps(each)}" for name, each in found.items()]
+        super().parse_arguments(parser, [command, *keys, *args[1:]])
         after = self.config[command]
         if taken := [f"{name}: {after[name]}" for name in found if after[name] != before[name]]:
             logger.info("%s, as the run that trained %s", ", ".join(taken), before.model.model_name_or_path)
@@ -282,6 +284,11 @@ class RadixCLI(LightningCLI):
 
 def run(argv: Sequence[str]) -> None:
     """Run one of Lightning's commands. `main` prints the errors: UserError, or jsonargparse's ArgumentError."""
+    with screens() if argv[0] in ("fit", "predict") else nullcontext():
+        _run(argv)
+
+
+def _run(argv: Sequence[str]) -> None:
     quiet(speaks=launcher_env().rank == 0)
     warn_of_variables(os.environ)
     strict = {"exit_on_error": False, "allow_abbrev": False}

@@ -8,6 +8,7 @@ run itself is killed, each worker notices that its parent is gone.
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
 import os
 import signal

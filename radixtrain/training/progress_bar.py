@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -14,7 +17,7 @@ from tqdm import tqdm
 
 from radixtrain.training.optimizer import num_steps_of_run
 
-__all__ = ["NoticeHandler", "ProgressLine", "ProgressLines", "progress_bar"]
+__all__ = ["NoticeHandler", "ProgressLine", "ProgressLines", "progress_bar", "screen_failure", "screens"]
 
 # Logged metric -> its name and form on the screen, the most watched first: a narrow terminal cuts the end.
 SHOWN = {
@@ -31,6 +34,58 @@ SECONDS_BETWEEN_LINES = 1.0
 def progress_bar() -> ProgressBar:
     """A bar if a person looks at stderr, lines if it is a file or a pipe."""
     return ProgressLine() if sys.stderr.isatty() else ProgressLines()
+
+
+class Screen:
+    """A stream that a run can do without: once it cannot be written to, the rest is dropped, and `failure` says why."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+        self.failure: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropped():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropped():
+            self.stream.flush()
+
+    @contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a reader that is gone, a full disk
+            self.failure = error.strerror or str(error)
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.stream.fileno())  # also for what is in the buffer, and for libraries
+            os.close(nothing)
+
+
+@contextmanager
+def screens() -> Iterator[None]:
+    """Inside, an error of stdout or stderr ends nothing: files are what counts."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    try:
+        yield
+    finally:
+        screen_failure()
+        sys.stdout, sys.stderr = before
+
+
+def screen_failure() -> str | None:
+    """Why what a run prints is no longer seen: `stdout: Broken pipe`. None if it is, or outside of `screens`."""
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        if isinstance(stream, Screen):
+            stream.flush()
+            if stream.failure:
+                return f"{name}: {stream.failure}"
+    return None
 
 
 class NoticeHandler(logging.StreamHandler):

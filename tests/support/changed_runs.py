@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = [
     *("FLOAT64", "compute_in_float64", "fail_on_rank_1", "go_on_after_pause", "memory", "note_memory_of_saves"),
-    *("limit_open_files", "pause", "wait_until_paused", "work_in_folder_of_rank"),
+    *("limit_open_files", "lose_screen", "pause", "signal_early", "wait_until_paused", "work_in_folder_of_rank"),
 ]
 
 
@@ -82,6 +82,21 @@ def limit_open_files() -> None:
     """To as many as the variable FILES says, which cannot be raised."""
     count = int(os.environ["FILES"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
+
+
+def lose_screen() -> None:
+    """Nobody reads what is printed, as after `| tee` has ended."""
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, 1)
+    os.dup2(write, 2)
+
+
+def signal_early() -> None:
+    """The signal in the variable SIGNAL comes before the command is imported."""
+    import radixtrain.__main__ as entrance
+
+    vars(entrance)["check_versions"] = lambda *_: os.kill(os.getpid(), int(os.environ["SIGNAL"]))
 
 
 def work_in_folder_of_rank() -> None:

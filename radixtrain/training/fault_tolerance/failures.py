@@ -43,6 +43,7 @@ WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|
 LESS_MEMORY = "set data.max_tokens to a smaller number, or data.batch_size"
 LESS_DATA_MEMORY = "set data.dataloader_num_workers: 0"
 
+IN_USE = r"EADDRINUSE|[Aa]ddress already in use"
 LATE = r"(?i)timed out|timeout"
 GONE = (
     r"(?i)connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|socket (was )?closed|connect failure"
@@ -63,6 +64,9 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
     if any(re.search(OPEN_FILES, text) for _, text in causes):
         return f"{_out_of_files(MOST_FILES)}{_last_checkpoint(output_dir)}"
     for cause, text in causes:
+        if isinstance(cause, FileNotFoundError) and output_dir is not None and not output_dir.exists():
+            way_out = "give it its name again, and go on with --ckpt_path auto"
+            return f"output_dir {output_dir} is gone, renamed or removed while the run wrote into it: {way_out}"
         reason = _not_shared(text) or _no_room(cause, text, output_dir) or _no_memory(cause, text)
         reason = reason or _killed_worker(cause, text) or lost_rank(cause, gone)
         if reason:
@@ -99,6 +103,9 @@ def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
     text = str(error)
     if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and re.search(OF_GLOO, text)):
         return None
+    if re.search(IN_USE, text):
+        port = os.environ.get("MASTER_PORT", "")
+        return f"MASTER_PORT {port} is in use by another program on this machine: set it to a free port on every rank"
     if re.search(LATE, text):
         return (
             "a rank has not answered within ddp_timeout: it hangs, or needs longer for a step or a checkpoint: then "

@@ -50,7 +50,8 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
     foreign = [path.name for path in inside if not _is_written_by_us(path)]
     if foreign or (inside and not (target / "config.json").is_file()):
         named = ", ".join(sorted(foreign)[:3]) or "no config.json"
-        raise UserError(f"{output_dir} holds what is no model ({named}) and would be replaced; choose an empty folder")
+        way_out = "move that away, or choose another folder"
+        raise UserError(f"{output_dir} holds what is no model ({named}) and would be replaced; {way_out}")
     return target
 
 

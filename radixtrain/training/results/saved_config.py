@@ -19,7 +19,7 @@ __all__ = ["SaveMaskedConfig", "defaults_of_model", "log_folder", "mask_what_is_
 
 # How rows are read: what evaluates a model that was trained here reads them as the run did.
 READING = (
-    *("columns", "chat_template_path", "chat_template_kwargs", "split_turns", "assistant_only_loss"),
+    *("columns", "system_prompt", "chat_template_path", "chat_template_kwargs", "split_turns", "assistant_only_loss"),
     *("completion_only_loss", "max_length", "excess_length_strategy"),
 )
 
@@ -72,11 +72,12 @@ def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         found = {f"data.{name}": settings["data"][name] for name in READING if name in settings["data"]}
-        found |= {name: settings[name] for name in ("seed_everything",) if name in settings}
+        found["seed_everything"] = settings.get("seed_everything")
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError) as error:
         raise UserError(f"{path}: expected the settings of a run ({first_line(error)}); remove or restore it") from None
     home = folder.resolve().parent
-    return {**found, "output_dir": str(home)} if (home / SUMMARY).is_file() else found
+    found["output_dir"] = str(home) if (home / SUMMARY).is_file() else None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def log_folder(trainer: Any) -> Path:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
+from radixtrain.training.progress_bar import screen_failure
 from radixtrain.training.results.best import Best, Saver, Validation, is_validation
 from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
 from radixtrain.training.results.exit_status import ExitStatus, status_of_error, status_of_run
@@ -170,7 +171,6 @@ class RunSummary(L.Callback):
         if not ranks().is_first:
             return
         try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
             write_json(self.output_dir / SUMMARY, self._record())
         except OSError as error:
             logger.warning("summary.json was not written: %s", error)
@@ -178,7 +178,10 @@ class RunSummary(L.Callback):
             self._draw()
 
     def _record(self) -> dict[str, Any]:
-        """Paths are relative to the run's folder if they are inside; `ended` is null while the run goes on."""
+        """Paths are relative to the run's folder if they are inside; `ended` is null while the run goes on.
+
+        screen: why nothing more was printed; null if all was.
+        """
         progress, speed, status, exported, best = self.progress, self.speed, self.status, self.exported, None
         effective, computed = speed.rates if speed.seconds else (None, None)
         if self.best and self.best.validation and self.best.path:
@@ -203,6 +206,7 @@ class RunSummary(L.Callback):
             "logs": [
                 {"path": inside(Path(folder), self.output_dir), "first_step": step} for folder, step in progress.parts
             ],
+            "screen": screen_failure(),
             "versions": versions(),
         }
 

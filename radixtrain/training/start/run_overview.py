@@ -26,6 +26,7 @@ from radixtrain.data.grouping import (
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import EncodeReport
+from radixtrain.data.splits import system_text
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
@@ -247,7 +248,8 @@ def system_prompt(settings: Any) -> str:
     sources = as_sources(settings.train_file, settings.columns)
     chats = [chat for source in sources for chat in islice(_chats(source), ROWS_LOOKED_AT)]
     turns = [chat[0] if chat else {} for chat in chats]
-    texts = [turn.get("content") if turn.get("role") == "system" else None for turn in turns]
+    ours = system_text(settings.system_prompt)
+    texts = [turn.get("content") if turn.get("role") == "system" else ours for turn in turns]
     return texts[0] if texts and isinstance(texts[0], str) and texts.count(texts[0]) == len(texts) else ""
 
 

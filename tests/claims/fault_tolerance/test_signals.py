@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_runs import go_on_after_pause, pause, wait_until_paused
+from changed_runs import go_on_after_pause, pause, signal_early, wait_until_paused
 from forked import Run
 from outcomes import EXACT, assert_nothing_left, assert_same_run
 from tiers import FULL, cases, tries
@@ -72,6 +72,15 @@ def test_a_signal_at_a_known_place(start, line, tmp_path, place):
 
 
 @FULL
+@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], [signal.SIGTERM]))
+def test_a_signal_while_libraries_are_imported(start, line, tmp_path, number):
+    """Says that nothing was saved; SIGUSR1 has nothing to save, and the run goes on."""
+    run = start(line(tmp_path / "run", trainer__max_steps=1), {"SIGNAL": str(int(number))}, before=signal_early)
+    code = 0 if number == signal.SIGUSR1 else 128 + number
+    assert run.wait() == code, run.said()
+    assert code == 0 or run.said() == f"stopped by {number.name} before the run began; nothing was saved\n"
+
+
 def test_a_second_signal_leaves_at_once(start, line, tmp_path):
     """The first one waits for the end of a step that does not come."""
     folder = tmp_path / "run"

@@ -1,6 +1,7 @@
 """A bar on a terminal, lines elsewhere, and notices that do not glue onto a bar."""
 
 import io
+import json
 import logging
 import re
 import sys
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from changed_runs import lose_screen
 from tiers import FULL
 from tqdm import tqdm
 
@@ -127,3 +129,11 @@ def test_a_run_that_is_redirected(arguments, capsys):
     lines = [line for line in shown.err.splitlines() if line.startswith("step ")]
     assert lines[0].startswith("step 1/20  loss ") and lines[-1].startswith("step 20/20  loss ")
     assert "\r" not in shown.err + shown.out and "it/s" not in shown.err + shown.out
+
+
+def test_a_run_goes_on_without_its_screen(start, arguments, tmp_path):
+    """As a reader of the pipe ends, or the disk of the log is full. The summary says so."""
+    run = start(arguments(), before=lose_screen)
+    assert run.wait() == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["screen"] == "stdout: Broken pipe"
+    assert (tmp_path / "out" / "model" / "config.json").is_file() and len(list(tmp_path.glob("out/logs/*"))) == 1

@@ -64,7 +64,7 @@ WORKERS = [
         RuntimeError("Too many open files. Communication with the workers is no longer possible"),
         "too many open files: ",
     ),
-    (RuntimeError("received 0 items of ancdata"), "too many open files: raise the limit (`ulimit -n 65536`), or set"),
+    (RuntimeError("received 0 items of ancdata"), "too many open files: the limit is "),
 ]
 
 
@@ -115,9 +115,17 @@ class TestDisk:
             assert "is full, where " in (explain(Exception(text), tmp_path) or "")
 
 
+def test_an_output_folder_that_is_gone(tmp_path: Path) -> None:
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "run" / "logs" / "metrics.csv"))
+    assert explain(error, tmp_path) is None
+    said = explain(error, tmp_path / "run") or ""
+    assert said.startswith(f"output_dir {tmp_path / 'run'} is gone") and said.endswith("go on with --ckpt_path auto")
+
+
 class TestCheckpoint:
     def test_none(self, tmp_path: Path) -> None:
-        assert (explain(MemoryError(), tmp_path) or "").endswith(". No checkpoint was written yet")
+        said = explain(MemoryError(), tmp_path) or ""
+        assert said.endswith(". No checkpoint was written yet; --ckpt_path auto starts again")
 
     @pytest.mark.parametrize("as_link", [True, False])
     def test_the_last(self, as_link: bool, tmp_path: Path) -> None:
@@ -148,6 +156,7 @@ BUFFER = "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms 
         (dist.DistStoreError("Timed out after 5 seconds waiting for clients. 1/2 joined."), "within ddp_timeout"),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), None),
         (ConnectionResetError(104, "Connection reset by peer"), None),  # of a hub, or of a logger
+        (dist.DistNetworkError("The server socket has failed to listen: EADDRINUSE, address in use"), "MASTER_PORT"),
         (TimeoutError("timed out"), None),
         (dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected"), None),
     ],
