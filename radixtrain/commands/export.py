@@ -93,7 +93,7 @@ def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output
         results,
         {"rows": str(data.reports["train"])},
         has_chat_template=tokenizer.chat_template is not None,
-        system=system_prompt(data.hparams),
+        system=system_prompt(data),
     )
     folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)
     summary.close(trainer, module, folder)

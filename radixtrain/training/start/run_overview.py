@@ -26,7 +26,6 @@ from radixtrain.data.grouping import (
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.splits import system_text
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
@@ -240,15 +239,12 @@ def _set_trainer_keys(config: Any) -> set[str]:
     return {name for name in VALIDATING if config.get(name) not in (None, defaults[name].default)}
 
 
-def system_prompt(settings: Any) -> str:
-    """The system turn with which the first rows of all training data begin; empty if they do not have the same.
-
-    settings: of an `SFTData`.
-    """
-    sources = as_sources(settings.train_file, settings.columns)
+def system_prompt(data: SFTData) -> str:
+    """The system turn with which the first rows of all training data begin; empty if they do not have the same."""
+    sources = as_sources(data.hparams.train_file, data.hparams.columns)
     chats = [chat for source in sources for chat in islice(_chats(source), ROWS_LOOKED_AT)]
     turns = [chat[0] if chat else {} for chat in chats]
-    ours = system_text(settings.system_prompt)
+    ours = data.encoder().system_prompt or None
     texts = [turn.get("content") if turn.get("role") == "system" else ours for turn in turns]
     return texts[0] if texts and isinstance(texts[0], str) and texts.count(texts[0]) == len(texts) else ""
 
