@@ -178,7 +178,7 @@ def test_a_gradient_that_is_written_and_not_added(
     """Rows that are read more than once, whose gradient keeps the last copy."""
 
     def last_copy(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
-        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices, x)
+        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices.long(), x)
 
     monkeypatch.setattr(radixtrain.kernels.rows, "sum_rows", last_copy)
     report = verdict(tiny_qwen3(), attention=attention)
