@@ -8,9 +8,8 @@ import re
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from radixtrain.data.files.lines import read_jsonl
+from radixtrain.data.files.lines import MAX_ROW_BYTES, content_of, read_jsonl
 from radixtrain.data.files.rows import DECODER, UnreadRow, check_text, explain, kind_of, parse
-from radixtrain.data.files.streams import MAX_ROW_BYTES, content_of
 from radixtrain.errors import DataError, UserError
 
 __all__ = ["read_json"]

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from radixtrain.data.files.document import read_json
-from radixtrain.data.files.lines import read_csv, read_jsonl, read_tsv
+from radixtrain.data.files.lines import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_jsonl, read_tsv
 from radixtrain.data.files.rows import UnreadRow, check_columns
-from radixtrain.data.files.streams import COMPRESSIONS, MAX_ROW_BYTES
 from radixtrain.data.files.tables import hub_dataset, read_arrow, read_dataset, read_parquet, saved_dataset
 from radixtrain.errors import DataError, UserError, did_you_mean
 from radixtrain.redaction import masked

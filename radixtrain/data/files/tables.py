@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from radixtrain.data.files.streams import COMPRESSIONS, open_bytes
+from radixtrain.data.files.lines import COMPRESSIONS, open_bytes
 from radixtrain.errors import UserError, first_line
 
 __all__ = ["hub_dataset", "read_arrow", "read_dataset", "read_parquet", "saved_dataset"]
