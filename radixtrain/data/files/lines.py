@@ -1,4 +1,4 @@
-"""The bytes of a file, decompressed if its name says so; and files of one row a line: JSONL, and tables as CSV or TSV."""
+"""The bytes of a file, decompressed if need be; and files of one row a line: JSONL, and tables as CSV or TSV."""
 
 from __future__ import annotations
 
