@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 STEP = {"radixtrain/training/fault_tolerance/nonfinite_guard.py:_are_finite": 1}
 READ_BOUNDS = "radixtrain/kernels/cpu_loops.py:_schedule"
-SHARED = {"radixtrain/hf/padded/rows.py:read": 1, "radixtrain/hf/padded/rows.py:_check_zero": 1}
+SHARED = {"radixtrain/hf/padded/rows.py:read": 1, "radixtrain/hf/padded/rows.py:refuse_reading": 1}
 # Where a step waits for the device, how often, and why; every other case must not.
 WAITS = {
     "float32": {READ_BOUNDS: 6},  # no flash kernel takes it: the eager one loops, over two arrays for each of its calls
