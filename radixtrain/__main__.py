@@ -21,6 +21,7 @@ from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
 from radixtrain.cores import share_cores
 from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
+from radixtrain.training.devices.launcher_env import check_started, launcher_env
 from radixtrain.versions import FIT, OLDEST, check_versions
 
 
@@ -98,9 +99,8 @@ def _run(typed: list[str]) -> int:
 
         from radixtrain.commands.messages import usage_message
         from radixtrain.commands.yaml_text import guard_jsonargparse
-        from radixtrain.training.devices.launcher_env import check_started
     except UserError as error:
-        return _fail(error, given)
+        return 1 if launcher_env().is_silent else _fail(error, given)
     if typed == sys.argv[1:]:
         sys.argv[1:] = arguments  # a command masks secrets there, if it was given the same arguments
     # Of a kernel for 4-bit layers on a CPU, at the import, and of layers that no plan for several devices names.

@@ -131,6 +131,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.autograd.forward_ad._current_level": "says whether forward-mode differentiation runs",
     },
     "radixtrain/hf/padded/spread_rows.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is done on the index",
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
         "torch.Tensor._make_wrapper_subclass": "makes a tensor without memory, which stands for rows of a table",

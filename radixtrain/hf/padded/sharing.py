@@ -186,7 +186,7 @@ class PaddedSharing:
             hidden = places.spread(table).view(*places.batch_shape, -1)
         else:
             share_fused_head()
-            index = torch.from_numpy(places.host_rows).view(places.batch_shape)
+            index = places.host_rows.reshape(places.batch_shape)
             hidden = SpreadRows.of(table, index, len(rows[0]) if len(places.padding) else NO_ROW, self.report)
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:

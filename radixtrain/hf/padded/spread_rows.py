@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from radixtrain.errors import UserError
@@ -28,6 +29,7 @@ from radixtrain.hf.padded.rows import check_gradient_at, refuse_reading
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.kernels.rows import gather_rows, sum_rows
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
+from radixtrain.tree.arrays import IntArray
 
 __all__ = ["SpreadRows", "share_fused_head"]
 
@@ -44,7 +46,7 @@ class SpreadRows(Tensor):
     """
 
     table: Tensor
-    place_rows: Tensor
+    place_rows: IntArray
     padding_row: int
     report: SharingReport
     root: SpreadRows | None
@@ -57,7 +59,7 @@ class SpreadRows(Tensor):
     def of(
         cls,
         table: Tensor,
-        index: Tensor,
+        index: IntArray,
         padding_row: int,
         report: SharingReport,
         root: SpreadRows | None = None,
@@ -73,7 +75,8 @@ class SpreadRows(Tensor):
     def rows(self) -> Tensor:
         """(places,), int64. the index on the device of the table, flat."""
         if self.device_rows is None:
-            self.device_rows = self.place_rows.reshape(-1).to(self.table.device, non_blocking=True)
+            rows = torch.from_numpy(self.place_rows.reshape(-1))
+            self.device_rows = rows.to(self.table.device, non_blocking=True)
         return self.device_rows
 
     @property
@@ -136,7 +139,7 @@ class _Spread(torch.autograd.Function):
     """The table as a tensor without memory of its own."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor, padding_row: int) -> Tensor:
+    def forward(ctx: Any, table: Tensor, index: IntArray, padding_row: int) -> Tensor:
         ctx.index, ctx.padding_row, ctx.num_rows = index, padding_row, len(table)
         shape = (*index.shape, table.shape[1])
         return torch.Tensor._make_wrapper_subclass(SpreadRows, shape, dtype=table.dtype, device=table.device)
@@ -148,12 +151,13 @@ class _Spread(torch.autograd.Function):
         padding = _padding_places(ctx.index, ctx.padding_row, grad.device)
         if len(padding):
             refuse_reading(flat[padding].any(dim=1).sum())
-        return sum_rows(flat, ctx.index.reshape(-1).to(grad.device), ctx.num_rows), None, None
+        rows = torch.from_numpy(ctx.index.reshape(-1)).to(grad.device, non_blocking=True)
+        return sum_rows(flat, rows, ctx.num_rows), None, None
 
 
-def _padding_places(index: Tensor, padding_row: int, device: torch.device) -> Tensor:
+def _padding_places(index: IntArray, padding_row: int, device: torch.device) -> Tensor:
     """int64. The places of padding, flat and ascending."""
-    return (index.reshape(-1) == padding_row).nonzero()[:, 0].to(device, non_blocking=True)
+    return torch.from_numpy(np.flatnonzero(index == padding_row)).to(device, non_blocking=True)
 
 
 def _mark(x: SpreadRows) -> None:
@@ -190,7 +194,7 @@ def _by_row(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[s
 def _stands_alike(one: Tensor, other: SpreadRows) -> bool:
     if not isinstance(one, SpreadRows) or len(one.table) != len(other.table):
         return False
-    return one.is_current and one.place_rows.equal(other.place_rows)
+    return one.is_current and np.array_equal(one.place_rows, other.place_rows)
 
 
 def _softmax(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -207,7 +211,7 @@ def _read(x: SpreadRows, found: SpreadRows) -> SpreadRows:
 
 def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The rows that are asked for, once each."""
-    asked = x.place_rows.reshape(-1).numpy()
+    asked = x.place_rows.reshape(-1)
     is_asked = np.zeros(len(x.table), dtype=bool)
     is_asked[asked] = True
     rows = np.flatnonzero(is_asked)
@@ -220,7 +224,7 @@ def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[s
     if len(rows) < len(table):
         table = gather_rows(table, torch.from_numpy(rows).to(table.device, non_blocking=True))
     has_padding = x.padding_row != NO_ROW and is_asked[x.padding_row]
-    index = torch.from_numpy(number[asked]).view(x.place_rows.shape)
+    index = number[asked].reshape(x.place_rows.shape)
     padding_row = int(number[x.padding_row]) if has_padding else NO_ROW
     return _read(x, SpreadRows.of(func(table, *others, **kwargs), index, padding_row, x.report))
 
@@ -229,18 +233,20 @@ def _view(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str
     """A view of the places whose last axis is whole: found on the index, each entry of which is W equal ones."""
     if any(isinstance(each, Tensor) for each in tree_leaves((others, kwargs))):
         return NotImplemented
-    found = places = x.place_rows[..., None].expand(x.shape)
-    if func is not Tensor.contiguous:
-        found = func(places, *others, **kwargs)
-    if not found.ndim or found.shape[-1] != x.shape[-1] or found.stride(-1) != 0:
-        return NotImplemented
+    with _disable_current_modes():  # the index is ours: no mode counts or fakes what is done on it
+        found = places = torch.from_numpy(x.place_rows)[..., None].expand(x.shape)
+        if func is not Tensor.contiguous:
+            found = func(places, *others, **kwargs)
+        if not found.ndim or found.shape[-1] != x.shape[-1] or found.stride(-1) != 0:
+            return NotImplemented
+        index = found[..., 0].contiguous().numpy()
     root, earlier = x if x.root is None else x.root, x.from_root
 
     def view(whole: Tensor) -> Tensor:
         result: Tensor = func(whole if earlier is None else earlier(whole), *others, **kwargs)
         return result
 
-    return SpreadRows.of(x.table, found[..., 0].contiguous(), x.padding_row, x.report, root, view)
+    return SpreadRows.of(x.table, index, x.padding_row, x.report, root, view)
 
 
 def _cross_entropy(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -214,6 +214,6 @@ def local_rank0_reports() -> Iterator[None]:
     try:
         yield
     except (Exception, Stopped) as error:
-        if launcher.by in ("torchrun", "srun") and launcher.local_rank and ranks().size == 1:
+        if launcher.is_silent and ranks().size == 1:
             raise (Stopped("", error.code) if isinstance(error, Stopped) else EndedElsewhere()) from error
         raise

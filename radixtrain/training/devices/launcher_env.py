@@ -31,6 +31,11 @@ class LauncherEnv:
     local_size: int = 1
 
     @property
+    def is_silent(self) -> bool:
+        """Whether another process of this machine reports what all find before they know of one another."""
+        return self.by in ("torchrun", "srun") and self.local_rank > 0
+
+    @property
     def num_nodes(self) -> int:
         return self.size // self.local_size
 

@@ -119,7 +119,7 @@ def test_padding_that_a_loss_may_read(monkeypatch: pytest.MonkeyPatch, tiny_qwen
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda index: index.roll(1), lambda index: index - index[0]],
+    [lambda index: np.roll(index, 1), lambda index: index - index[0]],
     ids=["a row too far", "the first columns for the last ones"],
 )
 def test_a_head_with_the_rows_of_other_places(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], Any]) -> None:
@@ -130,7 +130,7 @@ def test_a_head_with_the_rows_of_other_places(monkeypatch: pytest.MonkeyPatch, w
         found = rule(*call)
         if found is not NotImplemented:
             rows = found.place_rows
-            found.place_rows = wrong(rows.flatten()).clip(min=0).view(rows.shape)
+            found.place_rows = wrong(rows.flatten()).clip(min=0).reshape(rows.shape)
         return found
 
     monkeypatch.setitem(RULES, Tensor.__getitem__, mutated)

@@ -132,7 +132,10 @@ def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
     assert main(arguments(trainer__max_epochs=2)) == 0  # ten steps
     saved = tmp_path / "out" / "checkpoints" / "last"
     for flags, message in (
-        ({"data__batch_size": 5}, "belongs to other steps: batch_size was 4 and is 5"),
+        (
+            {"data__batch_size": 5},
+            "data.batch_size was 4 and is 5, which would draw other steps; give the value of the run",
+        ),
         ({"trainer__max_epochs": 1}, "ckpt_path: 2 epochs were begun, and trainer.max_epochs is 1; raise it to go on"),
         ({"trainer__max_steps": 9}, "10 steps were begun, and trainer.max_steps is 9"),
     ):
