@@ -29,18 +29,6 @@ from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
-__all__ = [
-    "Cut",
-    "SequenceCost",
-    "Shares",
-    "cut_by_padded_tokens",
-    "cut_sorted",
-    "cut_step",
-    "share_by_padded_tokens",
-    "share_by_unique_tokens",
-    "sorted_step",
-]
-
 DEPTHS = (16, 64, 256, 1024)  # fewest tokens that neighbours in a unit share; single sequences are tried as units too
 PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in so many
 CLOSE = 50  # costs that differ by less than one part in so many count as equal: then the least computation wins

@@ -20,17 +20,6 @@ import numpy.typing as npt
 
 from radixtrain.tree.arrays import IntArray
 
-__all__ = [
-    "HARMLESS",
-    "IGNORE_INDEX",
-    "FeatureArrays",
-    "FloatArray",
-    "all_feature_arrays",
-    "check_no_floats",
-    "packed_floats",
-    "packed_positions",
-]
-
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 IGNORE_INDEX = -100
 FLOATS = {"loss_weights": ("loss_weights", "weights"), "old_logprobs": ("old_logprobs",), "advantages": ("advantages",)}

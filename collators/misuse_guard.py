@@ -27,11 +27,6 @@ from torch.utils.hooks import RemovableHandle
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import INVERSE_INDICES
 
-__all__ = [
-    *("NO_DISPATCHING", "PREPARED", "allow_watch", "callers", "check_not_dispatched"),
-    *("end_watch", "is_instance_by_name", "start_watch"),
-]
-
 PREPARED = "_radixtrain"  # the attribute of a prepared backbone
 FORWARDED_BY = ("torch", "peft")  # packages whose modules hand a batch on to the one inside
 NO_DISPATCHING = (

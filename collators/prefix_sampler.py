@@ -24,8 +24,6 @@ from radixtrain.collators.batching import cut_step
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
-__all__ = ["GroupedOrder", "PrefixGroupedSampler", "batches_of", "ratio_of_batches"]
-
 WHOLE_ROW = "input_ids"
 READ_TOGETHER = 1000  # rows of a `datasets.Dataset`, which takes 6 us for each of them so, and 40 us one by one
 

@@ -50,8 +50,6 @@ from radixtrain.tree.layout import (
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
-__all__ = ["RadixCollator", "policy_entries"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RadixCollator:

@@ -38,8 +38,6 @@ from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
-__all__ = ["PaddedCollator", "Step", "StepCollator", "dummy_features"]
-
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
 Collated: TypeAlias = tuple[list[int], dict[str, Any]]
 """A micro-batch with its members."""

@@ -33,16 +33,6 @@ from radixtrain.collators.features import (
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-__all__ = [
-    "SHARED_TARGETS",
-    "Predictions",
-    "check_shared_targets",
-    "features_once",
-    "keep_once",
-    "list_predictions",
-    "merge_predictions",
-]
-
 SHARED_TARGETS = ("every", "once")
 
 

@@ -20,8 +20,6 @@ from radixtrain.kernels.cpu_loops import EagerKernel, LoopingKernel, Rectangles
 from radixtrain.kernels.merge_attention import Piece, merge_piece, merge_sinks, rows_of
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 
-__all__ = ["Lanes", "attention_in_lanes", "attention_with_stored_rows"]
-
 
 @dataclass(frozen=True, eq=False)
 class Lanes:

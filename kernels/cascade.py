@@ -29,8 +29,6 @@ from torch import Tensor
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 
-__all__ = ["BUNDLE", "Level", "bundled_pieces", "cascade_bounds", "packed_pieces"]
-
 BUNDLE = 32  # most rows of a bundle of several segments; a longer segment is a bundle by itself
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
-__all__ = ["LONG", "STRIP", "EagerKernel", "LoopingKernel", "Rectangles", "Schedule", "TorchCPUKernel", "schedule_of"]
-
 aten = torch.ops.aten
 STRIP = 64  # queries of a strip: with more of them more is computed and hidden, with fewer there are more calls
 # Queries at which `is_causal` is as fast as strips, which take 0.66 of its time at 512, 0.80 at 1024, 0.99 at 2304.

@@ -17,11 +17,6 @@ from torch import Tensor
 
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
-__all__ = [
-    *("FLASH_2_MAX_HEAD_DIM", "FLASH_3_MAX_HEAD_DIM", "FlashAttn3Kernel", "FlashAttnKernel", "TorchCUDAKernel"),
-    *("flash_3_missing", "takes_window"),
-]
-
 aten = torch.ops.aten
 FLASH_2_MAX_HEAD_DIM = 256
 FLASH_3_MAX_HEAD_DIM = 192  # its backward in a fixed order rounds wider heads up to 256, and refuses those

@@ -29,17 +29,6 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.kernels.triton_door import by_triton, experimental
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
-__all__ = [
-    "Piece",
-    "Rows",
-    "attention_in_pieces",
-    "expand_attention",
-    "merge_piece",
-    "merge_sinks",
-    "path_attention",
-    "rows_of",
-]
-
 Rows = slice | Tensor
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from radixtrain.kernels.varlen_args import Scoring
 
-__all__ = ["reference_attention", "tree_mask"]
-
 
 def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor | None = None, window: int | None = None) -> Tensor:
     """(U, U), bool: query q (row of the mask) sees key k (column) iff `k <= q < row_subtree_ends[k]`.

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from radixtrain.kernels.triton_door import by_triton, experimental
 
-__all__ = ["gather_rows", "sum_rows"]
-
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """`x[indices]` along the first axis, differentiable in x; repeated indices are expected.

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["by_triton", "experimental", "runs_triton"]
-
 
 def by_triton(x: Tensor) -> bool:
     """Whether Triton was asked for and runs on the device of x."""

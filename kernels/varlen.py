@@ -27,8 +27,6 @@ from radixtrain.kernels.flash import (
 )
 from radixtrain.kernels.varlen_args import VarlenKernel
 
-__all__ = ["KERNELS", "KernelCall", "varlen_kernel", "varlen_refusal"]
-
 KERNELS = ("torch", "flash_attn", "flash_attn_3", "eager")
 
 

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Bounds", "Ragged", "Scoring", "VarlenKernel"]
-
 Bounds = tuple[int, int, int, int]  # of one entry: q_start, q_end, k_start, k_end
 
 

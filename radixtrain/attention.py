@@ -39,11 +39,6 @@ from radixtrain.tree.cost_model import paths_are_cheaper
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = [
-    *("EVERYWHERE", "STRATEGIES", "AttentionChoice", "cached_attention"),
-    *("choose_attention", "tree_attention", "unlogged"),
-]
-
 EVERYWHERE = ("cascade", "path", "expand", "reference")  # in any floating dtype, on any device
 STRATEGIES = (*EVERYWHERE, "tree")
 logger = logging.getLogger(__name__)

@@ -8,8 +8,6 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["WAITING", "num_cores", "share_cores", "threads_are_given"]
-
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 THREADS = "OMP_NUM_THREADS"
 _chosen: list[str] = []  # the number of threads, if it is not the user's

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from radixtrain.errors import EndedElsewhere
 
-__all__ = ["Ranks", "join", "ranks"]
-
 Value = TypeVar("Value")
 
 PATIENCE = timedelta(days=2)  # for work of hours on rank 0: before the first step, and in the export

@@ -3,11 +3,6 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    *("TRAIN_WITHOUT_SHARING", "DataError", "EndedElsewhere"),
-    *("Stopped", "UsageError", "UserError", "did_you_mean", "first_line"),
-]
-
 TRAIN_WITHOUT_SHARING = "train it without sharing (fit: dedup: false)"
 
 

@@ -32,14 +32,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = [
-    "clipped_policy_loss",
-    "linear_cross_entropy",
-    "linear_logprobs",
-    "logits_cross_entropy",
-    "logits_logprobs",
-]
-
 # Rows of a chunk: a quarter of D within these bounds, so that its logits are about a quarter of the head. Each chunk
 # reads the head twice and its gradient once. With few rows the three products wait for memory, even more if the head is
 # larger than the caches. Their GFLOP/s, float32, one thread of a shared AMD EPYC (Zen 5), torch 2.13:

@@ -14,8 +14,6 @@ import yaml
 
 from radixtrain.errors import UserError
 
-__all__ = ["MASK", "check_unmasked", "masked", "masked_arguments", "masked_message"]
-
 MASK = "***"
 # Names of keys, and the ends of longer ones after a `_`: `db_password`, `hf_token`.
 NAMES = (

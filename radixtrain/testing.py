@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from radixtrain.verification.oracle import Features
     from radixtrain.verification.report import EquivalenceReport
 
-__all__ = [
-    "FREE_FORKS",
-    "assert_equivalent",
-    "assert_within_reference_error",
-    "flash_attention_by_the_book",
-    "labelled_features",
-    "ragged_batches",
-    "relative_error",
-]
 # Only rows cost something, so recurrent layers fork at nearly every branch, in rows of any length.
 FREE_FORKS = RunCost(call=0.0, row=1.0, state=0.0)
 # A sequence that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.

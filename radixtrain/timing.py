@@ -16,8 +16,6 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_bytes", "seconds_in_turns", "seconds_of"]
-
 K = TypeVar("K")
 
 

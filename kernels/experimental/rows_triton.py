@@ -19,8 +19,6 @@ from torch import Tensor
 from radixtrain.kernels.experimental.triton_runtime import tl, triton
 from radixtrain.kernels.merge_attention import Rows
 
-__all__ = ["merge_rows_", "sum_rows"]
-
 BLOCK_Q = 16  # rows of one program of a merge: 16 x 128 elements of float32 for four warps
 MAX_COLUMNS = 1024  # of one program of a sum: 8 each, one load of 16 bytes a row
 UNROLL = 4  # rows that a sum loads at once; it still adds them one after the other

@@ -31,11 +31,6 @@ from radixtrain.errors import UserError
 from radixtrain.kernels.experimental.triton_runtime import triton_missing
 from radixtrain.kernels.varlen import KernelCall
 
-__all__ = [
-    *("DTYPES", "MAX_HEAD_DIM", "TreeTiles", "check_tile_sizes", "tile_sizes"),
-    *("tiled_refusal", "tiles_of_layout", "tree_tiles"),
-]
-
 # What the kernels of `tree_triton.py` take. It stands here because that file needs Triton.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256

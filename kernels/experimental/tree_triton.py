@@ -26,8 +26,6 @@ from torch import Tensor
 from radixtrain.kernels.experimental.tree_tiles import MIN_BLOCK, TreeTiles
 from radixtrain.kernels.experimental.triton_runtime import tl, triton
 
-__all__ = ["tiled_tree_attention"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware has a power of two: exp(x) = 2^(x log2 e)
 # Queries that dk and dv walk at once, at most. With 64 their kernel, which holds two results, spills registers in
 # bfloat16 and head dim 128: 128 bytes a thread on sm_90, 180 on sm_120; with 32 none and 72 (ptxas of Triton 3.7.1).

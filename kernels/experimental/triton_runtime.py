@@ -10,8 +10,6 @@ import torch
 
 from radixtrain.kernels.triton_door import runs_triton
 
-__all__ = ["triton_missing"]
-
 _MODULES = {"triton": "triton", "tl": "triton.language"}
 
 

@@ -22,8 +22,6 @@ from radixtrain.hf.predictions import predict
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.timing import seconds_in_turns
 
-__all__ = ["Arm", "OrdinaryArm", "RadixArm", "step_seconds"]
-
 K = TypeVar("K")
 
 

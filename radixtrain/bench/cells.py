@@ -22,8 +22,6 @@ from transformers import (
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["Cell", "Family", "GivenBatch", "Mode", "ModelShape", "Tree", "build_model", "features_of_cell"]
-
 Family = Literal["qwen3", "qwen3_5"]
 Tree = Literal["flat", "nested"]
 Mode = Literal["step", "forward"]

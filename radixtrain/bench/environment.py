@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["environment", "header", "processor"]
-
 
 def environment(device: torch.device, dtype: str) -> dict[str, Any]:
     """Column to value, for a file of numbers. Names no host and no path."""

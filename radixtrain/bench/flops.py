@@ -31,8 +31,6 @@ from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
 from radixtrain.hf.refusals import EXACT_LAYERS
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["StepFlops", "ordinary_flops", "unique_flops"]
-
 USES_OF_STATE = 3  # multiply-adds with each number of a state
 _mixers: dict[str, tuple[LayerKinds, int]] = {}  # by configuration, which is asked for with each micro-batch
 

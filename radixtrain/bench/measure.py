@@ -41,8 +41,6 @@ from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_one_by_one, weights_in
 from radixtrain.verification.report import EquivalenceReport, Rung
 
-__all__ = ["Measured", "Settings", "measure"]
-
 # Float32 against float32, in the middle between rounding and a mistake: two orders of summation are 1e-6 apart, on one
 # processor more than on another, and a missing branch label 1e-2.
 DIRECT_BAR = 1e-4

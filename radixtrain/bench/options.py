@@ -13,8 +13,6 @@ from radixtrain.attention import choose_attention
 from radixtrain.bench.cells import Cell, ModelShape
 from radixtrain.errors import UserError
 
-__all__ = ["Attention", "check_options", "grid", "strategies"]
-
 Attention = Literal["auto", "cascade", "path", "expand"]
 LEAST = {"prompt_length": 0, "suffix_length": 2, "num_sequences": 1}  # of the axes of a grid
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from radixtrain.bench.measure import Measured
 
-__all__ = ["draw", "print_table", "table", "write_csv"]
-
 # Columns of the CSV: attributes of the model's configuration, of the cell and of the result.
 SHAPE_FIELDS = (
     *("num_hidden_layers", "hidden_size", "intermediate_size"),

@@ -24,8 +24,6 @@ from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import LOSS_WEIGHTS, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-__all__ = ["MicroBatch", "Work", "make_work", "with_choices", "with_ordinary_batch_size", "work_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:

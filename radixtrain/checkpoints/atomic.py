@@ -17,18 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = [
-    "delete",
-    "recover",
-    "remove",
-    "set_aside",
-    "standing",
-    "sync_folder",
-    "tidy_leftovers",
-    "writing",
-    "writing_file",
-]
-
 PARTIAL, REPLACED = "partial", "replaced"
 AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # a system or a disk that cannot

@@ -8,8 +8,6 @@ from typing import Any, Self
 
 import xxhash
 
-__all__ = ["DigestedFile", "FileDigest", "digest_of_file", "write_bytes"]
-
 CHUNK = 4 << 20  # bytes
 
 

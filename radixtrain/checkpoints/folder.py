@@ -18,11 +18,6 @@ from radixtrain.checkpoints.space import check_space, explained
 from radixtrain.checkpoints.tensors import in_order, map_tensors, read_tensors, write_tensors
 from radixtrain.errors import UserError, first_line
 
-__all__ = [
-    *("DamagedCheckpoint", "gathering_of", "read_checkpoint", "read_settings"),
-    *("verify_checkpoint", "write_checkpoint"),
-]
-
 SHARDED = (MODEL, OPTIMIZER)  # files whose tensors may be sharded, as they are written
 
 

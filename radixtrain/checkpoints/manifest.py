@@ -16,17 +16,6 @@ from radixtrain.checkpoints.checksums import FileDigest
 from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE
 from radixtrain.errors import UserError, first_line
 
-__all__ = [
-    "FILES",
-    "MANIFEST",
-    "SKELETON",
-    "DamagedCheckpoint",
-    "Manifest",
-    "checkpoints_in",
-    "committed",
-    "is_checkpoint",
-]
-
 FORMAT = 1
 MANIFEST, SKELETON = "manifest.json", "state.json"
 FILES = (MODEL, OPTIMIZER, STATE, SKELETON)

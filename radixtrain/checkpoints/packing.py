@@ -25,8 +25,6 @@ from radixtrain.checkpoints.sharded import is_sharded, part_of, place_in_memory
 from radixtrain.checkpoints.tensors import DTYPES
 from radixtrain.errors import UserError
 
-__all__ = ["MODEL", "OPTIMIZER", "STATE", "MalformedState", "Packed", "file_of", "pack", "unpack"]
-
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.safetensors"
 RESERVED = "__metadata__"  # no name of a tensor, in the format of safetensors
 NUMBERS = "biufc"  # kinds of NumPy dtypes that are kept

@@ -15,8 +15,6 @@ from radixtrain.checkpoints.folder import verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
 from radixtrain.errors import UserError
 
-__all__ = ["AUTO", "NewestValid", "newest_valid", "point", "prune", "resolve", "tidy"]
-
 logger = logging.getLogger(__name__)
 
 LINKS = ("last", "best")

@@ -12,8 +12,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["Gathering", "is_sharded", "part_like", "part_of", "parts_like", "place_in_memory", "whole"]
-
 
 def is_sharded(tensor: Any) -> bool:
     """Whether each rank holds a part of it. Its shape is that of the whole."""

@@ -12,8 +12,6 @@ from pathlib import Path
 from radixtrain.checkpoints.manifest import committed
 from radixtrain.errors import UserError
 
-__all__ = ["check_space", "existing", "explained", "mount_point"]
-
 MARGIN = 1 << 20  # bytes, for the skeleton, the manifest and the names
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

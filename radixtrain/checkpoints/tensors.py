@@ -17,8 +17,6 @@ from torch import Tensor
 from radixtrain.checkpoints.checksums import DigestedFile, FileDigest
 from radixtrain.checkpoints.sharded import whole
 
-__all__ = ["DTYPES", "in_order", "map_tensors", "read_tensors", "write_tensors"]
-
 CHUNK = 2 << 20  # numbers that are copied at once
 ALIGNMENT = 8  # bytes
 

@@ -6,8 +6,6 @@
 
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "Command"]
-
 
 class Command(NamedTuple):
     """name: as it is typed. module: the file in this folder that runs it. example: shown in the usage."""

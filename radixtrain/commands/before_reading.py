@@ -15,8 +15,6 @@ from radixtrain.training.results.model_folder import check_model_folder
 from radixtrain.training.results.run_progress import print_line, weights_text
 from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
 
-__all__ = ["EVALUATING", "WITHOUT_WEIGHTS", "check_weights_and_room", "checkpoint_of_fit", "checkpoint_to_evaluate"]
-
 logger = logging.getLogger(__name__)
 
 WITHOUT_WEIGHTS = ("inspect", "report")  # which read the model's config and tokenizer only, and set up the data

@@ -22,8 +22,6 @@ from radixtrain.bench.table import draw, print_table, write_csv
 from radixtrain.bench.work import make_work, with_choices
 from radixtrain.hf.step_cost import step_cost_of
 
-__all__ = ["bench", "run"]
-
 
 def bench(
     models: ModelShape | list[ModelShape] = ModelShape(),  # noqa: B008

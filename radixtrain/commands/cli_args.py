@@ -11,8 +11,6 @@ from radixtrain.commands.trainer_settings import data_seed
 from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 
-__all__ = ["add_cli_args", "run_settings"]
-
 
 def add_cli_args(parser: LightningArgumentParser) -> None:
     """Add them, and link those keys of the sections that follow from another one."""

@@ -22,8 +22,6 @@ from radixtrain.cores import WAITING, num_cores
 from radixtrain.errors import UserError, first_line
 from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
-__all__ = ["Finding", "doctor", "findings", "run"]
-
 WIDTH = 24  # of the names
 NEEDED = (
     *("torch", "transformers", "lightning", "tokenizers", "safetensors", "datasets", "numpy", "jsonargparse", "xxhash"),

@@ -23,8 +23,6 @@ from radixtrain.training.results.saved_config import SaveMaskedConfig
 from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.start.run_overview import system_prompt
 
-__all__ = ["export", "export_run", "run"]
-
 
 def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = None) -> Path:
     """Write the model of a checkpoint as a folder that `from_pretrained` loads, with a model card.

@@ -11,8 +11,6 @@ from radixtrain.commands import COMMANDS
 from radixtrain.commands.keys import Key, all_keys, keys_of
 from radixtrain.errors import did_you_mean
 
-__all__ = ["help_text", "topic_of"]
-
 # Keys of Lightning's trainer that most runs need; the rest is shown by `--help trainer`.
 TRAINER = {
     "max_epochs": ("3", "passes over the data, if max_steps is not set either"),

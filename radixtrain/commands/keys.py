@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from radixtrain.commands import COMMANDS
 
-__all__ = ["LINKS", "Key", "all_keys", "keys_of", "known_keys", "trainer_keys"]
-
 PACKAGE = Path(__file__).resolve().parents[1]
 WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null"}
 GIVEN_BY_US = ("self", "model", "datamodule")  # arguments of a method of the trainer that are no keys

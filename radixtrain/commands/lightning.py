@@ -61,8 +61,6 @@ from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 from radixtrain.training.trainer import Trainer
 
-__all__ = ["RadixCLI", "run"]
-
 logger = logging.getLogger(__name__)
 
 OUR_OWN = ("verify", "inspect", "report")  # methods that our trainer adds to Lightning's

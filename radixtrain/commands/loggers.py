@@ -17,11 +17,6 @@ from requests.utils import get_netrc_auth
 
 from radixtrain.errors import UserError, first_line
 
-__all__ = [
-    *("TRACKING", "check_loggers", "errors_of_wandb"),
-    *("is_logged_in", "is_online", "loggers_of", "settings_of_wandb"),
-]
-
 PROJECT = "radixtrain"  # at Weights & Biases, unless WANDB_PROJECT names another
 TRACKING = ("fit", "validate", "test", "predict")  # commands whose loggers write
 SECONDS = 5.0  # to connect

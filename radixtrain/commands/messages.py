@@ -9,8 +9,6 @@ from radixtrain.commands.keys import Key, keys_of
 from radixtrain.commands.typed import shortened
 from radixtrain.errors import did_you_mean
 
-__all__ = ["usage_message"]
-
 # What a key takes by name: short names, and classes of Lightning without a dotted path.
 LOGGERS = "wandb tensorboard csv none WandbLogger TensorBoardLogger CSVLogger MLFlowLogger CometLogger"
 CLASSES = {

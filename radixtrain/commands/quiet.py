@@ -13,8 +13,6 @@ from radixtrain.commands import COMMANDS
 from radixtrain.errors import did_you_mean
 from radixtrain.training.progress_bar import NoticeHandler
 
-__all__ = ["VARIABLES", "quiet", "warn_of_variables"]
-
 logger = logging.getLogger(__name__)
 
 PREFIX = "RADIXTRAIN_"

@@ -16,8 +16,6 @@ from radixtrain.training.results.prediction_file import PredictionWriter
 from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.start.preflight import check_judges, check_monitors
 
-__all__ = ["RunCallbacks"]
-
 
 class RunCallbacks:
     """Ours know each other: a request to stop and a new best value have the saver write, and the summary says both.

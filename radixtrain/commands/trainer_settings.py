@@ -28,18 +28,6 @@ from radixtrain.redaction import check_unmasked
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "CLASSES",
-    "REFUSED_BY_LIGHTNING",
-    "as_list",
-    "check_interval",
-    "check_limits",
-    "check_seed",
-    "check_settings",
-    "check_trainer_settings",
-    "data_seed",
-]
-
 # What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
 # CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
 REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)

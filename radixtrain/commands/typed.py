@@ -16,8 +16,6 @@ from radixtrain.commands.keys import LINKS, Key, keys_of, known_keys
 from radixtrain.commands.yaml_text import check_yaml, read_yaml
 from radixtrain.errors import UsageError, did_you_mean
 
-__all__ = ["NOTES", "SYNONYMS", "check_typed", "shortened"]
-
 MOST_SHOWN = 80  # characters of a value
 PRINTING = ("help", "print_config")  # need no value, and nothing else
 PEFT = "model.use_peft"

@@ -12,8 +12,6 @@ import yaml
 
 from radixtrain.errors import UsageError
 
-__all__ = ["PACKAGES", "check_yaml", "guard_jsonargparse", "read_yaml"]
-
 PACKAGES = ("radixtrain", "lightning", "torch", "transformers")
 MOST_CHARACTERS = 1 << 20
 MOST_DEPTH = 50

@@ -25,13 +25,12 @@ from radixtrain.data.sample import (
     check_vocabulary,
     sample_from_tokens,
 )
-from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer, load_tokenizer
+from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer
+from radixtrain.data.tokens.tokenization import load_tokenizer as load_tokenizer  # recipes take both from here
 from radixtrain.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["ChatEncoder", "load_tokenizer"]
 
 ROWS_PER_BLOCK = 32  # rendered and tokenised at once: a single long agent row can hold 100,000 tokens
 

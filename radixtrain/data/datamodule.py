@@ -31,8 +31,6 @@ from radixtrain.tree.cost_model import StepCost
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SFTData"]
-
 logger = logging.getLogger(__name__)
 Files = str | list[str | dict[str, Any]] | None
 

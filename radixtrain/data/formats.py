@@ -10,8 +10,6 @@ from radixtrain.data.files.rows import Row, UnreadRow, row_of
 from radixtrain.data.files.sources import Found, Source, as_sources, found_in
 from radixtrain.errors import DataError, UserError
 
-__all__ = ["Row", "UnreadRow", "open_rows", "read_rows"]
-
 
 def read_rows(
     path: str | os.PathLike[str] | Source, on_error: Callable[[DataError], None] | None = None

@@ -15,17 +15,6 @@ from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
-__all__ = [
-    "Arrangement",
-    "Expected",
-    "check_group_by_prefix",
-    "conversation_groups",
-    "expected_r",
-    "grouped_order",
-    "is_split",
-    "whole_chats",
-]
-
 Conversations = Sequence[Sequence[Sample]]
 FAR_BELOW = 0.8
 """An order is far below what the data could give if it reaches less than this part of it."""

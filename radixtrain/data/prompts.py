@@ -18,8 +18,6 @@ from radixtrain.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "PromptDataset", "Prompts", "choose_prompts", "end_tokens", "prompt_of"]
-
 
 class Prompt(NamedTuple):
     """What the model reads before it answers, and what it should answer.

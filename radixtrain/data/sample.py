@@ -11,17 +11,6 @@ import numpy as np
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.errors import DataError
 
-__all__ = [
-    "EncodeReport",
-    "Sample",
-    "TooLongError",
-    "bears_loss",
-    "check_bears_loss",
-    "check_unweighted",
-    "check_vocabulary",
-    "sample_from_tokens",
-]
-
 LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
 WEIGHT_NAMES = ("loss_weights", "weights")
 

@@ -28,8 +28,6 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 
-__all__ = ["encoder_for", "encoder_of", "load_split", "read_together", "take_validation"]
-
 logger = logging.getLogger(__name__)
 
 LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory

@@ -17,8 +17,6 @@ from radixtrain.data.sample import Sample
 from radixtrain.data.workers import blocked_signals, end_with_parent
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["StepDataset", "StepLoader", "StepSampler", "draw_epoch", "epoch_size", "features_of"]
-
 
 class StepDataset(Dataset[Step]):
     """Maps a list of conversation indices to the collated optimizer step; runs in the DataLoader worker.

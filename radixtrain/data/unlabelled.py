@@ -15,8 +15,6 @@ from radixtrain.data.sample import EncodeReport, Sample, TooLongError
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError
 
-__all__ = ["UnlabelledEncoder"]
-
 
 @dataclass(frozen=True)
 class UnlabelledEncoder(ChatEncoder):

@@ -20,8 +20,6 @@ from functools import cache
 from multiprocessing.queues import Queue
 from typing import Any
 
-__all__ = ["OUT_OF_FILES", "blocked_signals", "end_with_parent"]
-
 OUT_OF_FILES = errno.EMFILE  # exit code of a worker that cannot open another file, so cannot hand its batch over
 
 BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)

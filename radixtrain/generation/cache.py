@@ -29,8 +29,6 @@ from radixtrain.errors import UserError
 from radixtrain.generation.store import SlotPool
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["CacheCounters", "CacheFull", "LeafQueue", "Match", "Node", "RadixCache", "path_to_root"]
-
 FREE, RESERVED, CACHED = 0, 1, 2  # what this cache uses a slot for
 
 

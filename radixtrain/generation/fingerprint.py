@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 
-__all__ = ["fingerprint"]
-
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, hooks and the like, which change no weight
 OURS = "_radixtrain"  # what preparing a model leaves on its modules
 PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -25,8 +25,6 @@ from radixtrain.hf.backbone import model_inside, parts_of
 from radixtrain.hf.refusals import check_generation
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["Generated", "GenerationStats", "generate"]
-
 # Without a batch size. A lane is a private run of slots, for what one sequence does not share.
 MAX_LANES = 256
 LANE_SLOTS = 65_536  # of all lanes, if no batch size is given and answers are not longer than is expected

@@ -20,8 +20,6 @@ from radixtrain.hf.backbone import model_inside
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["REFUSED", "USED", "WITHOUT_EFFECT", "max_length_of", "max_new_tokens_of", "resolve_config"]
-
 USED = frozenset(
     {
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"),

@@ -28,11 +28,6 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.sorting import sort_sequences, without_small_branches
 
-__all__ = [
-    *("PIECE_CELLS", "LaneRange", "Pass", "PromptPlan", "Request", "SharedRows"),
-    *("decoding_pass", "shared_runs", "sorted_requests", "worth_keeping"),
-]
-
 # (query, key) pairs that a product of its own has to save at every step to be worth its calls. On one CPU thread, with
 # 2 layers of 128 and of 512, both ways were equally fast somewhere between 200 and 1,800 pairs.
 PIECE_CELLS = 512

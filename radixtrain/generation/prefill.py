@@ -18,8 +18,6 @@ from radixtrain.hf.backbone import Parts
 from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["Counts", "Prefill", "number_that_fits", "prefill_on"]
-
 MAX_ROWS = 16_384  # new rows of a pass of prompts, as long as it is more than one prompt
 
 

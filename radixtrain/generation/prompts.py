@@ -17,8 +17,6 @@ from radixtrain.errors import UserError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["check_ids", "padding_mask", "token_ids_of"]
-
 # What a tokenizer returns about text. Of the rest a model may compute something else.
 OF_TEXT = ("input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", "length")
 EXPECTED = "expected a text, a list of token ids, or a list of messages {role, content}"

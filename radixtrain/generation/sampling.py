@@ -24,8 +24,6 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.generation.options import max_length_of
 from radixtrain.hf.backbone import model_inside
 
-__all__ = ["TokenChooser"]
-
 # Their exact types: these read scores only, so that one call serves rows of any length. A subclass may read more.
 READS_SCORES_ONLY = (
     logits_process.TemperatureLogitsWarper,

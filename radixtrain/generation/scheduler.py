@@ -22,8 +22,6 @@ from radixtrain.generation.sampling import TokenChooser
 from radixtrain.generation.stopping import LENGTH, STOP, Stopper
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["Limits", "RunningBatch", "finish"]
-
 REASONS = {STOP: "stop", LENGTH: "length"}
 
 

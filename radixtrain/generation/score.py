@@ -19,8 +19,6 @@ from radixtrain.generation.prompts import check_ids, padding_mask, token_ids_of
 from radixtrain.hf.backbone import model_inside, parts_of
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["CompletionScore", "score_completions"]
-
 MAX_SEQUENCES = 256  # of a pass
 MAX_LOGITS = 2**27  # of a pass, in numbers: 512 MiB in float32
 

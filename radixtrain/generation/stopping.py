@@ -19,8 +19,6 @@ from radixtrain.hf.backbone import model_inside
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LENGTH", "STOP", "Stopper"]
-
 STOP, LENGTH = 1, 2  # an end token, a stop string or a criterion; max_new_tokens, max_length or max_time
 
 

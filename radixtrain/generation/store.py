@@ -18,8 +18,6 @@ from torch import Tensor
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.cached_layout import CachedLayout
 
-__all__ = ["KeyValueStore", "SlotPool"]
-
 # Narrower heads get their slots side by side in memory, wider ones the heads of a slot. On a CPU, 32 lanes of 230 then
 # take 0.43 of the time with 2 heads of 32; with 8 heads of 128 it would be 1.1 of it.
 WIDE_HEAD = 128

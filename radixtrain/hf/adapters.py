@@ -18,8 +18,6 @@ from torch import nn
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import pretrained_model_of
 
-__all__ = ["EXACT", "NOT_EXACT", "check_adapters", "check_not_shared", "draws_in_adapters"]
-
 # Name of a `PeftType` -> its settings that create an `nn.Dropout`, which `radixtrain/hf/dropout.py` checks.
 EXACT: dict[str, tuple[str, ...]] = {
     "ADALORA": ("lora_dropout",),

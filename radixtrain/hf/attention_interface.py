@@ -35,11 +35,6 @@ from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
-__all__ = [
-    *("ATTENTION_NAME", "EAGER_NAME", "CachedCall", "RadixCall"),
-    *("radix_attention", "radix_eager_attention", "register_attention"),
-]
-
 ATTENTION_NAME = "radix"
 EAGER_NAME = "radix_eager"
 

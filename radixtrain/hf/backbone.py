@@ -17,11 +17,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = [
-    *("Parts", "backbone_of", "is_text", "model_inside", "parts_of"),
-    *("pretrained_model_of", "text_decoder_of", "with_rows"),
-]
-
 NOT_TEXT = re.compile("vision|image|visual|audio")
 
 

@@ -27,8 +27,6 @@ from radixtrain.hf.refusals import check_choice, check_generation, in_words_of_g
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout
 
-__all__ = ["StoredPasses", "on_stored_rows"]
-
 _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()  # of models that have generated
 
 

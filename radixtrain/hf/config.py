@@ -12,8 +12,6 @@ from transformers import AutoConfig
 
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["MODEL_JSON", "TOKENIZER_JSON", "check_json_files", "read_config", "reason_of"]
-
 MAX_CHARACTERS = 300  # of a message that was not written to be read
 OWN_CODE = (
     "it brings code of its own (auto_map), which radixtrain does not run; read that code, load the model in a script "

@@ -17,8 +17,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.adapters import draws_in_adapters
 from radixtrain.hf.backbone import Parts, pretrained_model_of
 
-__all__ = ["check_drawing_modules", "check_dropout", "check_noise", "evaluating", "without_dropout"]
-
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DRAWS = re.compile(r"drop(out|$)|pdrop|layerdrop|jitter")
 NOT_IN_THE_DECODER = re.compile("classifier|summary")

@@ -33,8 +33,6 @@ from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.positions import padding_idx_of_positions
 from radixtrain.tree.layout import PREDICTOR_INDICES
 
-__all__ = ["has_plain_head", "hidden_rows", "logits_rows", "only_rows"]
-
 logger = logging.getLogger(__name__)
 
 ORDINARY_KEYS = ("input_ids", "attention_mask", "position_ids")

@@ -36,8 +36,6 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
 from radixtrain.tree.layout import LEFT_PADDED, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY, TreeLayout
 
-__all__ = ["BackboneHooks", "HeadCheck", "remove_hooks"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,8 +30,6 @@ from radixtrain.collators.misuse_guard import NO_DISPATCHING, callers, is_instan
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
-__all__ = ["check_evaluation", "check_inputs", "check_not_cut", "layout_of", "split_inputs"]
-
 # Arguments of a forward pass that cannot be used with a radix batch, by pattern, and what to do instead.
 NOT_USABLE = {
     "^attention_mask$": "a radix batch has no padding: take the mask out, and train prompt or prefix tuning without it",

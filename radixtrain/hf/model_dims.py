@@ -14,8 +14,6 @@ from torch import nn
 from radixtrain.errors import UserError
 from radixtrain.hf.recurrent.mixers import attends, mixers_of, text_layers
 
-__all__ = ["ALIKE", "LayerKinds", "ModelDimensions", "kinds_of_mixers"]
-
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
 
 

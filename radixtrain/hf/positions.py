@@ -14,11 +14,6 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 
-__all__ = [
-    *("FrequencyChange", "check_model_positions", "check_position"),
-    *("frequencies_change_at", "padding_idx_of_positions", "positions_in_table", "why_padding_matters"),
-]
-
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
 

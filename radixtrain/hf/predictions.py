@@ -25,8 +25,6 @@ from radixtrain.tree.layout import (
     sequences_of,
 )
 
-__all__ = ["TARGET_KEYS", "PredictingRows", "Targets", "labelled_logprobs", "predict"]
-
 TARGET_KEYS = ("shift_labels", "labels", PREDICTION_ROWS, LOSS_WEIGHTS, LABEL_INDICES, OLD_LOGPROBS, ADVANTAGES)
 """The entries of a batch that no model receives."""
 

@@ -33,11 +33,6 @@ from radixtrain.hf.recurrent.mixers import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
 from radixtrain.hf.sharing_report import SharingReport
 
-__all__ = [
-    *("attention_set", "prepare_model", "prepared_options"),
-    *("restore_model", "share_prefixes", "sharing_report"),
-]
-
 STATE = "_radixtrain_state"
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["four_bit_layers", "keep_trainable", "plain_weights", "with_plain_weights"]
-
 
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
     """The linear layers whose weight has 4 bits, by name."""

@@ -28,11 +28,6 @@ from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
 
-__all__ = [
-    *("check_choice", "check_draws", "check_generation", "check_model"),
-    *("check_pass", "check_soft_cap", "in_words_of_generation", "not_reached", "why_not_next_tokens"),
-]
-
 CAUSAL_CLASSES = {
     name
     for mapping in (

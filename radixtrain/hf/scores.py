@@ -25,8 +25,6 @@ from radixtrain.hf.head import hidden_rows, logits_rows
 from radixtrain.hf.predictions import TARGET_KEYS, PredictingRows, Targets, labelled_logprobs
 from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES
 
-__all__ = ["Scorer", "check_scores", "named_scores", "needs_labels", "needs_next_tokens"]
-
 OF_LABELS = ("logprobs", "completion_logprob", "perplexity")
 OF_NEXT_TOKEN = ("next_token_logits", "next_token_logprobs", "next_token_probs")
 SCORES = (*OF_LABELS, *OF_NEXT_TOKEN, "embedding")

@@ -16,8 +16,6 @@ from torch import nn
 
 from radixtrain.tree.layout import TreeLayout
 
-__all__ = ["NUM_CALLS", "SharingReport", "SharingWatch"]
-
 
 @dataclass
 class SharingReport:

@@ -29,8 +29,6 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
-__all__ = ["calibrate", "non_negative_fit", "step_cost_of"]
-
 logger = logging.getLogger(__name__)
 REPEATS = 4  # keep the minimum: other load can only slow a run down
 ROWS = 512  # of the matrix product that is timed

@@ -19,11 +19,6 @@ from torch import Tensor
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 
-__all__ = [
-    *("call_on_mask", "chunk_of", "mask_function", "no_mask", "only_full_attention"),
-    *("window_may_bind", "window_of", "window_on_mask"),
-]
-
 CALL = "_radix_call"
 
 

@@ -16,8 +16,6 @@ from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import INVERSE_INDICES, LABEL_INDICES, LOSS_WEIGHTS
 
-__all__ = ["MicroBatch", "micro_batch_of", "micro_batches"]
-
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:

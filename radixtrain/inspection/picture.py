@@ -15,8 +15,6 @@ from rich.tree import Tree
 from radixtrain.inspection.runs import Prediction, Run, RunTree
 from radixtrain.inspection.tokens import LOSS, marked, number, visible
 
-__all__ = ["asked_for", "draw", "named_rows"]
-
 MOST_CHARS, MOST_BRANCHES, MOST_NAMES = 240, 12, 3
 MOST_LEVELS = 8  # drawn further to the right; after them the longest branch goes on at its parent's level
 LONG = 6  # levels of a branch that is a conversation going on, if the others beside it are shorter

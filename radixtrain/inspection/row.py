@@ -30,8 +30,6 @@ from radixtrain.inspection.picture import named_rows
 from radixtrain.inspection.runs import paths_of
 from radixtrain.inspection.tokens import marked, sample_tokens, token_cells, visible
 
-__all__ = ["FoundRow", "SampleLocation", "SharedRows", "find_row", "row_stages", "sample_locations"]
-
 MOST_CHARS = 800  # of a field, and of a rendered text
 REFUSED = "bold red"
 SPLITS = ("train", "validation", "test", "predict")

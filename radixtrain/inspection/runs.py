@@ -17,8 +17,6 @@ from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, LOSS_WEIGHTS, PR
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prediction", "Run", "RunTree", "run_tree"]
-
 CONTEXT = 16  # tokens before a run that are decoded with it: characters may begin there, and blanks depend on it
 
 

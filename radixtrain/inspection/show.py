@@ -18,8 +18,6 @@ from radixtrain.inspection.runs import RunTree, run_tree
 from radixtrain.inspection.tokens import LOSS
 from radixtrain.tree.layout import PREDICTOR_INDICES, PREFIX
 
-__all__ = ["numbers", "show"]
-
 MOST_STRAYS = 8
 
 

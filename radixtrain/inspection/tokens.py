@@ -18,23 +18,6 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "CLOSE",
-    "LOSS",
-    "OPEN",
-    "SPECIAL",
-    "Token",
-    "hidden",
-    "marked",
-    "marked_text",
-    "number",
-    "sample_tokens",
-    "shorten",
-    "token_cells",
-    "token_texts",
-    "visible",
-]
-
 LEAST_RUN = 40  # characters that a shortened run keeps
 JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji need them
 PICTURES = {code: chr(0x2400 + code) for code in range(32)}

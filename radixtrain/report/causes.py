@@ -15,8 +15,6 @@ import numpy as np
 
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["CAUSES", "WHITE_SPACE", "Cause", "Value", "cause_of"]
-
 MIN_SHARE = 0.8  # of the rows whose value looks like a date, for the difference to be one
 MAX_SHORT = 12  # words of a date, an id or a number
 MAX_NAME = 4  # words of the name of somebody or something

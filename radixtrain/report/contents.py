@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Break", "DataReport", "Example", "Setting", "Splitting", "TreeNode"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TreeNode:

@@ -26,8 +26,6 @@ from radixtrain.tree.sorting import sort_sequences
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["find_breaks"]
-
 MAX_CONVERSATIONS = 2000
 MIN_SAVED = 0.01  # of the computed prompt tokens: less is not worth a line
 NUM_EXAMPLES = 3

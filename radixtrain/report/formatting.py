@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from radixtrain.report.contents import DataReport, Setting, Splitting
 
-__all__ = [
-    "both_r",
-    "bytes_text",
-    "duration",
-    "headline",
-    "prediction",
-    "ratio",
-    "rounded",
-    "setting_name",
-    "split_turns",
-]
-
 MINUTE, HOUR = 60, 3600
 
 

@@ -21,8 +21,6 @@ from radixtrain.data.tokens.decode import shortened
 from radixtrain.report import formatting
 from radixtrain.report.contents import DataReport, Setting, TreeNode
 
-__all__ = ["icicle", "write_page"]
-
 ASSETS = files("radixtrain.report") / "assets"
 OUTLINE_RUNS = 60  # runs of the tree that are also listed as text
 TEXT_BUDGET = 300_000  # characters of all runs in the picture, which bounds the size of the page

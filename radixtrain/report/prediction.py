@@ -28,8 +28,6 @@ from radixtrain.report.profiling import Arm, Case, RunSetup, Timings, time_cases
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["Prediction", "free_bytes", "predict_seconds", "step_cost_of_run"]
-
 # Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
 DEEPER = 3  # times the layers of the shorter model

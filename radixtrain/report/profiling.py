@@ -27,8 +27,6 @@ from radixtrain.report.sharing import Counts, Features, ordinary_counts, plans_o
 from radixtrain.timing import peak_bytes, seconds_in_turns, seconds_of
 from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["Arm", "Case", "RunSetup", "Timings", "cases_of", "time_cases"]
-
 Arm = Literal["radix", "ordinary"]
 ARMS: tuple[Arm, ...] = ("radix", "ordinary")
 PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all

@@ -22,8 +22,6 @@ from radixtrain.tree.sorting import sort_sequences
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MIN_RUN", "SHINGLE", "Flags", "Hashes", "Prompt", "draw_prompts", "repeated_symbols", "shingles"]
-
 Flags = npt.NDArray[np.bool_]
 Hashes = npt.NDArray[np.uint64]
 

@@ -30,23 +30,6 @@ from radixtrain.tree.layout import MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEG
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.sorting import sort_sequences
 
-__all__ = [
-    "CountedStep",
-    "Counts",
-    "Draw",
-    "Epoch",
-    "Features",
-    "SampledSteps",
-    "counted_step",
-    "length_quantiles",
-    "num_distinct_tokens",
-    "num_shared_prompts",
-    "ordinary_counts",
-    "plans_of",
-    "radix_counts",
-    "splitting",
-]
-
 BATCH_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_TOKENS_FACTORS = (0.25, 0.5, 1, 2, 4)
 MAX_STEPS = 16

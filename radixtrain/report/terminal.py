@@ -14,8 +14,6 @@ from radixtrain.data.tokens.decode import shortened
 from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
 from radixtrain.report.formatting import bytes_text, duration, headline, prediction, ratio, split_turns
 
-__all__ = ["print_report"]
-
 MAX_RUNS = 14  # of the tree
 WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves
 MAX_TEXT = 60  # characters of a run

@@ -15,8 +15,6 @@ from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["prefix_tree"]
-
 MAX_CHARACTERS = 600  # of the text of a node
 
 

@@ -32,8 +32,6 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Difference", "Layout", "Piece", "Trunk", "find_layouts"]
-
 MIN_REPEATED = 48  # symbols of a prompt: questions made from a pattern repeat fewer
 MIN_ALIKE = 0.5  # of the repeated text of a trunk, for it to be a version of another
 MIN_MIXED = 0.6  # of the repeated text of a trunk, for it to be put together from the texts of others

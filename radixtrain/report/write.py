@@ -32,8 +32,6 @@ from radixtrain.report.tree import prefix_tree
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 
-__all__ = ["best_setting", "command_to_paste", "hints", "make_report"]
-
 logger = logging.getLogger(__name__)
 
 TREE_SAMPLES, TREE_NODES = 2000, 300

@@ -49,8 +49,6 @@ from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["RadixModule"]
-
 
 class RadixModule(L.LightningModule):
     """Supervised fine-tuning with AdamW, warm-up and a schedule. The loss is a mean over the labelled tokens of a step.

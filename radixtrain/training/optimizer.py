@@ -12,8 +12,6 @@ from transformers import get_scheduler
 
 from radixtrain.errors import UserError
 
-__all__ = ["adamw", "check_settings", "epoch_length", "num_steps_of_run", "schedule", "set_hyperparameters"]
-
 # Name, least and most. No layer has more than 65,536 inputs, and an adapter of a higher rank is larger than the layer.
 INTEGERS = (("max_skipped_steps", 0, 2**31 - 1), ("lora_r", 1, 2**16), ("lora_alpha", 1, 2**31 - 1))
 

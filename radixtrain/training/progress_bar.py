@@ -17,8 +17,6 @@ from tqdm import tqdm
 
 from radixtrain.training.optimizer import num_steps_of_run
 
-__all__ = ["NoticeHandler", "ProgressLine", "ProgressLines", "progress_bar", "screen_failure", "screens"]
-
 # Logged metric -> its name and form on the screen, the most watched first: a narrow terminal cuts the end.
 SHOWN = {
     "loss": ("loss", "{:.4f}"),

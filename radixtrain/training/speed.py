@@ -6,8 +6,6 @@ import time
 
 from radixtrain.collators.steps import Step
 
-__all__ = ["Speed"]
-
 
 class Speed:
     """Tokens per second of the last step and of the whole run: effective ones (T) and computed ones (rows).

@@ -24,8 +24,6 @@ from radixtrain.training.optimizer import adamw
 from radixtrain.training.start.loading import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["Trainer"]
-
 LoggerName = Literal["wandb", "tensorboard", "csv", "none"]
 
 

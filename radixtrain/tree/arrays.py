@@ -10,16 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "IntArray",
-    "check_not_negative",
-    "concatenate_ranges",
-    "cumulative",
-    "lengths_of",
-    "read_only",
-    "validated_batch",
-]
-
 IntArray = npt.NDArray[np.int64]
 
 

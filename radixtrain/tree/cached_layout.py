@@ -22,8 +22,6 @@ from radixtrain.kernels.varlen_args import Bounds, Ragged
 from radixtrain.tree.arrays import cumulative, lengths_of
 from radixtrain.tree.layout import TreeLayout
 
-__all__ = ["CachedLayout", "Paths", "shared_piece", "shared_pieces"]
-
 
 @dataclass(frozen=True, eq=False)
 class Paths:

@@ -30,8 +30,6 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RunCost, cheapest_runs
 
-__all__ = ["CANDIDATES", "CHOICES", "FIXED_RATES", "AttentionWork", "Choice", "Rates", "StepCost", "attention_work"]
-
 CHOICES = ("cascade", "path", "expand")  # a batch carries its choice as a place in this tuple
 CANDIDATES = (1, 4, 16, 64)  # values of `min_shared_tokens` that are tried
 

@@ -22,8 +22,6 @@ import numpy.typing as npt
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import SortedSequences, lcp_intervals, sort_sequences
 
-__all__ = ["PrefixGroups", "find_prefix_groups"]
-
 # Beginnings that are hashed, in tokens: every 16th up to 512, then 16 to each doubling. What sequences share beyond the
 # last one is not looked for.
 DEPTHS = np.concatenate([16 * np.arange(1, 17), *(16 * np.arange(17, 33) << k for k in range(8))])

@@ -26,12 +26,6 @@ from radixtrain.tree.arrays import concatenate_ranges
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RUNS, RunCost, RunLayout
 
-__all__ = [
-    *("ADVANTAGES", "CU_SEQLENS", "INVERSE_INDICES", "LABEL_INDICES", "LEFT_PADDED", "LOSS_WEIGHTS"),
-    *("MIN_SHARED_TOKENS", "OLD_LOGPROBS", "PREDICTION_ROWS", "PREDICTOR_INDICES", "PREFIX", "STRATEGY", "TreeLayout"),
-    "sequences_of",
-]
-
 PREFIX = "radix_"  # of every entry of a batch that a model without radixtrain does not know
 
 # The entries that are read by name. `RadixCollator` says which batches have them, and their shapes.

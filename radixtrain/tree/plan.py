@@ -32,8 +32,6 @@ import numpy.typing as npt
 from radixtrain.tree.arrays import IntArray, cumulative, lengths_of, read_only, validated_batch
 from radixtrain.tree.sorting import sort_sequences, without_small_branches
 
-__all__ = ["PrefixPlan", "build_prefix_plan"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixPlan:

@@ -41,8 +41,6 @@ from torch import Tensor
 
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["RUNS", "RunCall", "RunCost", "RunLayout", "RunTable", "cheapest_runs", "runs_of_segments"]
-
 RUNS = "radix_runs_"  # begins the keys of the runs in a batch
 SHORTEST_FORK = 2  # rows
 SHORTEST_FROM_STATE = 2  # rows in a call

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from radixtrain.tree.arrays import IntArray, check_not_negative, concatenate_ranges, lengths_of
 
-__all__ = ["SortedSequences", "lcp_intervals", "sort_sequences", "without_small_branches"]
-
 
 @dataclass(frozen=True, eq=False)
 class SortedSequences:

@@ -38,8 +38,6 @@ from radixtrain.verification.oracle import (
 )
 from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
 
-__all__ = ["compare_gradients", "verify_arms", "verify_equivalence", "verify_step"]
-
 logger = logging.getLogger(__name__)
 AUTOCAST = {"bf16-mixed": torch.bfloat16}
 SIXTEEN_BITS = ("bfloat16", "float16")

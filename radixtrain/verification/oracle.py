@@ -27,21 +27,6 @@ from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_featu
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
 
-__all__ = [
-    "Arm",
-    "Features",
-    "Gradients",
-    "float64_arithmetic",
-    "float64_throughout",
-    "float64_truth",
-    "gradients_of",
-    "ordinary_one_by_one",
-    "ordinary_padded",
-    "radix_batch",
-    "same_buffers",
-    "weights_in",
-]
-
 Features = Sequence[Mapping[str, Any]]
 Arm = Callable[[], Iterable[Tensor]]
 """A way to compute one loss: its terms, each of which is differentiated before the next one is computed."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
 
-__all__ = ["MEDIAN_FACTOR", "TENSOR_FACTOR", "EquivalenceReport", "Rung", "TensorError"]
-
 FLOAT64_BAR = 1e-12  # relative L2 of a tensor; the worst of 1,500 generated tries was 1.2e-14
 FLOAT64_FLOOR = 1e-15  # of the largest gradient: the rounding of tensors whose norm is a thousandth of it or less
 # An ill-conditioned gradient has more rounding in float64 too. The ordinary arm's error is a sample of it, of which

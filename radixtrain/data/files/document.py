@@ -12,8 +12,6 @@ from radixtrain.data.files.lines import MAX_ROW_BYTES, content_of, read_jsonl
 from radixtrain.data.files.rows import DECODER, UnreadRow, check_text, explain, kind_of, parse
 from radixtrain.errors import DataError, UserError
 
-__all__ = ["read_json"]
-
 FileRow = tuple[dict[str, Any], str] | DataError  # fields and where, or what is wrong
 
 BLANKS = re.compile(r"[ \t\n\r]*")

@@ -12,8 +12,6 @@ from typing import Any
 from radixtrain.data.files.rows import UnreadRow
 from radixtrain.errors import DataError, UserError, first_line
 
-__all__ = ["COMPRESSIONS", "MAX_ROW_BYTES", "content_of", "open_bytes", "read_csv", "read_jsonl", "read_tsv"]
-
 Fields = dict[str, str]
 UNCLOSED = "look for a quote that is not closed, or raise max_row_bytes of this source in data.train_file"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -8,20 +8,6 @@ from typing import Any, NamedTuple
 
 from radixtrain.errors import DataError, UserError, did_you_mean
 
-__all__ = [
-    "OURS",
-    "Row",
-    "UnreadRow",
-    "check_columns",
-    "check_text",
-    "explain",
-    "kind_of",
-    "map_columns",
-    "parse",
-    "read_fields",
-    "row_of",
-]
-
 TOO_DEEP = "not valid JSON: nested too deeply to be read"
 
 

@@ -18,19 +18,6 @@ from radixtrain.data.files.tables import hub_dataset, read_arrow, read_dataset, 
 from radixtrain.errors import DataError, UserError, did_you_mean
 from radixtrain.redaction import masked
 
-__all__ = [
-    "KINDS",
-    "READERS",
-    "Source",
-    "as_sources",
-    "data_files_of",
-    "files_of",
-    "found_in",
-    "is_saved",
-    "kind_of_file",
-    "saved_files",
-]
-
 KEY = "data.train_file"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 

@@ -12,8 +12,6 @@ from typing import Any
 from radixtrain.data.files.lines import COMPRESSIONS, open_bytes
 from radixtrain.errors import UserError, first_line
 
-__all__ = ["hub_dataset", "read_arrow", "read_dataset", "read_parquet", "saved_dataset"]
-
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
 BUFFER = 1 << 20  # bytes of a column; without it a file of one row group is read whole: RSS 354 and not 148 MB for 223
 Fields = dict[str, Any]

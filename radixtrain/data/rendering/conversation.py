@@ -15,8 +15,6 @@ from radixtrain.errors import DataError, UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["FIX_MARKERS", "Conversation", "check_encodable", "text_of"]
-
 MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 million
 LIKELY_WITHIN = 1 << 14  # characters of one message that a template adds
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")

@@ -37,8 +37,6 @@ from radixtrain.errors import DataError
 if TYPE_CHECKING:
     from radixtrain.data.tokens.tokenization import DraftTokenizer
 
-__all__ = ["Marks", "Rendering", "find_turns", "sample_of_chat"]
-
 Message = dict[str, Any]
 Rest = Callable[[int, list[Message], bool], tuple[int, str]]
 Span = tuple[int, int]

@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from radixtrain.data.chat import ChatEncoder
     from radixtrain.data.formats import Row, UnreadRow
 
-__all__ = [
-    "renders_developer",
-    "rewrites_history",
-    "template_variables",
-    "unread_variable",
-    "warn_of_rewritten_history",
-]
-
 logger = logging.getLogger(__name__)
 
 TURNS_LOOKED_AT = 16

@@ -10,8 +10,6 @@ from radixtrain.data.rows.messages import EMPTY, check_messages, with_system
 from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
 
-__all__ = ["ROW_KINDS", "Pair", "find_pair", "pair_messages", "standard_row"]
-
 Fields = dict[str, Any]
 Read = tuple[Fields, set[str]]  # the standard columns, and the columns of the row that they were read from
 

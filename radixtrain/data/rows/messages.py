@@ -8,8 +8,6 @@ from typing import Any
 from radixtrain.data.files.rows import explain, parse
 from radixtrain.errors import DataError
 
-__all__ = ["EMPTY", "SYSTEM_ROLES", "check_messages", "read_calls", "read_tools", "with_system"]
-
 Message = dict[str, Any]
 
 SYSTEM_ROLES = ("system", "developer")

@@ -21,8 +21,6 @@ from radixtrain.data.formats import Row
 from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
 
-__all__ = ["plain_rows"]
-
 Fields = dict[str, Any]
 RIDERS = ("loss_weights", "weights", "advantages")  # of a branch, as the collators read them
 

@@ -31,8 +31,6 @@ from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fin
 from radixtrain.data.tokenized.store import FILES, TokenStore, TokenWriter, read_about, write_about
 from radixtrain.errors import DataError, UserError
 
-__all__ = ["Tokenized", "TokenizingOptions", "cache_folder", "damage_in", "tokenized"]
-
 logger = logging.getLogger(__name__)
 
 DAYS_KEPT = 30

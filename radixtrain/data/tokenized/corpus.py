@@ -13,8 +13,6 @@ import xxhash
 from radixtrain.data.sample import Sample
 from radixtrain.tree.arrays import IntArray, concatenate_ranges
 
-__all__ = ["Corpus", "Part"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Part:

@@ -19,8 +19,6 @@ from radixtrain.data.tokenized.store import packed
 from radixtrain.data.workers import end_with_parent
 from radixtrain.errors import DataError, UserError
 
-__all__ = ["Block", "encode_blocks", "num_processes"]
-
 ROWS_PER_BLOCK = 256
 BYTES_PER_BLOCK = 1 << 20
 BLOCKS_AHEAD = 3  # for each process: what waits in memory

@@ -18,8 +18,6 @@ from radixtrain.data.chat import ChatEncoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["FileContents", "contents_of", "fingerprint"]
-
 CHUNK = 1 << 20
 HERE = Path(__file__).resolve().parents[1]
 

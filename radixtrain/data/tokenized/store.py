@@ -26,8 +26,6 @@ import xxhash
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 
-__all__ = ["ABOUT", "FILES", "TokenStore", "TokenWriter", "packed", "read_about", "write_about"]
-
 BATCHES_IN_VIEW = 64
 IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float64())
 SCHEMA = pa.schema(

@@ -12,8 +12,6 @@ from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokenized.store import TokenStore
 
-__all__ = ["ChosenSamples", "distinct_turns", "last_turns"]
-
 
 class ChosenSamples(Sequence[list[Sample]]):
     """Some samples of a store, by conversation as there; a conversation that keeps none is left out.

@@ -14,8 +14,6 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["decode_runs", "next_token_ids", "shortened", "text_of_run", "token_texts"]
-
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not one yet
 CONTEXT = 8  # tokens before a run that are decoded with it: a character has at most 4 bytes
 

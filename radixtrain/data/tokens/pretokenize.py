@@ -26,8 +26,6 @@ from radixtrain.errors import UserError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PieceTokenizer", "TokenizerFailed", "failures_of"]
-
 logger = logging.getLogger(__name__)
 
 TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the call returns

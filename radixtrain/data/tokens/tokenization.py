@@ -16,8 +16,6 @@ from radixtrain.errors import DataError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Draft", "DraftTokenizer", "load_tokenizer", "read_text"]
-
 
 class Draft(NamedTuple):
     """A sample before tokenisation.

@@ -25,11 +25,6 @@ from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.windows import chunk_of
 
-__all__ = [
-    *("arguments_of", "is_compiled", "option", "separates_packed_sequences"),
-    *("why_rows_are_not_shared", "why_unshared"),
-]
-
 READ = {"input_ids", "attention_mask", "position_ids"}
 # Other tensors that a call may have. They are for the loss: no layer reads them.
 FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}

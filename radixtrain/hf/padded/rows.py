@@ -26,8 +26,6 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["PaddedRows", "Places", "check_gradient_at", "refuse_reading"]
-
 BoolArray = npt.NDArray[np.bool_]
 
 

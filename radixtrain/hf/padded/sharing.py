@@ -33,8 +33,6 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
-__all__ = ["PaddedSharing", "SharingOptions"]
-
 # Outputs of a backbone that may be tensors; of a tuple only the first, its hidden states.
 AT_PLACES = {0, "last_hidden_state", "rope_deltas"}
 

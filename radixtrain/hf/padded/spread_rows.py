@@ -31,8 +31,6 @@ from radixtrain.kernels.rows import gather_rows, sum_rows
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 from radixtrain.tree.arrays import IntArray
 
-__all__ = ["SpreadRows", "share_fused_head"]
-
 MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
 NO_ROW = -1
 

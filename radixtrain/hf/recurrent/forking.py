@@ -24,8 +24,6 @@ from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.recurrent.running import run_on_tree
 from radixtrain.tree.runs import RunCall, RunLayout
 
-__all__ = ["can_fork", "why_it_cannot_fork"]
-
 ABOVE, BELOW = 12, 5  # rows before the fork and of each of two runs after it; more before it than a convolution is wide
 ALLOWED = 0.1  # relative error of a row: without a state or its gradient it is about 1, by rounding in bfloat16 0.01
 NEGLIGIBLE = 1e-3  # of the largest row: smaller ones may be rounding

@@ -24,8 +24,6 @@ from radixtrain.hf.recurrent.mixers import layer_around, mixers_of
 from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
 from radixtrain.hf.windows import call_on_mask
 
-__all__ = ["Checkpoint", "LayerHooks", "Mixer", "Progress", "install_mixers", "remove_mixers"]
-
 logger = logging.getLogger(__name__)
 MARK = "_radixtrain_call"
 CHECKPOINT = "_gradient_checkpointing_func"  # of a module that transformers may checkpoint

@@ -19,17 +19,6 @@ from torch import nn
 
 from radixtrain.hf.backbone import is_text
 
-__all__ = [
-    "attends",
-    "forks_or_keeps_apart",
-    "layer_around",
-    "mixers_of",
-    "num_attention_layers",
-    "source_of_class",
-    "text_layers",
-    "why_padding_leaks",
-]
-
 PROTOCOL = re.compile(r"\.(get|update)_(conv|recurrent)_state\(")
 CACHE = re.compile("cache|past|^state$")  # in the name of an argument of forward
 MIXES_TOKENS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)

@@ -32,8 +32,6 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segments
 
-__all__ = ["ForkedStates", "States", "TreeRuns", "arguments_by_name", "cache_argument", "run_on_tree"]
-
 Forward = Callable[..., Any]
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 MASK = re.compile("mask")  # in the name of an argument: runs have no padding that a mask would hide from an output

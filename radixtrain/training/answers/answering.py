@@ -31,16 +31,6 @@ from radixtrain.tree.sorting import sort_sequences
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Answer",
-    "AnswerOptions",
-    "AnswerRow",
-    "Answers",
-    "answer_prompts",
-    "answers_of_padded_rows",
-    "check_answering",
-]
-
 KEY = "evaluate_generation"
 OWN_KEYS = ("max_new_tokens", "do_sample", "temperature")
 ORDINARY_BATCH = 32  # prompts at once of Hugging Face's `generate`, if `batch_size` does not say it

@@ -22,8 +22,6 @@ from radixtrain.errors import UserError
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.metrics import Metric, load_metric
 
-__all__ = ["EvaluateGeneration", "Judged", "log_table", "write_table"]
-
 logger = logging.getLogger(__name__)
 
 NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then

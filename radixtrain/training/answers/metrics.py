@@ -12,8 +12,6 @@ from typing import Any
 
 from radixtrain.errors import UserError, did_you_mean, first_line
 
-__all__ = ["OWN_METRICS", "Metric", "load_metric"]
-
 KEY = "evaluate_generation.metric"
 OWN_METRICS = ("exact_match", "contains", "regex")
 LOGGED = ("loss",)  # names that `eval_` already stands before

@@ -19,8 +19,6 @@ from radixtrain.training.answers.answering import AnswerOptions, Answers, answer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["AnswerSpeed", "PredictedAnswers", "scored_records", "scorer_of"]
-
 MAX_TOKENS = 65_536  # of prompts and answers that are kept
 
 

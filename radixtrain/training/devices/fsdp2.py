@@ -23,8 +23,6 @@ from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.quantized import four_bit_layers
 from radixtrain.hf.recurrent.mixers import text_layers
 
-__all__ = ["FSDP2Strategy", "check_shardable", "gather_on_first", "shard"]
-
 logger = logging.getLogger(__name__)
 
 METHODS = ("loss_sum", "predict_step")  # of a `RadixModule`: those that use its weights

@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from radixtrain.distributed import ranks
 
-__all__ = ["backward", "rebuild_ddp", "warm_up_buckets"]
-
 
 def backward(module: Any, loss: Tensor, is_last: bool) -> None:
     """Add the gradient of a micro-batch; after the last one of a step, gradients are means over the ranks.

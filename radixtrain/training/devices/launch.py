@@ -23,8 +23,6 @@ from radixtrain.errors import EndedElsewhere, Stopped, UserError, first_line
 from radixtrain.training.devices.launcher_env import PARENT, launcher_env
 from radixtrain.training.devices.rank_monitor import GRACE, RankMonitor, first_to_end, watch_children, watch_parent
 
-__all__ = ["Processes", "check_alike", "local_rank0_reports", "reported_error"]
-
 Value = TypeVar("Value")
 Start = Mapping[str, str]
 PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from radixtrain.errors import EndedElsewhere, UserError
 
-__all__ = ["PARENT", "LauncherEnv", "check_started", "launcher_env"]
-
 PARENT = "RADIXTRAIN_PARENT"  # in the environment of a process that `fit` has started itself: the process that did
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
 # Counts of copies of a process that do not know of one another, by what starts them.

@@ -22,8 +22,6 @@ from weakref import WeakSet
 
 from radixtrain.distributed import ranks
 
-__all__ = ["GRACE", "RankMonitor", "first_to_end", "watch_children", "watch_parent"]
-
 GRACE = 15.0  # seconds for a process to end by itself once another is gone, or reports why the run ends
 POLL_SECONDS = 0.5
 CONNECTING = 60.0  # seconds

@@ -16,8 +16,6 @@ from radixtrain.errors import UserError, did_you_mean
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, launcher_env
 
-__all__ = ["SlurmTasks", "check_devices", "default_devices", "device_settings"]
-
 logger = logging.getLogger(__name__)
 
 FIRST_PORT = 15_000  # of those that jobs of SLURM meet at

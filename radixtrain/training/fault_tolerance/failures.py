@@ -23,8 +23,6 @@ from radixtrain.data.workers import OUT_OF_FILES
 from radixtrain.errors import UserError
 from radixtrain.report.formatting import bytes_text
 
-__all__ = ["explain", "lost_rank", "raise_file_limit"]
-
 MOST_FILES = 65_536
 FILES, FILES_OF_WORKER = 64, 64  # of any run: 50 without a worker; two batches of one micro-batch are 60 tensors
 

@@ -13,8 +13,6 @@ from radixtrain.checkpoints.sharded import part_of
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 
-__all__ = ["NonFinite", "NonFiniteGuard", "check_weights_finite", "nonfinite_weight"]
-
 logger = logging.getLogger(__name__)
 SHOWN = 8  # rows that a message names
 

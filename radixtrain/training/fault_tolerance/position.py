@@ -15,15 +15,6 @@ from lightning.pytorch.callbacks import Timer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 
-__all__ = [
-    "Position",
-    "check_not_beyond",
-    "is_out_of_time",
-    "leave_out_added_validation",
-    "run_pending_validation",
-    "sync_loop_counters",
-]
-
 
 @dataclass(frozen=True)
 class Position:

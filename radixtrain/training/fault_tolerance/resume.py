@@ -14,11 +14,6 @@ from radixtrain.redaction import masked
 from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hyperparameters
 
-__all__ = [
-    *("apply_settings", "changed_settings", "check_settings_of_run", "parts_of_the_model"),
-    *("restore_position", "settings_of_run"),
-]
-
 logger = logging.getLogger(__name__)
 
 # Keys that are part of what the model computes.

@@ -26,11 +26,6 @@ from radixtrain.checkpoints.manifest import committed, is_checkpoint
 from radixtrain.checkpoints.resolve import AUTO
 from radixtrain.errors import UserError
 
-__all__ = [
-    *("EarlierRun", "check_new_run", "check_output_dir", "is_resumed", "is_set_aside"),
-    *("locked", "locked_model", "logs_of_run"),
-]
-
 logger = logging.getLogger(__name__)
 
 SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has joined its two slashes

@@ -24,20 +24,6 @@ from radixtrain.redaction import masked
 from radixtrain.training.fault_tolerance.resume import parts_of_the_model
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 
-__all__ = [
-    "add_run_state",
-    "check_same_model",
-    "check_weights",
-    "generator_states",
-    "is_partial",
-    "load_weights",
-    "read_checkpoint",
-    "seed_per_rank",
-    "set_generator_states",
-    "set_states_of_ranks",
-    "trained_names",
-]
-
 logger = logging.getLogger(__name__)
 
 SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning's checkpoints

@@ -27,8 +27,6 @@ from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, check
 from radixtrain.training.fault_tolerance.position import Position, run_pending_validation
 from radixtrain.training.fault_tolerance.signals import Requests
 
-__all__ = ["FolderCheckpointIO", "SaveCheckpoints"]
-
 logger = logging.getLogger(__name__)
 
 

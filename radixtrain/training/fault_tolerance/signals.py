@@ -19,8 +19,6 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped
 from radixtrain.training.fault_tolerance import slurm
 
-__all__ = ["Requests", "Stop"]
-
 logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from radixtrain.checkpoints.atomic import writing_file
 
-__all__ = ["hidden", "is_batch_job", "is_restarted", "job_id", "remember_job", "requeue"]
-
 logger = logging.getLogger(__name__)
 
 INTERACTIVE = ("bash", "interactive")  # names of jobs that `srun --pty` and `salloc` make

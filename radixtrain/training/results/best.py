@@ -20,8 +20,6 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_state import load_weights
 
-__all__ = ["Best", "Saver", "StopEarly", "Validation", "is_lower_better", "is_validation"]
-
 logger = logging.getLogger(__name__)
 
 LOWER_IS_BETTER = ("loss", "perplexity", "grad_norm")

@@ -16,8 +16,6 @@ from radixtrain.checkpoints.atomic import writing_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BestStep", "Curve", "LogPart", "read_curves", "write_curves"]
-
 BLUE, ORANGE, GREEN, GREY = "#0b559f", "#d1590a", "#1a7f5a", "#777777"  # differ in lightness, for print without colours
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,

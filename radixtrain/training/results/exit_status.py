@@ -12,8 +12,6 @@ from radixtrain.training.fault_tolerance.position import is_out_of_time
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 from radixtrain.training.results.best import StopEarly
 
-__all__ = ["ExitStatus", "status_of_error", "status_of_run"]
-
 
 @dataclass(frozen=True)
 class ExitStatus:

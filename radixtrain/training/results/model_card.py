@@ -13,8 +13,6 @@ from huggingface_hub import ModelCardData
 from radixtrain.redaction import masked
 from radixtrain.versions import versions
 
-__all__ = ["CARD", "MARK", "SETTINGS", "documents"]
-
 CARD, SETTINGS = "README.md", "radixtrain.yaml"
 MARK = "<!-- written by radixtrain -->"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -19,8 +19,6 @@ from radixtrain.training.start.adapters import merged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_model_folder", "save_hf_folder"]
-
 # What `save_pretrained` of models and tokenizers writes. Full names, since *.json would match a user's data too.
 MODEL_FILES = [
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter"),

@@ -17,8 +17,6 @@ from radixtrain.errors import UserError
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.speed import Speed
 
-__all__ = ["PredictionWriter"]
-
 NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 

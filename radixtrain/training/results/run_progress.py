@@ -18,8 +18,6 @@ from radixtrain.training.results.best import Validation
 from radixtrain.training.results.curves import LogPart
 from radixtrain.training.speed import Speed
 
-__all__ = ["SUMMARY", "Exported", "RunProgress", "inside", "print_line", "print_lines", "weights_text", "write_json"]
-
 SUMMARY = "summary.json"
 WIDTH = 12  # of the names of printed lines
 

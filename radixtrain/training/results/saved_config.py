@@ -15,8 +15,6 @@ from radixtrain.redaction import masked
 from radixtrain.training.results.model_card import SETTINGS
 from radixtrain.training.results.run_progress import SUMMARY
 
-__all__ = ["SaveMaskedConfig", "defaults_of_model", "log_folder", "mask_what_is_logged", "own_log_folders"]
-
 # How rows are read: what evaluates a model that was trained here reads them as the run did.
 READING = (
     *("columns", "system_prompt", "chat_template_path", "chat_template_kwargs", "split_turns", "assistant_only_loss"),

@@ -22,8 +22,6 @@ from radixtrain.training.results.saved_config import log_folder
 from radixtrain.training.speed import Speed
 from radixtrain.versions import versions
 
-__all__ = ["RunSummary"]
-
 logger = logging.getLogger(__name__)
 
 PICTURE = "loss.png"

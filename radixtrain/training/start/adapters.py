@@ -13,8 +13,6 @@ from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.hf.adapters import check_not_shared
 from radixtrain.hf.quantized import four_bit_layers, with_plain_weights
 
-__all__ = ["check_quantized", "merged", "quantization", "with_adapters"]
-
 
 def quantization(settings: Any) -> Any:
     """transformers' `BitsAndBytesConfig` if the settings of a `RadixModule` ask for 4-bit weights, else None.

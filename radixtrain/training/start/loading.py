@@ -29,8 +29,6 @@ from radixtrain.hf.refusals import check_soft_cap
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
 
-__all__ = ["auto_class", "layer_period", "load_model", "load_trainable", "random_trainable", "with_training_options"]
-
 logger = logging.getLogger(__name__)
 LOADERS: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,

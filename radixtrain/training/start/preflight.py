@@ -22,11 +22,6 @@ from radixtrain.report.formatting import bytes_text
 from radixtrain.training.answers.metrics import OWN_METRICS
 from radixtrain.versions import versions
 
-__all__ = [
-    *("METRICS", "check_judges", "check_monitors", "check_room"),
-    *("described_start", "earlier_run", "num_stored_parameters"),
-]
-
 # What a run logs. A callback of Lightning may watch one of these.
 METRICS = (
     *("loss", "grad_norm", "learning_rate", "r", "best_r"),

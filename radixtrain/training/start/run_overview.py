@@ -41,11 +41,6 @@ from radixtrain.tree.groups import PrefixGroups
 if TYPE_CHECKING:
     from radixtrain.data.datamodule import SFTData
 
-__all__ = [
-    *("data_entries", "model_entries", "print_overview", "sharing_entries"),
-    *("steps_between_logs", "system_prompt", "unused_keys"),
-]
-
 MOST_CONVERSATIONS = 20_000
 """Prompts are looked for in so many conversations, drawn by the seed: 0.5 s, however many there are."""
 SAMPLE_CHARS = 800

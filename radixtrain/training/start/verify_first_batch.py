@@ -16,8 +16,6 @@ from radixtrain.training.devices.gradient_sync import rebuild_ddp
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
 
-__all__ = ["VerifyFirstBatch"]
-
 logger = logging.getLogger(__name__)
 
 
