@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _handle_early_signals() -> dict[int, Any]:
     """Until a run handles them itself: SIGTERM and SIGHUP end it with a line, and SIGUSR1 has nothing to save.
 
-    One that is ignored stays ignored. Returns the handlers of before.
+    An ignored signal stays ignored. Returns the previous handlers.
     """
 
     def stop(number: int, frame: object) -> None:

@@ -16,9 +16,9 @@ _chosen: list[str] = []  # the number of threads, if it is not the user's
 def share_cores(environment: MutableMapping[str, str]) -> None:
     """Set how this process and those that it starts share the cores, unless the user has.
 
-    OpenMP's threads spin at a barrier until all are there. If another program has one of their cores, that is most of
-    the time: 1,283 tokens per second on two cores, and 22,881 if they sleep (2026-11-23, beside two programs). torch
-    does not read the quota of a cgroup and starts a thread for each core of the machine.
+    OpenMP's threads spin at a barrier until all are there, which is most of the time if another program has one of
+    their cores. If they sleep, two of them compute twice what one does there (recipes/LOG.md). torch does not read the
+    quota of a cgroup and starts a thread for each core of the machine.
     """
     if "torch" in sys.modules:
         return  # it has read them

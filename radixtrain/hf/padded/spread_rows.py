@@ -52,6 +52,7 @@ class SpreadRows(Tensor):
     was_read: bool
     dense: Tensor | None
     device_rows: Tensor | None
+    made_by: Any
 
     @classmethod
     def of(
@@ -63,11 +64,20 @@ class SpreadRows(Tensor):
         root: SpreadRows | None = None,
         from_root: Callable[[Tensor], Tensor] | None = None,
     ) -> SpreadRows:
+        if not torch.is_grad_enabled():
+            table = table.detach()  # what is made without gradients, such as a view as a target, has none later
         spread: SpreadRows = _Spread.apply(table, index, padding_row)
         spread.table, spread.place_rows, spread.padding_row, spread.report = table, index, padding_row, report
         spread.root, spread.from_root, spread.was_read = root, from_root, False
         spread.dense = spread.device_rows = None
+        spread.made_by = spread.gradient_from
         return spread
+
+    @property
+    def gradient_from(self) -> Any:
+        """The node that this tensor itself hands its gradient to; its table may know nothing of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn
 
     @property
     def rows(self) -> Tensor:
@@ -79,12 +89,20 @@ class SpreadRows(Tensor):
 
     @property
     def is_current(self) -> bool:
-        """Whether the table still says what the whole tensor is, and nobody wants the gradient of that."""
+        """Whether the table still says what the whole tensor is, and nobody wants the gradient of that.
+
+        A function that returns us, as a reentrant checkpoint does, puts itself between us and the table.
+        """
+        if self.gradient_from is not self.made_by:
+            return False
         made = [each.dense for each in (self, self.root) if each is not None and each.dense is not None]
         return not any(each._version or each._backward_hooks or each.retains_grad for each in made)
 
     def whole(self) -> Tensor:
         """The ordinary tensor, the same one every time."""
+        if self.gradient_from is not self.made_by:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.clone()
         if self.dense is None:
             with torch.set_grad_enabled(self.table.requires_grad):
                 if self.root is not None and self.from_root is not None:
@@ -229,7 +247,7 @@ def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[s
 
 def _view(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A view of the places whose last axis is whole: found on the index, each entry of which is W equal ones."""
-    if any(isinstance(each, Tensor) for each in tree_leaves((others, kwargs))):
+    if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, kwargs))):
         return NotImplemented
     with _disable_current_modes():  # the index is ours: no mode counts or fakes what is done on it
         found = places = torch.from_numpy(x.place_rows)[..., None].expand(x.shape)

@@ -32,7 +32,7 @@ DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size
 # Keys of `data` on which the rows depend, and their labels.
 OF_ROWS = (
     *("train_file", "columns", "max_length", "excess_length_strategy", "on_bad_row", "assistant_only_loss"),
-    *("completion_only_loss", "split_turns", "chat_template_path", "chat_template_kwargs", "system_prompt"),
+    *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
 )
 # What a run does besides its steps: keys of the top level, and those of `trainer` that say when it validates.
 BESIDE_STEPS = (

@@ -37,7 +37,7 @@ PANELS = {  # metric -> title of its panel, and the second metric that is drawn 
 LABELS = {"best_r": "at best", "tokens_per_second": "effective", "computed_tokens_per_second": "computed"}
 FEW = 30  # points up to which each is marked
 SMOOTHED = 60  # points from which on a line through the noise is drawn
-DECADES = 20  # largest loss / smallest one, from which on the axis is logarithmic
+LOGARITHMIC = 20  # largest loss / smallest one, from which on the axis is logarithmic
 WINDOW = 1 / 25  # of the points, that one point of that line averages
 
 
@@ -135,7 +135,7 @@ def _draw(curves: Mapping[str, Curve], resumed: Sequence[int], best: BestStep | 
             _plot_validations(losses, "eval_loss", curves, best)
             losses.legend()
         values = np.concatenate([curves[name].values for name in ("loss", "eval_loss") if name in curves])
-        if 0 < DECADES * values.min() <= values.max():
+        if 0 < LOGARITHMIC * values.min() <= values.max():
             losses.set_yscale("log")
             losses.yaxis.set_major_formatter("{x:g}")
         for index, name in enumerate(small):

@@ -123,15 +123,15 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     if not settings.dedup:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
     batches = list(batches_of(data.train_order(), settings.batch_size))
-    alone = expected_r(corpus, batches, settings.max_tokens)
-    r = alone.r if num_ranks == 1 else expected_r_of_ranks(corpus, batches, settings.max_tokens, num_ranks)
-    text = f"about {r * alone.whole_share:.1f} tokens per computed token in this order"
-    if alone.whole_share < 1:
+    on_one = expected_r(corpus, batches, settings.max_tokens)
+    r = on_one.r if num_ranks == 1 else expected_r_of_ranks(corpus, batches, settings.max_tokens, num_ranks)
+    text = f"about {r * on_one.whole_share:.1f} tokens per computed token in this order"
+    if on_one.whole_share < 1:
         text += f" against whole chats, as TRL trains them, {r:.1f} against the same rows"
     if num_ranks > 1:  # devices share nothing with one another
-        text += f" on {num_ranks} devices, {alone.r * alone.whole_share:.1f} on one"
+        text += f" on {num_ranks} devices, {on_one.r * on_one.whole_share:.1f} on one"
     entries.append(("r", text))
-    hint = _arrangement(data, drawn, groups, r, alone.whole_share).hint
+    hint = _arrangement(data, drawn, groups, r, on_one.whole_share).hint
     return [*entries, ("advice", hint)] if hint else entries
 
 

@@ -117,6 +117,36 @@ class Squares(torch.autograd.Function):
         return 2 * grad * x * MASK[..., None]
 
 
+class Doubled(torch.autograd.Function):
+    """Returns what it makes of the logits, whose gradient is then its own and not that of the table."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def loss_with_target(model: Any) -> Tensor:
+    """The logits, and a view of them, as a target that gets no gradient."""
+    logits = model(**BATCH).logits
+    with torch.no_grad():
+        target, shifted = logits.softmax(-1), logits[:, 1:]
+    return (
+        cross_entropy(logits)
+        + ((logits - target) * MASK[..., None]).square().sum()
+        + ((logits[:, 1:] * shifted) * MASK[:, 1:, None]).sum()
+    )
+
+
+def loss_beside_head(model: Any, hidden_loss: float = 1e-2) -> Tensor:
+    hidden = hidden_of(model)
+    logits = checkpoint(model.lm_head, hidden, use_reentrant=True)
+    return cross_entropy(logits) + hidden_loss * (hidden * MASK[..., None]).square().sum()
+
+
 def loss_beside_logits(model: Any) -> Tensor:
     output = model(**BATCH, labels=LABELS)
     return output.loss + (output.logits.softmax(-1)[..., 3] * MASK).sum() + (output.logits * MASK[..., None]).sum()
@@ -130,6 +160,9 @@ LOSSES: dict[str, tuple[Callable[[Any], Tensor], bool]] = {
     "smoothed": (lambda model: cross_entropy(model(**BATCH).logits, label_smoothing=0.1), False),
     "weighted": (lambda model: cross_entropy(model(**BATCH).logits, weight=torch.arange(50.0).double()), False),
     "beside logits": (loss_beside_logits, False),
+    "a target": (loss_with_target, False),
+    "what a function returns": (lambda model: cross_entropy(Doubled.apply(model(**BATCH).logits)), False),
+    "a head in a checkpoint": (loss_beside_head, False),
     "a function": (lambda model: Squares.apply(model(**BATCH).logits), False),
 }
 
@@ -166,10 +199,11 @@ class TestLeavesAlone:
             lambda model: cross_entropy(model.lm_head(hidden_of(model).detach())),
             lambda model: cross_entropy(model.lm_head(hidden_of(model).mul_(torch.arange(1.0, 5)[:, None, None]))),
             lambda model: cross_entropy(model.lm_head(changed_after_a_view(hidden_of(model)))),
+            lambda model: cross_entropy(model.lm_head(hidden_of(model).view(torch.int64).view(torch.float64))),
             lambda model: some(model.lm_head(hidden_of(model)[0, 0])),
             lambda model: some(model.lm_head(hidden_of(model)[:, :2].flatten(1).unfold(1, 32, 16))),
         ],
-        ids=["selected", "cloned", "detached", "in place", "a base in place", "a vector", "cut"],
+        ids=["selected", "cloned", "detached", "in place", "a base in place", "bits", "a vector", "cut"],
     )
     def test_what_is_no_view(self, tiny_qwen3, loss_of):
         assert rows_and_places(tiny_qwen3(), loss_of) == (0, 0)
