@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from radixtrain.cores import num_cores, share_cores
+from radixtrain.cores import SPINS, WAITING, num_cores, share_cores
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu,cpuacct"
@@ -41,16 +41,12 @@ def test_cores_of_a_quota(own: str | None, files: dict[str, str], cores: int, tm
 def test_a_command_says_it_before_torch_is_imported_and_answers_a_wrong_key_without_it() -> None:
     code = (
         "import os, sys\nfrom radixtrain.__main__ import main\ncode = main(['fit', '--model.learning_rte', '1'])\n"
-        "print(code, 'torch' in sys.modules, os.environ.get('OMP_WAIT_POLICY'))"
+        "print(code, 'torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
     )
-    unset = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for given, policy in (
-        ({}, "passive"),
-        ({"OMP_WAIT_POLICY": "active"}, "active"),
-        ({"GOMP_SPINCOUNT": "9"}, "None"),
-    ):
+    unset = {name: value for name, value in os.environ.items() if name not in WAITING}
+    for given, spins in (({}, SPINS), ({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "9"}, "9")):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**unset, **given})
-        assert done.stdout.split() == ["2", "False", policy], done.stderr
+        assert done.stdout.split() == ["2", "False", spins], done.stderr
         assert done.stderr == "error: no key model.learning_rte, did you mean model.learning_rate?\n"
 
 
