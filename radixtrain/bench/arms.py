@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from radixtrain.bench.work import MicroBatch, Work
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.timing import seconds_in_turns
 
@@ -42,7 +42,7 @@ class Arm(ABC):
     def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
         """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
         for batch in self.batches(work):
-            yield predict(model, batch.tensors, self.plain_head).loss_sum() / work.num_labels
+            yield forward_rows(model, batch.tensors, self.plain_head).loss_sum() / work.num_labels
 
     def run_step(self, model: PreTrainedModel, work: Work) -> None:
         """What is timed: every micro-batch forward and, in a `step`, backward."""

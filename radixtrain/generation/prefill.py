@@ -61,7 +61,7 @@ class Prefill:
             cache.store = KeyValueStore(cache.pool)
         self.cache, self.counts = cache, Counts()
         self.store: KeyValueStore = cache.store
-        self.passes = StoredPasses(parts, self.store, kernel)
+        self.passes = StoredPasses(parts, self.store.write, kernel)
 
     @property
     def device(self) -> torch.device:

@@ -94,7 +94,7 @@ class SlotPool:
 
 @dataclass(eq=False)
 class KeyValueStore:
-    """Implements `radixtrain.hf.attention_interface.Store`.
+    """The keys and values of every slot.
 
     pool: of the slots.
     calls: for each call of the attention function in a pass, keys and values, (C, K, H) each.

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class RadixCall:
     """One forward pass on a radix batch: what every layer needs, and which layers ran.
 
     predictor_indices: the rows that the head gets; None for all of them.
-    chosen: the strategy for `auto`, if the collator or the cost model chose one.
+    chosen: the strategy for `auto`, if the cost model chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
     calls: the id of every attention module that ran.
@@ -69,28 +69,15 @@ class RadixCall:
         """What recurrent mixers compute."""
         return TreeRuns(self.layout)
 
-    @property
-    def max_seqlen(self) -> int:
-        """The longest sequence of the batch, in tokens."""
-        return self.layout.max_seqlen
-
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Tree attention on the unique tokens. heads, scoring: as `tree_attention` takes them."""
-        strategy = self._strategy(window)
+        is_lost = self.chosen == "cascade" and window is not None  # it cannot keep a window, which no plan knows
+        strategy = self.attention if self.chosen is None or is_lost else self.chosen
         return tree_attention(*heads, self.layout, attention=strategy, kernel=self.kernel, window=window, **scoring)
 
-    def _strategy(self, window: int | None) -> str:
-        """The collator's choice if it made one. It does not know windows, and cascade cannot keep one that binds."""
-        is_lost = self.chosen == "cascade" and window is not None
-        return self.attention if self.chosen is None or is_lost else self.chosen
 
-
-class Store(Protocol):
-    """Where generation keeps keys and values, (C, K, H) each, of every call of the attention function in a pass."""
-
-    def write(self, call: int, key: Tensor, value: Tensor, layout: CachedLayout) -> tuple[Tensor, Tensor]:
-        """Put the new rows into their slots. call: which one of the pass. Returns all that is stored for it."""
-        ...
+Write = Callable[[int, Tensor, Tensor, CachedLayout], tuple[Tensor, Tensor]]
+"""`KeyValueStore.write`: puts the new keys and values of a call into their slots, and returns all that it stores."""
 
 
 @dataclass
@@ -102,68 +89,64 @@ class CachedCall:
     """
 
     layout: CachedLayout
-    store: Store
+    write: Write
     kernel: str
     window_may_bind: bool
     calls: list[int] = field(default_factory=list)
 
-    @property
-    def max_seqlen(self) -> int:
-        """The longest sequence at the end of the pass, in tokens."""
-        return self.layout.max_seqlen
-
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to all that each of them sees."""
         _, key, value = heads
-        stored = self.store.write(len(self.calls), key, value, self.layout)
+        stored = self.write(len(self.calls), key, value, self.layout)
         return cached_attention(*heads, stored, self.layout, kernel=self.kernel, window=window, **scoring)
 
 
 Call = RadixCall | CachedCall  # the argument `radix_call` of a layer
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def register_attention() -> None:
     """Make both names known to Hugging Face. Without a mask function of its name attention gets no mask at all."""
-    AttentionInterface.register(ATTENTION_NAME, radix_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, mask_function(sdpa_mask))
-    AttentionInterface.register(EAGER_NAME, radix_eager_attention)
-    AttentionMaskInterface.register(EAGER_NAME, mask_function(eager_mask))
+    for name, ordinary, mask in (
+        (ATTENTION_NAME, sdpa_attention_forward, sdpa_mask),
+        (EAGER_NAME, eager_attention_forward, eager_mask),
+    ):
+        AttentionInterface.register(name, radix_attention(ordinary))
+        AttentionMaskInterface.register(name, mask_function(mask))
 
 
-def radix_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    radix_call: Call | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The attention function "radix", called by every layer: what its call says, `sdpa` without a call.
+def radix_attention(ordinary: Attention) -> Attention:
+    """The attention function that every layer calls: what its call says, `ordinary` without a call."""
 
-    query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
-    With a call, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function does.
-    """
-    call = radix_call or _call_of(module, attention_mask, kwargs)
-    if call is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return _attend(call, module, (query, key, value), attention_mask, kwargs)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        radix_call: Call | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
+
+        With a call, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function.
+        """
+        call = radix_call or _call_of(module, attention_mask, kwargs)
+        if call is None:
+            return ordinary(module, query, key, value, attention_mask, **kwargs)
+        return _attend(call, module, (query, key, value), attention_mask, kwargs)
+
+    return attention
 
 
-def radix_eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    radix_call: Call | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The attention function "radix_eager": as `radix_attention`, but without a call the model's own eager function."""
-    call = radix_call or _call_of(module, attention_mask, kwargs)
-    if call is None:
-        return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
-    return _attend(call, module, (query, key, value), attention_mask, kwargs)
+def eager_attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The model's own eager attention: each modeling file of Hugging Face has one function of this name."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UserError(
+            f"{_name_of(module)} has no eager attention in its file to run an ordinary batch with; call restore_model"
+        )
+    return eager(module, *args, **kwargs)
 
 
 def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> Call | None:
@@ -188,16 +171,6 @@ def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[s
     return call
 
 
-def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The model's own eager attention: each modeling file of Hugging Face has one function of this name."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise UserError(
-            f"{_name_of(module)} has no eager attention in its file to run an ordinary batch with; call restore_model"
-        )
-    return eager
-
-
 @torch.compiler.disable  # host integers and kernels of its own: traced, it would be compiled anew for every tree
 def _attend(
     call: Call,
@@ -208,7 +181,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
     _check_options(layer, options)
-    argument, longest = options.get("sliding_window"), call.max_seqlen
+    argument, longest = options.get("sliding_window"), call.layout.max_seqlen
     window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind)
     scaling, (query, _, value) = options.get("scaling"), heads
     try:

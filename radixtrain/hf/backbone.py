@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 def parts_of(model: nn.Module) -> Parts:
     """The parts of a `PreTrainedModel`, or of one wrapped by PEFT. TypeError for anything else."""
     base = pretrained_model_of(model)
-    backbone = _backbone_of(base)
+    backbone = backbone_of(base)
     return Parts(base, backbone, text_decoder_of(backbone))
 
 
@@ -90,11 +90,7 @@ def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 def backbone_of(model: nn.Module) -> Any:
     """The module that returns `last_hidden_state`: the model without its head."""
-    return _backbone_of(pretrained_model_of(model))
-
-
-def _backbone_of(base: PreTrainedModel) -> Any:
-    backbone: Any = base.base_model
+    backbone: Any = pretrained_model_of(model).base_model
     while backbone.get_output_embeddings() is not None:  # it has a head itself: Llama 4, Kosmos 2.5
         inner = next((part for part in _parts_of(backbone) if part is not backbone), None)
         if inner is None:

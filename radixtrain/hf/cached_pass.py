@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, CachedCall, Store
+from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, CachedCall, Write
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
@@ -62,11 +62,11 @@ def _check_device(parts: Parts) -> None:
 class StoredPasses:
     """Runs passes of generation through one model, inside `on_stored_rows`.
 
-    parts: of the model. store: of keys and values. kernel: of the attention.
+    parts: of the model. write: of the store of keys and values. kernel: of the attention.
     """
 
-    def __init__(self, parts: Parts, store: Store, kernel: str = "auto"):
-        self.parts, self.store, self.kernel = parts, store, kernel
+    def __init__(self, parts: Parts, write: Write, kernel: str = "auto"):
+        self.parts, self.write, self.kernel = parts, write, kernel
         self.num_layers = num_attention_layers(parts.decoder)
 
     @property
@@ -87,7 +87,7 @@ class StoredPasses:
         config, base = self.parts.decoder.config, self.parts.base
         assert config._attn_implementation in (ATTENTION_NAME, EAGER_NAME)
         may_bind = window_may_bind(config, layout.max_seqlen)
-        call = CachedCall(layout, self.store, self.kernel, may_bind)
+        call = CachedCall(layout, self.write, self.kernel, may_bind)
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],

@@ -103,15 +103,15 @@ def _draws_beyond_modules(model: nn.Module, allowed: Collection[str]) -> bool:
 
 def _settings(base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """Every setting of the text by its dotted name, with those of nested parts (DBRX: `ffn_config.moe_jitter_eps`)."""
-    yield from _dotted(base.config.get_text_config().to_dict())
 
+    def dotted(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in config.items():
+            if isinstance(value, Mapping):
+                yield from dotted(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
 
-def _dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return dotted(base.config.get_text_config().to_dict(), "")
 
 
 def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Any]:

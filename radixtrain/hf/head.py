@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from radixtrain.errors import UserError, first_line
@@ -39,11 +38,6 @@ ORDINARY_KEYS = ("input_ids", "attention_mask", "position_ids")
 NUM_TOKENS = 8
 LARGE = 1000.0  # a row of order one shows a bias, one of this order a soft-cap
 SAME_ROW = 1e-2  # relative L2: rounding of 16 bits stays below it, the influence of another row does not
-# Settings of transformers' configurations that change the logits, for the meta device, where nothing can be measured.
-HEAD_SETTINGS = (
-    *("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_soft_cap", "output_logit_soft_cap"),
-    *("lm_head_multiplier", "dim_model_base"),
-)
 
 
 def has_plain_head(model: nn.Module) -> bool:
@@ -54,8 +48,7 @@ def has_plain_head(model: nn.Module) -> bool:
     The model computes logits from three random rows in place of what its backbone returns, in evaluation mode and
     without gradients. Its layers do not run, so this takes as long as three rows of the head, on any device. A head is
     plain if its logits are the product bit for bit, and if no parameter lies outside of it and the backbone: a bias
-    that is zero now would not stay zero. On the meta device the configuration decides. The log says which head it is,
-    and why.
+    that is zero now would not stay zero. The log says which head it is, and why.
 
     Raises UserError if the model computes no logits from `input_ids` only, or if its logits are not computed row by row
     from its backbone's `last_hidden_state`.
@@ -76,7 +69,7 @@ def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     batch: for a prepared model, what a `RadixCollator` returns, without labels and shift_labels; for any other model,
         `input_ids`, `attention_mask`, `position_ids` and `radix_predictor_indices` of a `PaddedCollator`.
     """
-    if not _is_padded(batch):
+    if not is_padded(batch):
         return parts.backbone(**batch).last_hidden_state[0]
     hidden = parts.backbone(**_ordinary_inputs(parts.decoder, batch)).last_hidden_state
     return _selected(hidden, batch[PREDICTOR_INDICES])
@@ -85,14 +78,14 @@ def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
 def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     """(R, V). The logits of the hidden rows that predict, by the model's own head. Arguments: as for `hidden_rows`."""
     base: Any = parts.base
-    if not _is_padded(batch):
+    if not is_padded(batch):
         return base(**batch).logits[0]
     with only_rows(parts.backbone, batch[PREDICTOR_INDICES]):
         return base(**_ordinary_inputs(parts.decoder, batch)).logits[0]
 
 
-def _is_padded(batch: Mapping[str, Any]) -> bool:
-    """Whether it is an ordinary batch. Only these have an attention mask."""
+def is_padded(batch: Mapping[str, Any]) -> bool:
+    """Whether it is a batch of a `PaddedCollator`. Only these have an attention mask."""
     return "attention_mask" in batch
 
 
@@ -139,10 +132,6 @@ def _why_not_plain(parts: Parts) -> str | None:
     beyond = _parameters_beyond(parts)
     if beyond:
         return f"has parameters besides its last matrix ({beyond[0]})"
-    return _changed_by_settings(parts.base) if rows.is_meta else _why_not_product(logits, rows, head)
-
-
-def _why_not_product(logits: Tensor, rows: Tensor, head: nn.Linear) -> str | None:
     if rows.shape[1] != head.in_features:
         return "does more than one matrix product"
     product = linear(rows, head.weight, head.bias)
@@ -150,12 +139,6 @@ def _why_not_product(logits: Tensor, rows: Tensor, head: nn.Linear) -> str | Non
     if not torch.equal(product.to(wide), logits.to(wide)):
         return "does more than one matrix product"
     return None if product.any() else "is all zero, so its logits do not show whether it is one matrix product"
-
-
-def _changed_by_settings(base: PreTrainedModel) -> str | None:
-    config = base.config.get_text_config()
-    found = [name for name in HEAD_SETTINGS if getattr(config, name, None) not in (None, 1.0)]
-    return f"changes its logits ({found[0]}={getattr(config, found[0])})" if found else None
 
 
 def _parameters_beyond(parts: Parts) -> list[str]:
@@ -190,8 +173,6 @@ def _logits_of_random_rows(parts: Parts) -> tuple[Tensor, Tensor]:
 
 def _random_rows(width: int, like: Tensor) -> Tensor:
     """(3, D). The global random state is not touched."""
-    if like.is_meta:
-        return like.new_empty(3, width)
     generator = torch.Generator(like.device).manual_seed(0)
     small, large = torch.randn(2, width, generator=generator, device=like.device, dtype=torch.float32)
     return torch.stack([small, LARGE * large, small]).to(like.dtype)
@@ -212,8 +193,6 @@ def _check_rows(name: str, logits: Tensor) -> None:
             f"{name} makes logits {list(logits.shape)} of 3 hidden rows, not those of its backbone's "
             f"last_hidden_state, so its loss cannot be computed from the rows that predict"
         )
-    if logits.is_meta:
-        return
     first, _, again = logits[0].double()
     if not (first - again).norm() <= SAME_ROW * first.norm():
         raise UserError(

@@ -11,7 +11,6 @@ An ordinary batch is not changed, unless the model is one of `share_prefixes` (`
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
@@ -26,17 +25,15 @@ from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
 from radixtrain.hf.backbone import text_decoder_of, with_rows
-from radixtrain.hf.inputs import check_evaluation, check_inputs, check_not_cut, layout_of, split_inputs
+from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
-from radixtrain.hf.sharing_report import SharingWatch
+from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import LEFT_PADDED, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY, TreeLayout
-
-logger = logging.getLogger(__name__)
+from radixtrain.tree.layout import LEFT_PADDED, PREDICTOR_INDICES, PREFIX, STRATEGY, TreeLayout
 
 
 @dataclass(eq=False)
@@ -92,8 +89,7 @@ class BackboneHooks:
     progress: Progress = field(default_factory=Progress)
     refused: str | None = None
     padded: PaddedSharing | None = None
-    choices: set[tuple[str, int | None]] = field(default_factory=set)  # of collators, logged once each
-    head: HeadCheck = field(default_factory=HeadCheck)
+    head_check: HeadCheck = field(default_factory=HeadCheck)
     sharing: SharingWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +99,7 @@ class BackboneHooks:
         """A copy of only the backbone does not copy the model around it."""
         model = memo.get(id(self.model), self.model)
         padded = deepcopy(self.padded, memo)
-        copied = replace(self, model=model, padded=padded, choices=set(self.choices), head=deepcopy(self.head, memo))
+        copied = replace(self, model=model, padded=padded, head_check=deepcopy(self.head_check, memo))
         copied.mixers, copied.progress = deepcopy(self.mixers, memo), deepcopy(self.progress, memo)
         copied.sharing = copy(self.sharing)
         memo[id(self)] = copied
@@ -121,27 +117,29 @@ class BackboneHooks:
         backbone.register_forward_hook(self.after, with_kwargs=True, prepend=True)  # the user's see [B, L, D]
         head = self.model.get_output_embeddings()
         if head is not None:
-            self.model.register_forward_pre_hook(self.head.enter)
-            self.model.register_forward_hook(self.head.leave)
-            head.register_forward_pre_hook(self.head.at_head)
+            self.model.register_forward_pre_hook(self.head_check.enter)
+            self.model.register_forward_hook(self.head_check.leave)
+            head.register_forward_pre_hook(self.head_check.at_head)
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. `_before_ordinary` takes a batch without them."""
-        self.head.num_predicting, self.progress.call = None, None
+        self.head_check.num_predicting, self.progress.call = None, None  # an error may have left them
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
-        entries, given = split_inputs(backbone, args, kwargs)
+        entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
         if not entries:
             return self._before_ordinary(backbone, args, kwargs)
         if self.refused is not None:
             raise UserError(self.refused)
-        layout = layout_of(entries)
+        layout, arguments = layout_of(entries), arguments_of(backbone, args, kwargs)
+        given = {name: value for name, value in arguments.items() if name not in entries}
         self._check(backbone, layout, entries, given)
-        self.sharing.radix_batch(backbone, layout)
+        shares = bool(layout.levels) or layout.num_rows < layout.inverse_indices.shape[0]  # padding adds rows
+        self.sharing.count(backbone, shares, NOT_ALIKE)
         may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
-        predictor_indices, chosen = entries.get(PREDICTOR_INDICES), self._chosen(entries, layout)
-        call = RadixCall(layout, predictor_indices, self.attention, self.kernel, may_bind, chosen)
+        chosen = CHOICES[entries[STRATEGY]] if STRATEGY in entries and self.attention == "auto" else None
+        call = RadixCall(layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen)
         mask = no_mask(may_bind, layout.device, call)
         self.progress.call = call
         return (), {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
@@ -149,10 +147,10 @@ class BackboneHooks:
     def _before_ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An ordinary batch: on its unique tokens after `share_prefixes`, if it can be shared."""
         if self.padded is None:
-            self.sharing.ordinary_batch(backbone)
+            self.sharing.count(backbone, False, ORDINARY)
             return None
         given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
-        self.sharing.padded_batch(backbone, self.padded.report)
+        self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
         if given is None:
             return None
         check_adapters((self.model, backbone), self.allow_dropout)
@@ -171,19 +169,6 @@ class BackboneHooks:
         _check_in_force(decoder)
         check_inputs(decoder, given, layout)
         check_pass(decoder, head, layout, LEFT_PADDED in entries, self.allow_dropout)
-
-    def _chosen(self, entries: Mapping[str, Any], layout: TreeLayout) -> str | None:
-        """The strategy that the collator's `step_cost` chose, logged once each; None if it chose none."""
-        place = entries.get(STRATEGY)
-        if place is None or self.attention != "auto":
-            return None
-        choice = CHOICES[place], entries.get(MIN_SHARED_TOKENS)
-        if choice not in self.choices:
-            told = "for another batch:" if self.choices else "is chosen for each batch: for the first one"
-            self.choices.add(choice)
-            forks = _forks_of(layout)
-            logger.debug("the fastest way %s attention=%s, min_shared_tokens=%s%s", told, *choice, forks)
-        return choice[0]
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
@@ -206,7 +191,7 @@ class BackboneHooks:
             return output
         hidden = output[0]
         predicting = gather_rows(hidden[0], call.predictor_indices)[None]
-        self.head.num_predicting = predicting.shape[1] if self.head.in_model else None
+        self.head_check.num_predicting = predicting.shape[1] if self.head_check.in_model else None
         return with_rows(output, predicting)
 
     def _check_mixers(self, backbone: nn.Module, call: RadixCall) -> None:
@@ -232,11 +217,6 @@ def remove_hooks(model: nn.Module) -> None:
                     del hooks[number]
                     options.pop(number, None)
                     module._forward_hooks_always_called.pop(number, None)
-
-
-def _forks_of(layout: TreeLayout) -> str:
-    """For the log, how many states a recurrent layer keeps; empty if the batch has no runs."""
-    return "" if layout.runs is None else f", forks of the recurrent state: {layout.runs.num_forks}"
 
 
 def _check_in_force(decoder: Any) -> None:

@@ -28,7 +28,7 @@ from transformers import Cache
 
 from radixtrain.collators.misuse_guard import NO_DISPATCHING, callers, is_instance_by_name
 from radixtrain.errors import UserError
-from radixtrain.tree.layout import PREFIX, TreeLayout
+from radixtrain.tree.layout import TreeLayout
 
 # Arguments of a forward pass that cannot be used with a radix batch, by pattern, and what to do instead.
 NOT_USABLE = {
@@ -41,16 +41,10 @@ NOT_USABLE = {
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
 
 
-def split_inputs(
-    backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The `radix_` entries of a call, and its other arguments by name."""
-    entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
-    given: dict[str, Any] = {}
-    if entries:
-        given = dict(zip(inspect.signature(backbone.forward).parameters, args, strict=False))
-        given.update((name, value) for name, value in kwargs.items() if name not in entries)
-    return entries, given
+def arguments_of(backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that are None."""
+    given = dict(zip(inspect.signature(backbone.forward).parameters, args, strict=False)) if args else {}
+    return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
 
 
 def layout_of(entries: Mapping[str, Any]) -> TreeLayout:
@@ -75,8 +69,7 @@ def check_inputs(decoder: Any, given: Mapping[str, Any], layout: TreeLayout) -> 
         if reason and isinstance(value, Tensor | Cache):
             raise UserError(f"a radix batch came with {name}; {reason}")
     for name in RETURNED_PER_TOKEN:
-        wanted = given.get(name)
-        if getattr(decoder.config, name, False) if wanted is None else wanted:
+        if given.get(name, getattr(decoder.config, name, False)):
             raise UserError(
                 f"{name} would hold unique tokens, not those of each sequence; turn it off, or use an ordinary batch"
             )

@@ -27,9 +27,9 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, register_attention
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
-from radixtrain.hf.padded.sharing import PaddedSharing, SharingOptions
+from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
-from radixtrain.hf.recurrent.mixers import num_attention_layers
+from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
 from radixtrain.hf.sharing_report import SharingReport
 
@@ -80,7 +80,7 @@ def prepare_model(
     earlier = getattr(parts.base, STATE, None)
     sharing = earlier and earlier.sharing
     if sharing is not None:
-        sharing = PaddedSharing(replace(sharing.options, attention=attention, kernel=kernel), sharing.generates)
+        sharing = replace(sharing, attention=attention, kernel=kernel, report=SharingReport(), step_cost=None)
     _install(parts, options, sharing)
     return model
 
@@ -106,7 +106,7 @@ def share_prefixes(
         options.
     attention, kernel, allow_dropout: see `prepare_model`.
     min_shared_tokens: a branch point that saves fewer tokens gets no branch. `auto` chooses this number
-        and the attention for every batch, by what a layer of the model costs.
+        and the attention for every batch, by what a layer of the model costs. Nothing is measured.
     min_ratio: a batch with a smaller B x L / U runs as it is.
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
@@ -123,8 +123,8 @@ def share_prefixes(
     _check_sharing(min_shared_tokens, min_ratio)
     _check(model, parts, options, any_head=True)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
-    sharing = PaddedSharing(SharingOptions(attention, kernel, min_shared_tokens, min_ratio), generates)
-    _install(parts, options, sharing)
+    has_mixers = bool(mixers_of(parts.decoder))
+    _install(parts, options, PaddedSharing(attention, kernel, min_shared_tokens, min_ratio, generates, has_mixers))
     return model
 
 
@@ -198,7 +198,11 @@ def _check_sharing(min_shared_tokens: int | str, min_ratio: float) -> None:
 def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | None) -> None:
     """Set our attention and the hooks in place of those that the model has."""
     restore_model(parts.base)
-    _check_owner(parts.backbone)
+    if hasattr(parts.backbone, PREPARED):  # two sets of hooks would run
+        raise UserError(
+            f"{type(parts.backbone).__name__} is prepared already, by itself or with another model around it; call "
+            f"restore_model with what was prepared first"
+        )
     previous = _set_attention(parts)
     progress = Progress()
     try:
@@ -219,15 +223,6 @@ def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | Non
     setattr(parts.base, STATE, _State(options, previous, sharing))
     setattr(parts.backbone, PREPARED, True)
     end_watch()
-
-
-def _check_owner(backbone: nn.Module) -> None:
-    """Refuse a backbone that was prepared by itself, or with another model around it: two sets of hooks would run."""
-    if hasattr(backbone, PREPARED):
-        raise UserError(
-            f"{type(backbone).__name__} is prepared already, by itself or with another model around it; call "
-            f"restore_model with what was prepared first"
-        )
 
 
 @contextmanager

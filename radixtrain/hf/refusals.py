@@ -296,7 +296,7 @@ def _check_causal(parts: Parts) -> None:
     if not layers and mixers_of(parts.decoder):  # a state goes only forward
         return
     flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
-    if not layers or (flags and not any(flags)) or not _makes_causal_mask(parts.decoder):
+    if not layers or (flags and not any(flags)) or not _mentions("causal", type(parts.decoder)):
         raise UserError(
             f"{parts.name} attends in both directions, or not at all, and a shared prefix has the same states only "
             f"under causal attention; use a decoder, or train it without share_prefixes"
@@ -310,11 +310,6 @@ def _check_padding_is_left_out(parts: Parts) -> None:
             f"{parts.name} chooses a span among all places of a row, those of padding included, which share_prefixes "
             f"does not compute; train it without share_prefixes"
         )
-
-
-def _makes_causal_mask(decoder: Any) -> bool:
-    decoder_class: Any = type(decoder)
-    return _mentions("causal", decoder_class)
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -21,8 +21,8 @@ from torch.nn.functional import linear, normalize
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, parts_of
-from radixtrain.hf.head import hidden_rows, logits_rows
-from radixtrain.hf.predictions import TARGET_KEYS, PredictingRows, Targets, labelled_logprobs
+from radixtrain.hf.head import hidden_rows, is_padded, logits_rows
+from radixtrain.hf.predicting_rows import TARGET_KEYS, PredictingRows, Targets, labelled_logprobs
 from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES
 
 OF_LABELS = ("logprobs", "completion_logprob", "perplexity")
@@ -99,16 +99,16 @@ class Scorer:
         batch: not merged, on the device of the model.
         plain_head: `has_plain_head(model)`, which is asked once for each model.
         """
-        places = _Places.of(batch, self.scores)
+        places = _ReadRows.of(batch, self.scores)
         only_hidden = plain_head or not (needs_labels(self.scores) or needs_next_tokens(self.scores))
-        rows = _run(parts_of(model), batch, places.read, only_hidden, "embedding" in self.scores)
+        rows = _run(parts_of(model), batch, places.read, only_hidden)
         records: list[Record] = [{} for _ in range(len(batch[CU_SEQLENS]) - 1)]
         for entries in self._entries(rows, places, batch):
             for record, entry in zip(records, entries, strict=True):
                 record.update(entry)
         return records
 
-    def _entries(self, rows: _Rows, places: _Places, batch: Mapping[str, Any]) -> Iterator[Iterable[Record]]:
+    def _entries(self, rows: _Rows, places: _ReadRows, batch: Mapping[str, Any]) -> Iterator[Iterable[Record]]:
         """What each kind of score adds to the records."""
         if needs_labels(self.scores):
             labelled = labelled_logprobs(batch, rows.logprobs(places.labels, places.predictors))
@@ -152,12 +152,11 @@ class Scorer:
 
     def _embeddings(self, rows: _Rows, last: Tensor) -> Tensor:
         """(B, D), float32 or float64. last: (B,), int64, of the rows."""
-        assert rows.hidden is not None
         embeddings = _widened(rows.hidden[last])
         return normalize(embeddings, dim=-1) if self.normalize_embeddings else embeddings
 
 
-class _Places(NamedTuple):
+class _ReadRows(NamedTuple):
     """Which rows are read, and what reads them.
 
     read: (R,), int64. as `PREDICTOR_INDICES` of the batch has them; each once.
@@ -171,7 +170,7 @@ class _Places(NamedTuple):
     last: Tensor
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], scores: tuple[str, ...]) -> _Places:
+    def of(cls, batch: Mapping[str, Any], scores: tuple[str, ...]) -> _ReadRows:
         labels, rows, *_ = Targets.of(batch)
         predictors, last = batch[PREDICTOR_INDICES][rows], _last_tokens(batch)
         if not needs_labels(scores):
@@ -185,12 +184,12 @@ class _Places(NamedTuple):
 class _Rows(NamedTuple):
     """What the model computed for the R rows that are read.
 
-    hidden: (R, D); None if only logits are read.
+    hidden: (R, D).
     logits: (R, V), by the model's own head; None if nothing reads them, or if `head` makes them in chunks.
     head: the matrix of the head; None if `logits` are given.
     """
 
-    hidden: Tensor | None
+    hidden: Tensor
     logits: Tensor | None
     head: nn.Linear | None
 
@@ -199,7 +198,6 @@ class _Rows(NamedTuple):
         weights = torch.ones(len(labels), device=labels.device)
         if self.logits is not None:
             return PredictingRows(self.logits, None, Targets(labels, rows, weights)).logprobs()
-        assert self.hidden is not None
         read, places = rows.unique(return_inverse=True)  # the last rows of an embedding need no logits
         return PredictingRows(self.hidden[read], self.head, Targets(labels, places, weights)).logprobs()
 
@@ -207,26 +205,20 @@ class _Rows(NamedTuple):
         """(B, W), float32 or float64. The logits of W tokens at B rows."""
         if self.logits is not None:
             return _widened(self.logits[rows[:, None], ids])
-        assert self.hidden is not None and self.head is not None
+        assert self.head is not None
         bias = None if self.head.bias is None else self.head.bias[ids]
         return _widened(linear(self.hidden[rows], self.head.weight[ids], bias))
 
 
-def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool, keeps_hidden: bool) -> _Rows:
-    """Run the backbone, and the model's own head unless `only_hidden`.
-
-    read: (R,), int64. the rows that come back.
-    keeps_hidden: whether the hidden rows are wanted in addition to the logits.
-    """
+def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool) -> _Rows:
+    """Run the backbone, and the model's own head unless `only_hidden`. read: (R,), int64. the rows that come back."""
     inputs = {**{name: value for name, value in batch.items() if name not in TARGET_KEYS}, PREDICTOR_INDICES: read}
     if only_hidden:
         return _Rows(hidden_rows(parts, inputs), None, parts.head)
-    if not keeps_hidden:
-        return _Rows(None, logits_rows(parts, inputs), None)
     with _outputs_of(parts.backbone) as outputs:
         logits = logits_rows(parts, inputs)
     hidden = outputs[0].flatten(0, 1)
-    return _Rows(hidden[read] if _is_padded(batch) else hidden, logits, None)
+    return _Rows(hidden[read] if is_padded(batch) else hidden, logits, None)
 
 
 @contextmanager
@@ -244,15 +236,10 @@ def _outputs_of(backbone: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _is_padded(batch: Mapping[str, Any]) -> bool:
-    """Whether it is a batch of a `PaddedCollator`."""
-    return "attention_mask" in batch
-
-
 def _last_tokens(batch: Mapping[str, Any]) -> Tensor:
     """(B,), int64. The last token of each sequence, counted as `PREDICTOR_INDICES` of this batch counts."""
     ends = batch[CU_SEQLENS][1:].long()
-    if not _is_padded(batch):
+    if not is_padded(batch):
         return batch[INVERSE_INDICES][ends - 1]
     num_sequences, length = batch["input_ids"].shape
     starts = torch.arange(num_sequences, device=ends.device) * length

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.report.sharing import Counts, Features, ordinary_counts, plans_of, radix_counts
 from radixtrain.timing import peak_bytes, seconds_in_turns, seconds_of
@@ -181,7 +181,7 @@ class _Runner:
         device = self.setup.device
         batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.batch.items()}
         with self.setup.forward():
-            loss = predict(self.model, batch, self.plain_head).loss_sum() / case.num_labels
+            loss = forward_rows(self.model, batch, self.plain_head).loss_sum() / case.num_labels
         loss.backward()
 
     def peak(self, case: Case) -> int:

@@ -16,7 +16,7 @@ from radixtrain.data.prompts import Prompt
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.redaction import masked
@@ -268,7 +268,7 @@ class RadixModule(L.LightningModule):
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""
         assert self.model is not None
-        return predict(self.model, batch, self._has_plain_head()).loss_sum()
+        return forward_rows(self.model, batch, self._has_plain_head()).loss_sum()
 
     def on_train_start(self) -> None:
         check_weights_finite(self, "fit cannot start")

@@ -37,7 +37,7 @@ from radixtrain.data.formats import read_rows
 from radixtrain.data.grouping import conversation_groups
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepDataset, StepSampler
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77
@@ -127,7 +127,7 @@ def backward(model: nn.Module, step: Step) -> float:
     """Add the gradient of a step; its loss."""
     total = 0.0
     for batch in step.micro_batches:
-        loss = predict(model, batch, plain_head=True).loss_sum() / step.num_labels
+        loss = forward_rows(model, batch, plain_head=True).loss_sum() / step.num_labels
         loss.backward()
         total += loss.item()
     return total
@@ -136,9 +136,8 @@ def backward(model: nn.Module, step: Step) -> float:
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Any, options: Any) -> float:
     step = StepDataset(held_out, StepCollator(max_tokens=options.max_tokens))[list(range(len(held_out)))]
-    return (
-        sum(predict(model, batch, plain_head=True).loss_sum().item() for batch in step.micro_batches) / step.num_labels
-    )
+    losses = (forward_rows(model, batch, plain_head=True).loss_sum().item() for batch in step.micro_batches)
+    return sum(losses) / step.num_labels
 
 
 def noise(model: nn.Module, rows: Any, order: GroupedOrder, options: Any) -> float:

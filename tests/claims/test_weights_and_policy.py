@@ -21,7 +21,7 @@ from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.collators.features import packed_floats
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.targets import keep_once
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import assert_equivalent, labelled_features
 from radixtrain.verification.equivalence import verify_step
@@ -115,7 +115,7 @@ def mean_of_copies(weights: Tensor, copies: list[tuple[Any, ...]]) -> Tensor:
 def shared(model: Any, step: Step, is_policy: bool) -> Iterator[Tensor]:
     """The same loss of a prepared model, a term for each micro-batch."""
     for batch in step.micro_batches:
-        predictions = predict(model, batch, plain_head=True)
+        predictions = forward_rows(model, batch, plain_head=True)
         if is_policy:
             numbers = (batch[f"radix_{name}"] for name in ("advantages", "loss_weights", "old_logprobs"))
             yield clipped_policy_loss(predictions.logprobs(), *numbers, EPSILON, EPSILON_HIGH) / step.num_labels
@@ -215,4 +215,4 @@ def test_verify_knows_them(tiny_qwen3: Any, shared_targets: Any) -> None:
     features = [{name: f[name] for name in ("input_ids", "labels", "loss_weights")} for f in branches()]
     model = tiny_qwen3(vocab_size=8)
     collator = StepCollator(max_tokens=20, shared_targets=shared_targets)
-    assert_equivalent(verify_step(model, lambda batch: predict(model, batch, True).loss_sum(), features, collator))
+    assert_equivalent(verify_step(model, lambda batch: forward_rows(model, batch, True).loss_sum(), features, collator))

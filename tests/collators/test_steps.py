@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from radixtrain import prepare_model
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.steps import PaddedCollator, StepCollator
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import Rates, StepCost
@@ -262,7 +262,7 @@ def test_loss_and_gradients_are_zero(kind: str, arm: str, tiny_qwen3: Any, tiny_
     """Of every parameter: data parallel waits for the gradient of each."""
     model = tiny_qwen3() if kind == "Qwen3" else tiny_hybrid(kind)
     batch = batch_of_an_idle_rank(**ARMS[arm])
-    loss = predict(model if arm == "padded" else prepare_model(model), batch, plain_head=True).loss_sum()
+    loss = forward_rows(model if arm == "padded" else prepare_model(model), batch, plain_head=True).loss_sum()
     loss.backward()
     assert loss.item() == 0
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -274,7 +274,7 @@ def test_a_policy_loss_is_zero_too(arm: str, tiny_qwen3: Any) -> None:
     policy = {"advantages": 2.0, "old_logprobs": [0, 0, -1, -2, -3]}
     step = StepCollator(rank=1, num_ranks=2, **ARMS[arm])([{**LONG, **policy}])
     (batch,), model = step.micro_batches, tiny_qwen3()
-    logprobs = predict(model if arm == "padded" else prepare_model(model), batch, plain_head=True).logprobs()
+    logprobs = forward_rows(model if arm == "padded" else prepare_model(model), batch, plain_head=True).logprobs()
     others = (batch[f"radix_{name}"] for name in ("advantages", "loss_weights", "old_logprobs"))
     loss = clipped_policy_loss(logprobs, *others)
     loss.backward()
@@ -298,7 +298,7 @@ def test_the_gradients_of_the_ranks_add_up_to_those_of_one(arm: str, tiny_qwen3:
         model.zero_grad()
         for step in (collator(features) for collator in collators):
             for batch in step.micro_batches:
-                (predict(model, batch, plain_head=True).loss_sum() / step.num_labels).backward()
+                (forward_rows(model, batch, plain_head=True).loss_sum() / step.num_labels).backward()
         return [weight.grad for weight in model.parameters()]
 
     with float64_throughout(model):

@@ -8,7 +8,7 @@ __all__ = ["FAMILIES_PAGE", "rows_of_page", "write_families_table"]
 FAMILIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 REFUSED = "refused: "
 FAMILIES_HEADS = {
-    "all": ["family", "attention and layers", "float64", "float32"],
+    "all": ["family", "attention and layers", "float64"],
     "refused": ["refused", "families"],
     "recurrent": [
         *("family", "mixer", "float64", "float32, worst tensor", "float32, median tensor"),

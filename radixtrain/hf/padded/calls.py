@@ -23,6 +23,7 @@ from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
+from radixtrain.hf.sharing_report import is_frozen
 from radixtrain.hf.windows import chunk_of
 
 READ = {"input_ids", "attention_mask", "position_ids"}
@@ -33,12 +34,6 @@ UNREAD = {
     *("token_type_ids", "cache_position"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 }
-
-
-def arguments_of(backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that are None."""
-    given = dict(zip(_parameters(backbone), args, strict=False)) if args else {}
-    return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
 
 
 def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], generates: bool) -> str | None:
@@ -65,7 +60,7 @@ def why_rows_are_not_shared(backbone: Any, given: Mapping[str, Any], rows: Padde
     decoder = text_decoder_of(backbone)
     if not rows.kept.any():
         return "attention_mask hides every token"
-    if torch.is_grad_enabled() and not backbone.training and not rows.kept.all() and _is_frozen(backbone):
+    if torch.is_grad_enabled() and not backbone.training and not rows.kept.all() and is_frozen(backbone):
         return (
             "a frozen model in eval() with gradients on, where a loss may read padding; call it under torch.no_grad()"
         )
@@ -84,10 +79,6 @@ def why_rows_are_not_shared(backbone: Any, given: Mapping[str, Any], rows: Padde
     if chunk and chunk < rows.kept.shape[1]:
         return f"attention within chunks of {chunk} tokens, and longer rows"
     return None
-
-
-def _is_frozen(backbone: nn.Module) -> bool:
-    return not any(weight.requires_grad for weight in backbone.parameters())
 
 
 def _why_cache(backbone: nn.Module, decoder: Any, given: Mapping[str, Any], generates: bool) -> str | None:
@@ -139,7 +130,7 @@ def _why_other_inputs(backbone: nn.Module, given: Mapping[str, Any]) -> str | No
     for name, value in given.items():
         parts = value if isinstance(value, list | tuple) else [value]
         is_data = any(isinstance(part, Tensor) for part in parts)
-        is_read = name not in UNREAD or name in _parameters(backbone)
+        is_read = name not in UNREAD or name in inspect.signature(backbone.forward).parameters
         if is_data and is_read and name not in READ | FOR_THE_LOSS:
             return f"{name} is given"
     return None
@@ -174,10 +165,6 @@ def _is_generating() -> bool:
 def is_compiled() -> bool:
     """Whether `torch.compile` runs the call: it traces ordinary tensors only. Its hooks on us are not compiled."""
     return any(frame.f_code.co_name == "compile_wrapper" for frame in callers())
-
-
-def _parameters(backbone: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(backbone.forward).parameters
 
 
 FIRST = ([1, 2], [3, 4])

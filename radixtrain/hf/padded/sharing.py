@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import text_decoder_of, with_rows
+from radixtrain.hf.inputs import arguments_of
 from radixtrain.hf.padded.calls import (
-    arguments_of,
     is_compiled,
     option,
     separates_packed_sequences,
@@ -24,7 +24,7 @@ from radixtrain.hf.padded.calls import (
 from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_head
 from radixtrain.hf.positions import why_padding_matters
-from radixtrain.hf.recurrent.mixers import mixers_of, why_padding_leaks
+from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.hf.windows import no_mask, window_may_bind
@@ -37,36 +37,29 @@ from radixtrain.tree.runs import RunCost
 AT_PLACES = {0, "last_hidden_state", "rope_deltas"}
 
 
-@dataclass(frozen=True)
-class SharingOptions:
-    """As given to `share_prefixes`."""
-
-    attention: str
-    kernel: str
-    min_shared_tokens: int | str
-    min_ratio: float
-
-
 @dataclass(eq=False)
 class PaddedSharing:
     """Runs padded calls of one backbone on their unique tokens.
 
-    options: as given to `share_prefixes`.
+    attention, kernel, min_shared_tokens, min_ratio: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
+    has_mixers: whether it has recurrent layers.
     step_cost: of the model; None until `auto` chooses by it.
     separates: whether it separates the sequences of a packed row; None until such a row comes.
-    has_mixers: whether the model has recurrent layers; None until a call is shared, because the check reads sources.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
     leaks: why they cannot be shared with position_ids either; empty if they can.
     """
 
-    options: SharingOptions
+    attention: str
+    kernel: str
+    min_shared_tokens: int | str
+    min_ratio: float
     generates: bool
+    has_mixers: bool
     report: SharingReport = field(default_factory=SharingReport)
     step_cost: StepCost | None = None
     separates: bool | None = None
-    has_mixers: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
 
@@ -101,8 +94,8 @@ class PaddedSharing:
         if reason is not None:
             return reason
         plan, strategy = self._plan(decoder, rows)
-        if rows.kept.size < self.options.min_ratio * plan.num_rows:
-            return f"less than min_ratio = {self.options.min_ratio} to save"
+        if rows.kept.size < self.min_ratio * plan.num_rows:
+            return f"less than min_ratio = {self.min_ratio} to save"
         self._count(rows, plan)
         return self._arguments(decoder, given, rows, plan, strategy)
 
@@ -127,20 +120,16 @@ class PaddedSharing:
         def plan_of(min_shared_tokens: int) -> PrefixPlan:
             return build_prefix_plan(*packed, min_shared_tokens=min_shared_tokens)
 
-        if isinstance(self.options.min_shared_tokens, int):
-            return plan_of(self.options.min_shared_tokens), None
+        if isinstance(self.min_shared_tokens, int):
+            return plan_of(self.min_shared_tokens), None
         if self.step_cost is None:
-            self.step_cost = step_cost_of(decoder, self.options.attention)
+            self.step_cost = step_cost_of(decoder, self.attention)
         choice, plan = self.step_cost.cheapest(plan_of)
-        return plan, choice.strategy if self.options.attention == "auto" else None
+        return plan, choice.strategy if self.attention == "auto" else None
 
-    def _run_cost(self, decoder: Any) -> RunCost | None:
+    def _run_cost(self) -> RunCost | None:
         """What recurrent layers cost, to choose the runs on the host; None without any."""
-        if self.has_mixers is None:
-            self.has_mixers = bool(mixers_of(decoder))
-        if not self.has_mixers:
-            return None
-        return (self.step_cost and self.step_cost.run_cost) or RunCost()
+        return ((self.step_cost and self.step_cost.run_cost) or RunCost()) if self.has_mixers else None
 
     def _count(self, rows: PaddedRows, plan: PrefixPlan) -> None:
         self.report.num_shared += 1
@@ -153,13 +142,11 @@ class PaddedSharing:
     ) -> dict[str, Any]:
         """The call, with the unique tokens in place of the padded ones."""
         device = given["input_ids"].device
-        layout = TreeLayout.from_plan(plan, run_cost=self._run_cost(decoder)).to(device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, run_cost=self._run_cost()).to(device, non_blocking=True)
         may_bind = window_may_bind(decoder.config, layout.max_seqlen)
         places = Places.on(device, rows.kept, rows.places(plan))
         misses_cache = option("use_cache", decoder.config, given)
-        call = RadixCall(
-            layout, None, self.options.attention, self.options.kernel, may_bind, strategy, places, misses_cache
-        )
+        call = RadixCall(layout, None, self.attention, self.kernel, may_bind, strategy, places, misses_cache)
         return {
             **{name: value for name, value in given.items() if name != "cache_position"},
             "input_ids": torch.from_numpy(rows.input_ids[rows.kept][plan.gather_indices])[None].to(

@@ -11,7 +11,6 @@ import ast
 import inspect
 import linecache
 import re
-import sys
 from functools import cache
 from typing import Any
 
@@ -111,34 +110,15 @@ def _source_of(module_class: Any) -> str:
 def source_of_class(module_class: Any) -> str | None:
     """The code of a class without that of its parents; None without a source file."""
     try:
-        file = inspect.getsourcefile(module_class)
-        lines = linecache.getlines(file, vars(sys.modules[module_class.__module__])) if file else []
-        first, last = _places(file, "".join(lines))[module_class.__qualname__]
-    except (KeyError, OSError, SyntaxError, TypeError):  # built in, made by a function, or typed into a shell
-        return _slowly(module_class)
-    return "".join(lines[first - 1 : last])
+        source = _classes_of(inspect.getsourcefile(module_class)).get(module_class.__qualname__)
+        return source or inspect.getsource(module_class)  # made by a function, or under an `if`
+    except (OSError, TypeError):  # built in, or typed into a shell
+        return None
 
 
 @cache
-def _places(file: str | None, source: str) -> dict[str, tuple[int, int]]:
-    """The first and last line of every class in a file that is not inside a function, its decorators included."""
-    places: dict[str, tuple[int, int]] = {}
-
-    def visit(body: list[ast.stmt], prefix: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                places[prefix + node.name] = first, node.end_lineno or first
-                visit(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.If | ast.Try):
-                visit([*node.body, *node.orelse], prefix)
-
-    visit(ast.parse(source).body, "")
-    return places
-
-
-def _slowly(module_class: Any) -> str | None:
-    try:
-        return inspect.getsource(module_class)
-    except (OSError, TypeError):
-        return None
+def _classes_of(file: str | None) -> dict[str, str]:
+    """The code of every class of a file, but for those inside something else."""
+    lines = linecache.getlines(file) if file else []
+    classes = (node for node in ast.parse("".join(lines)).body if isinstance(node, ast.ClassDef))
+    return {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}

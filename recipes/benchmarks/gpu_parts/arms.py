@@ -21,7 +21,7 @@ from radixtrain.bench.arms import Arm
 from radixtrain.bench.work import MicroBatch, Work
 from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.predictions import PredictingRows, Targets
+from radixtrain.hf.predicting_rows import PredictingRows, Targets
 from radixtrain.hf.prepare import restore_model
 from radixtrain.kernels.flash import flash_3_missing
 from radixtrain.kernels.merge_attention import Piece, attention_in_pieces

@@ -18,7 +18,7 @@ from radixtrain import RadixCollator, prepare_model
 from radixtrain.attention import EVERYWHERE
 from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
 from radixtrain.collators.steps import StepCollator
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 
 __all__ = ["sync"]
 
@@ -78,7 +78,7 @@ def fit_step(model: Any, optimizer: Any, features: Features, _: bool) -> None:
     """The step of `fit`: micro-batches, merged predictions, the fused loss, clipping, AdamW."""
     step = StepCollator()(features)
     for batch in step.micro_batches:
-        (predict(model, to_device(batch, model.device), True).loss_sum() / step.num_labels).backward()
+        (forward_rows(model, to_device(batch, model.device), True).loss_sum() / step.num_labels).backward()
     _update(model, optimizer)
 
 

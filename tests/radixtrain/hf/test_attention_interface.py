@@ -9,7 +9,7 @@ from torch import nn
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
-from radixtrain.hf.attention_interface import radix_attention, radix_eager_attention
+from radixtrain.hf.attention_interface import eager_attention_forward, radix_attention
 from radixtrain.hf.windows import no_mask
 
 FEATURES = [
@@ -54,7 +54,7 @@ class TestLayersWithoutKeywordArguments:
         query = torch.zeros(1, 4, 2, 8)
         lost = no_mask(False, query.device)
         with pytest.raises(UserError, match="MistralAttention of layer 0 receives neither the keyword arguments"):
-            radix_attention(module, query, query, query, lost)
+            radix_attention(eager_attention_forward)(module, query, query, query, lost)
 
 
 def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):
@@ -62,7 +62,7 @@ def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):
     monkeypatch.delattr("transformers.models.qwen3.modeling_qwen3.eager_attention_forward")
     query = torch.zeros(1, 4, 2, 8)
     with pytest.raises(UserError, match="Qwen3Attention of layer 0 has no eager attention in its file"):
-        radix_eager_attention(model.model.layers[0].self_attn, query, query, query, None)
+        eager_attention_forward(model.model.layers[0].self_attn, query, query, query, None)
 
 
 def test_cascade_if_a_window_binds():

@@ -15,10 +15,9 @@ from radixtrain.hf.sharing_report import NUM_CALLS, SharingReport
 
 SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
-ORDINARY = (
-    "its first 10 training batches were ordinary ones, so training shares nothing: give the trainer data_collator"
-)
-NOTHING = "the first 10 training batches of Qwen3ForCausalLM shared nothing: no two sequences of a batch began alike"
+NOTHING = "the first 10 training batches of Qwen3ForCausalLM shared nothing: "
+ORDINARY = NOTHING + "they were ordinary ones. Give the trainer data_collator"
+NOT_ALIKE = NOTHING + "no two sequences of a batch began alike"
 
 
 @pytest.fixture
@@ -47,11 +46,9 @@ class TestOrdinaryBatches:
 
     def test_not_if_a_radix_batch_was_among_them(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
         """Rows with images beside rows of text."""
-        for features in (SHARED, UNSHARED):
-            prepare_model(model)
-            run(model, ordinary(), NUM_CALLS - 1)
-            run(model, RadixCollator()(features), 1)
-            run(model, ordinary(), 2 * NUM_CALLS)
+        run(model, ordinary(), NUM_CALLS - 1)
+        run(model, RadixCollator()(SHARED), 1)
+        run(model, ordinary(), 2 * NUM_CALLS)
         assert not caplog.records
 
     def test_not_in_evaluation_or_generation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +66,7 @@ class TestRadixBatches:
         run(model, batch, NUM_CALLS - 1)
         assert not caplog.records
         run(model, batch, 2 * NUM_CALLS)
-        assert [NOTHING in record.getMessage() for record in caplog.records] == [True]
+        assert [NOT_ALIKE in record.getMessage() for record in caplog.records] == [True]
 
     def test_not_if_one_shared(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
         run(model, RadixCollator()(UNSHARED), NUM_CALLS - 1)

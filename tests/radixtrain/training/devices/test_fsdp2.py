@@ -19,7 +19,7 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predictions import predict
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy, check_shardable, shard
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
@@ -140,7 +140,7 @@ class Module(nn.Module):
         self.plain_head = has_plain_head(model)
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
-        return predict(self.model, batch, self.plain_head).loss_sum()
+        return forward_rows(self.model, batch, self.plain_head).loss_sum()
 
 
 def micro_batches(count: int) -> list[dict[str, Any]]:

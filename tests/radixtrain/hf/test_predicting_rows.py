@@ -8,7 +8,7 @@ import torch
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.steps import PaddedCollator
-from radixtrain.hf.predictions import TARGET_KEYS, predict
+from radixtrain.hf.predicting_rows import TARGET_KEYS, forward_rows
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -48,7 +48,7 @@ def model_for(name: str, model: Any) -> Any:
 def test_the_loss_is_the_sum_over_labelled_tokens(name: str, plain_head: bool, tiny_qwen3: Any) -> None:
     expected = -sum(logprobs_of_hugging_face(tiny_qwen3().double()))
     model = model_for(name, tiny_qwen3().double())
-    predictions = predict(model, COLLATORS[name](FEATURES), plain_head)
+    predictions = forward_rows(model, COLLATORS[name](FEATURES), plain_head)
     assert predictions.rows.shape[1] == (32 if plain_head else 50)
     assert (predictions.head is model.lm_head) == plain_head
     assert predictions.loss_sum().item() == pytest.approx(expected, rel=1e-12)
@@ -59,7 +59,7 @@ def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:
     model = tiny_qwen3(tie_word_embeddings=False).double()
     model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
     batch = PaddedCollator()(FEATURES)
-    fused, own = (predict(model, batch, plain_head) for plain_head in (True, False))
+    fused, own = (forward_rows(model, batch, plain_head) for plain_head in (True, False))
     assert fused.loss_sum().item() == pytest.approx(own.loss_sum().item(), rel=1e-12)
     assert fused.logprobs().tolist() == pytest.approx(own.logprobs().tolist(), rel=1e-12)
 
@@ -77,9 +77,9 @@ def test_floats_of_the_features(name: str, tiny_qwen3: Any) -> None:
     seen: list[str] = []
     model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.extend(kwargs), with_kwargs=True)
     for plain_head in (True, False):
-        predictions = predict(model, batch, plain_head)
+        predictions = forward_rows(model, batch, plain_head)
         by_logprobs = -(predictions.targets.weights * predictions.logprobs()).sum()
-        by_loss = predict(model, batch, plain_head).loss_sum()
+        by_loss = forward_rows(model, batch, plain_head).loss_sum()
         assert by_loss.item() == pytest.approx(expected, rel=1e-12) == by_logprobs.item()
         gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (by_loss, by_logprobs)]
         assert all(relative_error(x, y) <= 1e-12 for x, y in zip(*gradients, strict=True))

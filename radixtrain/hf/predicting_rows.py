@@ -76,7 +76,7 @@ class PredictingRows(NamedTuple):
         return linear_logprobs(self.rows, self.head.weight, labels, rows, self.head.bias)
 
 
-def predict(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> PredictingRows:
+def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> PredictingRows:
     """Run the model on a batch.
 
     model: prepared for a batch of a `RadixCollator`, unprepared for one of a `PaddedCollator`.
