@@ -56,8 +56,8 @@ class RadixCollator:
     """Collate token sequences into a batch of their unique tokens.
 
     min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; see `build_prefix_plan`.
-    step_cost: chooses the `min_shared_tokens` and the attention strategy of each batch that are the fastest by the
-        calibration that `radixtrain.calibrate(model)` returns; `min_shared_tokens` is then left at 1.
+    step_cost: chooses the `min_shared_tokens` and the attention strategy of each batch that cost least by
+        `radixtrain.hf.step_cost.step_cost_of(model)`; `min_shared_tokens` is then left at 1.
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.

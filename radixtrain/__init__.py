@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.generate import generate
     from radixtrain.generation.score import score_completions
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
-    from radixtrain.hf.step_cost import calibrate
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
 
@@ -28,7 +27,6 @@ __all__ = [
     "RadixCache",
     "RadixCollator",
     "build_prefix_plan",
-    "calibrate",
     "generate",
     "prepare_model",
     "restore_model",
@@ -45,7 +43,6 @@ _HOMES = {
     "RadixCache": "radixtrain.generation.cache",
     "RadixCollator": "radixtrain.collators.radix",
     "build_prefix_plan": "radixtrain.tree.plan",
-    "calibrate": "radixtrain.hf.step_cost",
     "generate": "radixtrain.generation.generate",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -82,3 +83,19 @@ def _peak_cpu_bytes(run: Callable[[], object]) -> int:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def non_negative_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Rates >= 0 with the least squares of `work @ rates / seconds - 1`: the best of every set of rates above 0."""
+    relative, ones = work / seconds[:, None], np.ones(len(seconds))
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0] = 1
+    best, least = np.zeros(work.shape[1]), np.inf
+    for size in range(1, work.shape[1] + 1):
+        for chosen in map(list, combinations(range(work.shape[1]), size)):
+            rates, *_ = np.linalg.lstsq(relative[:, chosen] / scale[chosen], ones, rcond=None)
+            error = float(np.square(relative[:, chosen] / scale[chosen] @ rates - 1).sum())
+            if (rates >= 0).all() and error < least:
+                best, least = np.zeros(work.shape[1]), error
+                best[chosen] = rates / scale[chosen]
+    return [float(rate) for rate in best]

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from radixtrain.errors import UserError
-from radixtrain.hf.step_cost import non_negative_fit, step_cost_of
+from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.report.profiling import Arm, Case, RunSetup, Timings, time_cases
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
+from radixtrain.timing import non_negative_fit
 from radixtrain.tree.cost_model import StepCost
 
 # Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.

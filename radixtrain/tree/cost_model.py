@@ -3,8 +3,8 @@
     seconds = U row_flops flop + calls call + rectangles N rectangle + pairs N H pair + elements element
 
 for one layer. In a hybrid model attention counts for the layers that attend, and recurrent layers cost what their
-`RunCost` says of their calls, rows and states. The rates are `FIXED_RATES`, the same on every machine, or measured by
-`radixtrain.calibrate`; the work of a plan is counted here:
+`RunCost` says of their calls, rows and states. The rates are `FIXED_RATES`, the same on every machine; the work of a
+plan is counted here:
 
 - calls: of the attention kernel;
 - rectangles: of queries and keys that they compute, N query heads each;

@@ -32,7 +32,7 @@ from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
-from radixtrain.hf.step_cost import calibrate
+from radixtrain.hf.step_cost import step_cost_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77
@@ -112,7 +112,7 @@ def measure_file(
     print(described(work), flush=True)
     model = build_model(shape, device, dtype, options.attn_implementation)
     if "auto" in settings.attention:
-        work = with_choices(work, calibrate(model, kernel=settings.kernel), options.max_tokens)
+        work = with_choices(work, step_cost_of(model), options.max_tokens)
     work, seconds = fastest_ordinary(model, work, [size or None for size in options.ordinary_rows])
     tried = ", ".join(f"{size} rows {time:.3f} s" for size, time in seconds.items())
     print(f"  ordinary step in micro-batches of {tried}; the fastest is measured", flush=True)

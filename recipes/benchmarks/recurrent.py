@@ -7,7 +7,7 @@ Each model has random weights and the layer mix of its family: Qwen3.5 three lay
 attention, Bamba the same with Mamba 2, LFM2 with short convolutions. The batches: one prompt of 512 tokens before 16
 answers of 64; three levels of sharing; and rows that share nothing, which show what the code for sharing costs. Both
 arms are those of `python -m radixtrain bench`: the same weights in turns, and gradients are compared before anything is
-timed. The ideal is the ratio of floating-point operations. A calibration of the model chooses the runs; *forks* are the
+timed. The ideal is the ratio of floating-point operations. The cost of a layer chooses the runs; *forks* are the
 states that they keep in a layer.
 """
 
@@ -20,12 +20,12 @@ import torch
 from transformers import BambaConfig, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from radixtrain import calibrate
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, features_of_cell
 from radixtrain.bench.environment import header
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.errors import UserError
+from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.tree.layout import TreeLayout
 
 LAYERS = 4
@@ -129,7 +129,7 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, Batch, int, Meas
     for name in options.models:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(MODELS[name](options.hidden), attn_implementation="sdpa").train()
-        step_cost = calibrate(model)
+        step_cost = step_cost_of(model)
         for batch in BATCHES:
             work = with_choices(work_of(GivenBatch(ModelShape(), str(batch), batch.rows), rows_of(batch)), step_cost)
             (result,) = measure(model, work, Settings(repeats=options.repeats, float64_truth=True))

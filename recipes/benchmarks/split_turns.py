@@ -36,7 +36,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.step_cost import calibrate
+from radixtrain.hf.step_cost import step_cost_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tiny
@@ -150,7 +150,7 @@ def work_of_rows(encoder: ChatEncoder, shape: ModelShape, name: str, rows: list[
 
 def timed(model: Any, works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
     """Seconds of every turn of the arms, after one that is not counted."""
-    plain_head, step_cost = has_plain_head(model), calibrate(model)
+    plain_head, step_cost = has_plain_head(model), step_cost_of(model)
     radix, ordinary = RadixArm(plain_head=plain_head, attention="auto"), OrdinaryArm(plain_head=plain_head)
     runs: dict[str, tuple[Arm, Work]] = {arm: (radix, with_choices(work, step_cost)) for arm, work in works.items()}
     for arm, work in works.items():

@@ -7,7 +7,6 @@ import radixtrain
 
 
 def test_type_checkers_see_what_is_loaded() -> None:
-    """`calibrate` was missing there, so an editor did not know it."""
     tree = ast.parse(Path(radixtrain.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -65,7 +65,7 @@ NOTES = {
     "`packed` is varlen attention without padding; both have the head on labelled tokens only. Peaks are beyond the "
     "weights: gradients and activations.",
     "rows": "Beside a copy of as many bytes from device to device.",
-    "rates": "A step with the choices of the fixed rates beside one with those of `radixtrain.calibrate(model)`.",
+    "rates": "A step with the choices of the fixed rates beside one with those that a calibration finds.",
     "attention": "One layer, forward, and forward and backward. Errors over those of flash-attention in the same "
     "dtype, the worst of output, dq, dk and dv.",
 }

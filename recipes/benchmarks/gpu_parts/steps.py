@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_parts.arms import PackedArm, as_loaded, packed_implementation, packed_work
+from gpu_parts.calibration import calibrate
 from gpu_parts.run import Run
 
-from radixtrain import calibrate
 from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model, features_of_cell
 from radixtrain.bench.work import Work, with_choices, work_of

@@ -1,18 +1,13 @@
-"""What a layer costs, by fixed rates and by measured ones, and that a model computes what its batches chose by it."""
+"""What a layer costs, and that a model computes what its batches chose by it."""
 
-from dataclasses import asdict, replace
-
-import numpy as np
 import pytest
-import torch
 from tiers import cases
 from tiny_models import tiny_model
 
-from radixtrain import RadixCollator, calibrate, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf import step_cost
-from radixtrain.hf.step_cost import non_negative_fit, step_cost_of
-from radixtrain.tree.cost_model import CHOICES, FIXED_RATES, Rates
+from radixtrain.hf.step_cost import step_cost_of
+from radixtrain.tree.cost_model import CHOICES, FIXED_RATES
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 FORKING = [{"input_ids": [*range(1, 40), n], "labels": [*range(1, 40), n]} for n in range(40, 46)]
@@ -90,72 +85,3 @@ class TestPreparedModel:
         assert collator(FORKING)["radix_runs_calls"] == ((1, 39, 1, ()), (6, 2, 0, ((0, 6),)))
         report = verify_equivalence(model, FORKING, collator=collator, precisions=["float64"])
         assert report["float64"].worst.radix <= 1e-12, str(report)
-
-
-# Measured.
-
-FLOPS = 6.0 * 512 * 32 * 128
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """`clock(cost)`: a clock that obeys the formula; without a cost each run takes a second."""
-
-    def install(cost=None):
-        plans = step_cost._batches() if cost else ()
-        seconds = iter([FLOPS * 1e-12] + [cost.seconds(plan, strategy) for plan in plans for strategy in CHOICES])
-
-        def timed(runs, device, repeats, num_warmups):
-            ((name, run),) = runs.items()
-            run()
-            return {name: [next(seconds) if cost else 1.0]}
-
-        monkeypatch.setattr(step_cost, "seconds_in_turns", timed)
-
-    return install
-
-
-def test_the_rates_are_those_of_the_clock(tiny_qwen3, clock):
-    """With a clock that obeys the formula, the rates of the formula come out, and nothing else of the cost changes."""
-    fixed = step_cost_of(tiny_qwen3())
-    rates = Rates(call=3e-5, rectangle=1e-6, pair=2e-10, element=1e-9, flop=0.0)
-    clock(replace(fixed, rates=rates))
-    cost = calibrate(tiny_qwen3())
-    found, expected = ({**asdict(each), "runs": 0.0} for each in (cost.rates, rates))
-    assert found == pytest.approx({**expected, "flop": 1e-12}, rel=1e-6)
-    assert replace(cost, rates=fixed.rates) == fixed
-
-
-def test_recurrent_layers_cost_as_much_more_as_a_matrix_product(tiny_hybrid, clock):
-    model = tiny_hybrid("LFM2")
-    clock()
-    fixed, cost = step_cost_of(model), calibrate(model)
-    assert cost.run_cost.row / fixed.run_cost.row == pytest.approx(cost.rates.flop / fixed.rates.flop)
-    assert cost.run_cost.call / cost.run_cost.row == pytest.approx(64)
-
-
-def test_the_fit_is_exact_if_it_can_be_and_never_negative():
-    rng = np.random.default_rng(0)
-    work = rng.uniform(1, 100, (12, 4))
-    rates = np.array([1e-5, 0.0, 3e-9, 2e-7])
-    assert np.allclose(non_negative_fit(work, work @ rates), rates, rtol=1e-9, atol=1e-15)
-    assert min(non_negative_fit(work, work @ np.array([1e-5, -1e-6, 3e-9, 2e-7]))) >= 0
-
-
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
-def test_nothing_of_the_run_changes(tiny_qwen3, clock, context):
-    """Neither random state nor gradients, in any mode of torch."""
-    clock()
-    model = tiny_qwen3()
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    with context():
-        assert calibrate(model, dtype=torch.bfloat16).rates.flop > 0
-    assert torch.equal(torch.rand(1), expected)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_by_the_clock_of_this_machine(tiny_qwen3):
-    rates = calibrate(tiny_qwen3(), attention="path").rates
-    assert rates.flop > 0 and max(rates.call, rates.rectangle, rates.pair, rates.element) > 0
