@@ -12,7 +12,6 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -172,7 +171,6 @@ def _takes_function_from_interface(decoder: Any) -> bool:
     return not classes or any(_mentions("attention_interface", each) for each in classes)
 
 
-@cache
 def _mentions(word: str, module_class: Any) -> bool:
     source = source_of_class(module_class)
     return source is None or word in source
