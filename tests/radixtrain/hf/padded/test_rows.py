@@ -66,13 +66,6 @@ def spread(rows: torch.Tensor) -> torch.Tensor:
 
 
 class TestSpread:
-    def test_padding_has_a_row_of_numbers_and_no_gradient(self):
-        """Not zeros: divided by their norm they are NaN, and the gradient of a square is 0 there."""
-        rows = unique_rows()
-        assert spread(rows)[PLACES.padding].isfinite().all()
-        with pytest.raises(UserError, match=HIDES.format(2)):
-            spread(rows).square().sum().backward()
-
     def test_padding_of_rows_that_nothing_learns(self):
         """A frozen model, and a head after it that reads padding."""
         head = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
