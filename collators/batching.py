@@ -35,47 +35,6 @@ CLOSE = 50  # costs that differ by less than one part in so many count as equal:
 LARGEST_ROW = 2**20  # in pairs: if a row costs more, attention counts as free
 
 
-class Cut(NamedTuple):
-    """An optimizer batch in micro-batches.
-
-    groups: micro-batches of the sequences, by index, in sorted order.
-    num_unique_tokens: of all sequences together: what a single micro-batch would compute, so no cut computes less.
-    """
-
-    groups: list[list[int]]
-    num_unique_tokens: int
-
-
-def cut_step(sequences: Sequence[IntArray], max_tokens: int | None, position_ids: IntArray | None = None) -> Cut:
-    """Micro-batches of the sequences, and the unique tokens that no cut gets below.
-
-    sequences: token ids of each, (L,), int64.
-    max_tokens: most unique tokens in a micro-batch; None for a single micro-batch. A longer sequence gets its own.
-    position_ids: (T,), int64, of all sequences back to back, if they do not count from 0.
-
-    Raises ValueError for an empty sequence, which has no place in the order.
-
-    A sequence costs the tokens that it does not share with the one before it; the first of a micro-batch costs all.
-    """
-    by_order = sorted_step(sequences, position_ids)
-    return Cut(cut_sorted(by_order, max_tokens), by_order.num_unique_tokens)
-
-
-def sorted_step(sequences: Sequence[IntArray], position_ids: IntArray | None = None) -> SortedSequences:
-    """The sequences in the order in which they are cut. Arguments and error as of `cut_step`."""
-    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    if not lengths.all():
-        raise ValueError(f"sequence {int(lengths.argmin())} is empty")
-    packed = np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
-    return sort_sequences(packed, np.concatenate([[0], np.cumsum(lengths)]), position_ids)
-
-
-def cut_sorted(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
-    """The groups of `cut_step`. The first sequence may have any lcp: it costs all of its tokens."""
-    added = (by_order.lengths - by_order.lcp).tolist()
-    return _cut(by_order.order.tolist(), added, by_order.lengths.tolist(), max_tokens)
-
-
 def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> list[list[int]]:
     """The ordinary baseline: longest first, cut before sequences x longest sequence exceeds the budget."""
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
@@ -86,19 +45,6 @@ def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> 
             batches[-1].append(index)
         else:
             batches.append([index])
-    return batches
-
-
-def _cut(order: list[int], added: list[int], lengths: list[int], max_tokens: int | None) -> list[list[int]]:
-    batches: list[list[int]] = []
-    total = 0
-    for index, extra, length in zip(order, added, lengths, strict=True):
-        if batches and (max_tokens is None or total + extra <= max_tokens):
-            batches[-1].append(index)
-            total += extra
-        else:
-            batches.append([index])
-            total = length
     return batches
 
 
@@ -156,13 +102,21 @@ def share_by_unique_tokens(
 ) -> Shares:
     """Micro-batches of the sequences for each rank, of at most `max_tokens` unique tokens or a single sequence.
 
-    sequences, max_tokens, position_ids: as `cut_step` takes them, with its error.
+    sequences: token ids of each, (L,), int64.
+    max_tokens: None for a single micro-batch on each rank.
+    position_ids: (T,), int64, of all sequences back to back, if they do not count from 0.
 
     The cost of the most expensive rank is minimised first, then the sum of all. A rank may get nothing.
+    Raises ValueError for an empty sequence, which has no place in the order.
     """
-    by_order = sorted_step(sequences, position_ids)
-    if not len(by_order.order):
+    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+    if not lengths.all():
+        raise ValueError(f"sequence {int(lengths.argmin())} is empty")
+    if not len(lengths):
         return Shares([[] for _ in range(num_ranks)], [0] * num_ranks, 0)
+    by_order = sort_sequences(np.concatenate(sequences), cumulative(lengths), position_ids)
+    if num_ranks == 1:
+        return _cut_for_ranks(by_order, np.zeros_like(lengths), 1, max_tokens, cost)
     candidates = [_in_a_row(by_order, num_ranks, max_tokens, cost)]
     candidates += [_in_units(by_order, starts, num_ranks, cost) for starts in _units(by_order.lcp)]
     found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens, cost) for rank_of in candidates]
@@ -277,11 +231,26 @@ def _cut_for_ranks(
     groups, paid = [], []
     for rank in range(num_ranks):
         mine = _some_of(by_order, np.flatnonzero(rank_of == rank))
-        groups.append(cut_sorted(mine, max_tokens))
+        groups.append(_cut(mine, max_tokens))
         firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
         heads = cost(mine.lcp)
         paid.append(int((cost(mine.lengths) - heads).sum() + heads[firsts].sum()))
     return Shares(groups, paid, by_order.num_unique_tokens)
+
+
+def _cut(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
+    """Full micro-batches. A sequence costs the tokens that it does not share with the one before it, the first all."""
+    batches: list[list[int]] = []
+    total = 0
+    added = by_order.lengths - by_order.lcp
+    for index, extra, length in zip(by_order.order.tolist(), added.tolist(), by_order.lengths.tolist(), strict=True):
+        if batches and (max_tokens is None or total + extra <= max_tokens):
+            batches[-1].append(index)
+            total += extra
+        else:
+            batches.append([index])
+            total = length
+    return batches
 
 
 def _some_of(by_order: SortedSequences, places: IntArray) -> SortedSequences:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from radixtrain.collators.batching import cut_step
+from radixtrain.collators.batching import share_by_unique_tokens
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
@@ -251,19 +251,19 @@ def batches_of(order: IntArray, batch_size: int, num_batches: int | None = None)
     return [order[starts[place] : starts[place] + batch_size].tolist() for place in chosen.tolist()]
 
 
-def ratio_of_batches(items: Items, batches: Iterable[Sequence[int]], max_tokens: int | None) -> float:
+def ratio_of_batches(
+    items: Items, batches: Iterable[Sequence[int]], max_tokens: int | None, num_ranks: int = 1
+) -> float:
     """r: tokens per computed token of these batches, if each is cut into micro-batches of `max_tokens` unique tokens.
 
-    1.0 without any token. Branches too small to be taken, and padding, are not taken into account.
+    num_ranks: how many share out each batch. Each computes its share by itself.
+
+    1.0 without any token. Branches too small to be taken and padding are not taken into account, nor is what a token
+    costs, by which the ranks of a run may share out otherwise.
     """
     num_tokens = num_computed = 0
     for batch in batches:
         sequences = [ids for index in batch for ids in items(index) if len(ids)]
         num_tokens += sum(map(len, sequences))
-        whole = cut_step(sequences, max_tokens)
-        if len(whole.groups) == 1:
-            num_computed += whole.num_unique_tokens
-        else:
-            parts = ([sequences[index] for index in group] for group in whole.groups)
-            num_computed += sum(cut_step(part, None).num_unique_tokens for part in parts)
+        num_computed += sum(share_by_unique_tokens(sequences, num_ranks, max_tokens).costs)  # a unique token costs 1
     return num_tokens / num_computed if num_computed else 1.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor
 from radixtrain.collators.batching import (
     SequenceCost,
     Shares,
-    cut_by_padded_tokens,
-    cut_step,
     share_by_padded_tokens,
     share_by_unique_tokens,
 )
@@ -39,8 +37,6 @@ from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
-Collated: TypeAlias = tuple[list[int], dict[str, Any]]
-"""A micro-batch with its members."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -120,14 +116,19 @@ class StepCollator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = self._read(features)
-        collated, num_unique_tokens = self._cut(arrays) if self.num_ranks == 1 else self._share(arrays)
+        shares = self.shares(arrays)
+        groups = shares.groups[self.rank]
+        batches = [self._fitting([arrays[index] for index in group]) for group in groups]
+        if num_missing := shares.num_micro_batches - len(groups):
+            empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
+            batches += [self._collate([empty]) for _ in range(num_missing)]
         return Step(
-            micro_batches=[batch for _, batch in collated],
-            members=[group for group, _ in collated],
+            micro_batches=batches,
+            members=groups + [[] for _ in range(num_missing)],
             num_labels=sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in arrays),
             num_tokens=sum(len(feature.input_ids) for feature in arrays),
-            num_computed_tokens=sum(batch["input_ids"].numel() for _, batch in collated),
-            num_unique_tokens=num_unique_tokens,
+            num_computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
+            num_unique_tokens=shares.num_unique_tokens,
         )
 
     def shares(self, arrays: Sequence[FeatureArrays]) -> Shares:
@@ -148,41 +149,15 @@ class StepCollator:
             check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
         return keep_once(arrays) if self.shared_targets == "once" else arrays
 
-    def _cut(self, arrays: Sequence[FeatureArrays]) -> tuple[list[Collated], int | None]:
-        """The micro-batches of a single rank, and the unique tokens of the step."""
-        sequences = [feature.input_ids for feature in arrays]
-        cut = cut_step(sequences, self.max_tokens, packed_positions(arrays)) if self.dedup else None
-        groups = cut.groups if cut else cut_by_padded_tokens(sequences, self.max_tokens)
-        collated = [part for group in groups for part in self._within_budget(group, arrays)]
-        return collated, cut.num_unique_tokens if cut else None
-
-    def _share(self, arrays: Sequence[FeatureArrays]) -> tuple[list[Collated], int | None]:
-        """The micro-batches of this rank, and the unique tokens of the step.
-
-        Their number is known on every rank before any of them is collated, so none may be cut in two here.
-        """
-        shares = self.shares(arrays)
-        groups = shares.groups[self.rank]
-        collated = [(group, self._fitting([arrays[index] for index in group])) for group in groups]
-        empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
-        num_missing = shares.num_micro_batches - len(groups)
-        return collated + [([], self._collate([empty])) for _ in range(num_missing)], shares.num_unique_tokens
-
     def _fitting(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
-        """Collate features whose unique tokens are within the budget, with every branch if they are over it without."""
+        """Collate features whose unique tokens are within the budget, with every branch if they are over it without.
+
+        They are not cut in two: every rank knows the number of micro-batches before any of them is collated.
+        """
         batch = self._collate(arrays)
         if self.min_shared_tokens == 1 or self.max_tokens is None or batch["input_ids"].numel() <= self.max_tokens:
             return batch
         return replace(self, min_shared_tokens=1)._collate(arrays)
-
-    def _within_budget(self, group: list[int], arrays: Sequence[FeatureArrays]) -> list[Collated]:
-        """Collate a group, in halves if `min_shared_tokens` or the padding takes it over the budget."""
-        batch = self._collate([arrays[index] for index in group])
-        over = self.max_tokens is not None and batch["input_ids"].numel() > self.max_tokens
-        if not over or len(group) == 1:
-            return [(group, batch)]
-        middle = len(group) // 2
-        return self._within_budget(group[:middle], arrays) + self._within_budget(group[middle:], arrays)
 
     @cached_property
     def _collate(self) -> Callable[[Sequence[FeatureArrays]], dict[str, Any]]:

@@ -42,14 +42,17 @@ class Expected(NamedTuple):
     whole_share: float
 
 
-def expected_r(conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None) -> Expected:
+def expected_r(
+    conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None, num_ranks: int = 1
+) -> Expected:
     """What these steps are expected to share.
 
     batches: the conversations of each step, by index.
     max_tokens: unique tokens of a micro-batch, by which a step is cut; None if it is not.
+    num_ranks: ranks that share out each step.
 
-    Each conversation is read once for each time that it is listed. `min_shared_tokens` and padding, which change r by
-    little, are not taken into account.
+    Each conversation is read once for each time that it is listed. What changes r by little is not taken into account,
+    see `ratio_of_batches`.
     """
     num_tokens = num_whole = 0
 
@@ -60,7 +63,7 @@ def expected_r(conversations: Conversations, batches: Iterable[Sequence[int]], m
         num_whole += sum(length for length, _ in whole_chats(samples))
         return [sample.input_ids for sample in samples]
 
-    r = ratio_of_batches(sequences_of, batches, max_tokens)
+    r = ratio_of_batches(sequences_of, batches, max_tokens, num_ranks)
     return Expected(r, num_whole / num_tokens if num_tokens else 1.0)
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from radixtrain.collators.batching import SequenceCost, Shares, cut_step, share_by_unique_tokens
+from radixtrain.collators.batching import SequenceCost, Shares, share_by_unique_tokens
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.data.steps import StepSampler
@@ -146,7 +146,7 @@ def divided(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, cost
 def computed_rows(sequences: Sequence[IntArray], shares: Shares) -> int:
     """Unique tokens of every micro-batch by itself."""
     groups = (group for mine in shares.groups for group in mine)
-    return sum(cut_step([sequences[index] for index in group], None).num_unique_tokens for group in groups)
+    return sum(sum(share_by_unique_tokens([sequences[index] for index in group], 1, None).costs) for group in groups)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from radixtrain.collators.batching import (
     SequenceCost,
     cut_by_padded_tokens,
-    cut_step,
     share_by_padded_tokens,
     share_by_unique_tokens,
 )
@@ -25,7 +24,7 @@ def arrays(sequences):
 
 
 def cut_by_unique_tokens(sequences, max_tokens):
-    return cut_step(sequences, max_tokens).groups
+    return share_by_unique_tokens(sequences, 1, max_tokens).groups[0]
 
 
 def num_unique(sequences):
@@ -123,7 +122,6 @@ def cost_of_group(cost, sequences):
         pytest.param([[1, 2], [3, 4]], 3, None, [[[0]], [[1]], []], [2, 2, 0], id="nothing for a rank"),
         pytest.param([[5] * 9], 2, 4, [[[0]], []], [9, 0], id="longer than the budget"),
         pytest.param([[4, 4]] * 5, 2, None, [[[0, 1, 2, 3, 4]], []], [2, 0], id="copies cost nothing"),
-        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 1, 4, [[[0, 2], [1]]], [6], id="a single rank"),
         pytest.param([], 2, 4, [[], []], [0, 0], id="empty"),
     ],
 )

@@ -53,6 +53,8 @@ def load_trainable(settings: Any) -> Any:
 
 def with_training_options(model: Any, settings: Any) -> Any:
     """The model with checkpointing and adapters as the settings say. UserError for a router loss."""
+    if model.dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's grouped product of experts takes no float64
     if settings.activation_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older
         enable({"use_reentrant": False})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,11 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from radixtrain.collators.batching import share_by_unique_tokens
 from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import UnreadRow, open_rows
 from radixtrain.data.grouping import (
     Arrangement,
-    Conversations,
     conversation_groups,
     expected_r,
     grouped_order,
@@ -124,7 +122,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
     batches = list(batches_of(data.train_order(), settings.batch_size))
     on_one = expected_r(corpus, batches, settings.max_tokens)
-    r = on_one.r if num_ranks == 1 else expected_r_of_ranks(corpus, batches, settings.max_tokens, num_ranks)
+    r = on_one.r if num_ranks == 1 else expected_r(corpus, batches, settings.max_tokens, num_ranks).r
     text = f"about {r * on_one.whole_share:.1f} tokens per computed token in this order"
     if on_one.whole_share < 1:
         text += f" against whole chats, as TRL trains them, {r:.1f} against the same rows"
@@ -165,26 +163,8 @@ def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float, w
         return Arrangement(r, r)
     order = grouped.draw(np.arange(len(drawn)), np.random.default_rng([settings.seed, 0]))
     batches = batches_of(order, settings.batch_size)
-    grouped_r = expected_r_of_ranks(drawn, batches, settings.max_tokens, ranks().size)
+    grouped_r = expected_r(drawn, batches, settings.max_tokens, ranks().size).r
     return Arrangement(r * whole_share, grouped_r * whole_share)
-
-
-def expected_r_of_ranks(
-    conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None, num_ranks: int
-) -> float:
-    """Tokens per computed token of all ranks together, each of which computes its share of every step by itself.
-
-    conversations, batches, max_tokens: as `expected_r` takes them, and it leaves out the same. So is the cost of a
-    token, by which a run may share out otherwise.
-    """
-    if num_ranks == 1:
-        return expected_r(conversations, batches, max_tokens).r
-    num_tokens = num_computed = 0
-    for batch in batches:
-        sequences = [sample.input_ids for index in batch for sample in conversations[index] if len(sample.input_ids)]
-        num_tokens += sum(map(len, sequences))
-        num_computed += sum(share_by_unique_tokens(sequences, num_ranks, max_tokens).costs)  # each unique token costs 1
-    return num_tokens / num_computed if num_computed else 1.0
 
 
 def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
