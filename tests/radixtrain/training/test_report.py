@@ -107,17 +107,18 @@ def test_chats_are_compared_with_whole_chats_too(
     data |= {"chat_template_path": str(template)} if keeps else {}
     tokenizer = load_tokenizer(str(shop / "model"), data.get("chat_template_path"))
 
-    def tokens(messages: list[dict[str, Any]], tools: Any) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    def tokens(messages: list[dict[str, Any]], tools: Any, **options: Any) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         return tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"]
 
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
     whole = [tokens(row["messages"], row.get("tools")) for row in rows]
-    turns = [
-        tokens(row["messages"][: end + 1], row.get("tools"))
-        for row in rows
-        for end, message in enumerate(row["messages"])
-        if message["role"] == "assistant"
+    ends = [(row, end) for row in rows for end, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    turns = [tokens(row["messages"][: end + 1], row.get("tools")) for row, end in ends]
+    prompts = [
+        tokens(row["messages"][:end], row.get("tools"), add_generation_prompt=True) + newline for row, end in ends
     ]
+    num_labels = sum(map(len, turns)) - sum(map(len, prompts))
     computed = len({tuple(turn[: end + 1]) for turn in turns for end in range(len(turn))})
     of_chats, of_rows = (sum(map(len, sequences)) / computed for sequences in (whole, turns))
     flags = {f"data__{name}": value for name, value in data.items()}
@@ -126,6 +127,7 @@ def test_chats_are_compared_with_whole_chats_too(
     assert (
         f"{sum(map(len, whole)):,} tokens as whole chats, {sum(map(len, turns)):,} tokens as the {len(turns)}" in text
     )
+    assert f"of which {num_labels:,} bear loss" in text
     found = re.search(r"r = ([\d.]+) against whole chats, as TRL trains them, ([\d.]+) against the same rows", text)
     assert found and list(map(float, found.groups())) == pytest.approx([of_chats, of_rows], rel=0.006)
     assert (f"{num_changed} of {len(turns)} turns" if num_changed else "No turn has other tokens") in text
