@@ -55,7 +55,7 @@ class AttentionChoice(NamedTuple):
         return f"attention={self.strategy}, kernel={self.kernel} ({self.reason})"
 
 
-_LOGGED: set[AttentionChoice] = set()
+_LOGGED: set[tuple[str, str]] = set()  # strategy and kernel
 
 
 def tree_attention(
@@ -187,7 +187,7 @@ def choose_attention(
     window: bool = False,
     sinks: bool = False,
 ) -> AttentionChoice:
-    """Resolve `auto`, or check what was asked for by name. Each new choice is logged once, in one line.
+    """Resolve `auto`, or check what was asked for by name. A strategy and kernel are logged once, in one line.
 
     softcap, window, sinks: whether scores are soft-capped, a sliding window binds, heads have sinks.
 
@@ -195,8 +195,8 @@ def choose_attention(
     head dim or modifier, for `cascade` if a window binds, and for what `tree` does not take.
     """
     choice = _choice(attention, kernel, device, dtype, head_dim, softcap, window, sinks)
-    if choice not in _LOGGED:
-        _LOGGED.add(choice)
+    if choice[:2] not in _LOGGED:
+        _LOGGED.add(choice[:2])
         logger.info("%s", choice)
     return choice
 

@@ -27,8 +27,11 @@ LOGGED = frozenset(
 )
 
 
+OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # the same configuration again discards and resumes nothing
+
+
 class SaveMaskedConfig(SaveConfigCallback):
-    """Writes config.yaml into the folder of the logs, as Lightning does, and masks its secrets.
+    """Writes config.yaml into the folder of the logs, without secrets and without what was meant for one command only.
 
     In `fit` it is written when training starts, so that a run that is refused replaces no file of the one before.
     """
@@ -50,11 +53,10 @@ class SaveMaskedConfig(SaveConfigCallback):
             partial.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """The configuration in YAML, with `***` for every secret. Without one it is as Lightning writes it."""
-        text = str(self.parser.dump(self.config, skip_none=False))
-        config = yaml.safe_load(text)
-        clean = masked(config)
-        return text if clean == config else yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
+        """The configuration in YAML, with `***` for every secret."""
+        config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+        kept = {name: value for name, value in config.items() if name not in OF_ONE_COMMAND}
+        return str(yaml.safe_dump(masked(kept), sort_keys=False, allow_unicode=True))
 
 
 def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
