@@ -183,7 +183,7 @@ class BackboneHooks:
                 f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong; "
                 f"if they are not there, set num_hidden_layers of its configuration and call prepare_model again"
             )
-        _expand_router_logits(type(backbone).__name__, output, kwargs, call)
+        self._expand_router_logits(type(backbone).__name__, output, kwargs, call)
         if call.places is not None:
             assert self.padded is not None
             return self.padded.outputs_at_places(output, call)
@@ -203,6 +203,34 @@ class BackboneHooks:
                 f"among PEFT's modules_to_save, leave it out there: the model has it twice; if the model has changed, "
                 f"call prepare_model again"
             )
+
+    def _expand_router_logits(self, name: str, output: Any, kwargs: Mapping[str, Any], call: RadixCall) -> None:
+        """Router logits of the U unique rows -> of the original tokens, in place: the loss counts each token once.
+
+        For a padded batch they go to their places, and Hugging Face's loss leaves out padding.
+        """
+        if isinstance(output, tuple):
+            if kwargs.get("output_router_logits"):
+                raise UserError(f"{name} returns its router logits in a tuple; call it with return_dict=True")
+            return
+        router_logits = getattr(output, "router_logits", None)
+        if router_logits is None:
+            return
+        expanded = []
+        for index, logits in enumerate(router_logits):
+            rows = logits.flatten(0, -2)
+            if len(rows) != call.layout.num_rows:
+                raise UserError(
+                    f"{name} layer {index} returns router logits of shape {tuple(logits.shape)} for "
+                    f"{call.layout.num_rows} unique tokens, so the router loss cannot be counted by token; set "
+                    f"output_router_logits to false"
+                )
+            if call.places is None:
+                expanded.append(gather_rows(rows, call.layout.inverse_indices))
+            else:
+                assert self.padded is not None
+                expanded.append(self.padded.at_places(rows, call.places).whole().flatten(0, 1))
+        output.router_logits = tuple(expanded)
 
 
 def remove_hooks(model: nn.Module) -> None:
@@ -226,31 +254,3 @@ def _check_in_force(decoder: Any) -> None:
             f"a radix batch needs attn_implementation={ATTENTION_NAME!r}, but it is now {name!r}: the tree would "
             f"be ignored; call prepare_model again"
         )
-
-
-def _expand_router_logits(name: str, output: Any, kwargs: Mapping[str, Any], call: RadixCall) -> None:
-    """Router logits of the U unique rows -> of the original tokens, in place: the loss counts each token once.
-
-    For a padded batch they go to their places, and Hugging Face's loss leaves out padding.
-    """
-    if isinstance(output, tuple):
-        if kwargs.get("output_router_logits"):
-            raise UserError(f"{name} returns its router logits in a tuple; call it with return_dict=True")
-        return
-    router_logits = getattr(output, "router_logits", None)
-    if router_logits is None:
-        return
-    expanded = []
-    for index, logits in enumerate(router_logits):
-        rows = logits.flatten(0, -2)
-        if len(rows) != call.layout.num_rows:
-            raise UserError(
-                f"{name} layer {index} returns router logits of shape {tuple(logits.shape)} for {call.layout.num_rows} "
-                f"unique tokens, so the router loss cannot be counted by token; set output_router_logits to false"
-            )
-        expanded.append(
-            call.places.spread(call.places.with_padding(rows))
-            if call.places
-            else gather_rows(rows, call.layout.inverse_indices)
-        )
-    output.router_logits = tuple(expanded)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from radixtrain.errors import UserError
-from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
 
@@ -97,9 +96,9 @@ class PaddedRows(NamedTuple):
         return np.concatenate([[0], np.cumsum(self.kept.sum(axis=1))])
 
     def places(self, plan: PrefixPlan) -> IntArray:
-        """(B L,), int64. the unique row of each place; `plan.num_rows` for padding."""
-        rows = np.full(self.kept.size, plan.num_rows)
-        rows[self.kept.reshape(-1)] = plan.inverse_indices
+        """(B, L), int64. the unique row of each place; `plan.num_rows` for padding."""
+        rows = np.full(self.kept.shape, plan.num_rows)
+        rows[self.kept] = plan.inverse_indices
         return rows
 
 
@@ -110,38 +109,20 @@ PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy
 class Places:
     """Which unique row stands at each place of a padded batch.
 
-    batch_shape: B and L.
-    host_rows: (B L,), int64. U at padding.
-    rows: the same, on the device of the model.
-    padding: int64, there too. the places of padding, ascending.
+    rows: (B, L), int64. U at padding. has_padding: whether there is any.
     """
 
-    batch_shape: tuple[int, ...]
-    host_rows: IntArray
-    rows: Tensor
-    padding: Tensor
-
-    @classmethod
-    def on(cls, device: torch.device, kept: npt.NDArray[np.bool_], rows: IntArray) -> Places:
-        """kept: (B, L), False at padding. rows: (B L,), int64. U at padding."""
-        padding = np.flatnonzero(~kept)
-        on_device = (torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, padding))
-        return cls(kept.shape, rows, *on_device)
+    rows: IntArray
+    has_padding: bool
 
     def with_padding(self, rows: Tensor) -> Tensor:
         """The unique rows, (U, ...), and if there is padding one more: the first of them, without gradient."""
-        if not len(self.padding):
+        if not self.has_padding:
             return rows
         table = torch.cat([rows, rows[:1].detach()])
         if torch.is_grad_enabled() and not table.requires_grad:
             table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
         return table
-
-    def spread(self, table: Tensor) -> Tensor:
-        """(B L, ...). The rows at their places. table: as `with_padding` returns it."""
-        placed = gather_rows(table, self.rows)
-        check_gradient_at(self.padding, placed)
-        return placed
 
 
 def check_gradient_at(places: Tensor, x: Tensor) -> None:

@@ -144,7 +144,7 @@ class PaddedSharing:
         device = given["input_ids"].device
         layout = TreeLayout.from_plan(plan, run_cost=self._run_cost()).to(device, non_blocking=True)
         may_bind = window_may_bind(decoder.config, layout.max_seqlen)
-        places = Places.on(device, rows.kept, rows.places(plan))
+        places = Places(rows.places(plan), has_padding=not rows.kept.all())
         misses_cache = option("use_cache", decoder.config, given)
         call = RadixCall(layout, None, self.attention, self.kernel, may_bind, strategy, places, misses_cache)
         return {
@@ -165,20 +165,32 @@ class PaddedSharing:
         assert places is not None
         _check_outputs(output)
         rows: Tensor = output[0]
-        table = places.with_padding(rows[0])
-        hidden: Tensor
-        if is_compiled():
-            hidden = places.spread(table).view(*places.batch_shape, -1)
-        else:
-            share_fused_head()
-            index = places.host_rows.reshape(places.batch_shape)
-            hidden = SpreadRows.of(table, index, len(rows[0]) if len(places.padding) else NO_ROW, self.report)
+        spread = self.at_places(rows[0], places)
+        hidden: Tensor = spread.whole() if is_compiled() else spread
+        share_fused_head()
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
-            output.hidden_states = tuple(hidden if each is rows else _state_at(places, each) for each in states)
+            output.hidden_states = tuple(hidden if each is rows else self._state(each, places) for each in states)
         if call.misses_cache and hasattr(output, "past_key_values"):
             output.past_key_values = MissingCache()
         return with_rows(output, hidden)
+
+    def at_places(self, rows: Tensor, places: Places) -> SpreadRows:
+        """(B, L, W). rows: (U, W), the unique ones."""
+        padding_row = len(rows) if places.has_padding else NO_ROW
+        return SpreadRows.of(places.with_padding(rows), places.rows, padding_row, self.report)
+
+    def _state(self, state: Tensor, places: Places) -> Tensor:
+        """The hidden states of a layer, (1, U, D), in (B, L, D). Gemma 3n has several streams of them, (4, 1, U, D)."""
+        if state.ndim < 3 or state.shape[-3] != 1:
+            raise UserError(
+                f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the "
+                f"batch are not known; leave it out, or call restore_model(model)"
+            )
+        streams = state.flatten(0, -3)
+        placed = self.at_places(streams.transpose(0, 1).flatten(1), places).whole()  # a row holds all its streams
+        placed = placed.unflatten(-1, (len(streams), -1)).movedim(-2, 0)
+        return placed.reshape(*state.shape[:-3], *placed.shape[1:])
 
 
 class MissingCache:
@@ -208,15 +220,3 @@ def _check_outputs(output: Any) -> None:
                 f"the backbone returns {name}, which it computes from other tokens when they are shared; call "
                 f"restore_model(model), or leave its pooler out (add_pooling_layer=False)"
             )
-
-
-def _state_at(places: Places, state: Tensor) -> Tensor:
-    """The hidden states of one layer, (1, U, D), in (B, L, D). Gemma 3n has several streams of them, (4, 1, U, D)."""
-    if state.ndim < 3 or state.shape[-3] != 1:
-        raise UserError(
-            f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the batch "
-            f"are not known; leave it out, or call restore_model(model)"
-        )
-    table = places.with_padding(state.flatten(0, -3).transpose(0, 1))  # a row holds all its streams
-    placed = places.spread(table)
-    return placed.transpose(0, 1).unflatten(1, places.batch_shape).reshape(*state.shape[:-3], *places.batch_shape, -1)

@@ -95,10 +95,10 @@ def test_rows_that_all_start_in_the_first_column(monkeypatch: pytest.MonkeyPatch
     places = PaddedRows.places
 
     def on_the_left(self: PaddedRows, plan: Any) -> Any:
-        found, wrong = places(self, plan).reshape(self.kept.shape), np.full(self.kept.shape, plan.num_rows)
+        found, wrong = places(self, plan), np.full(self.kept.shape, plan.num_rows)
         for row, kept in enumerate(self.kept):
             wrong[row, : kept.sum()] = found[row, kept]
-        return wrong.reshape(-1)
+        return wrong
 
     monkeypatch.setattr(PaddedRows, "places", on_the_left)
     assert_caught()
@@ -182,10 +182,10 @@ def test_tokens_that_are_shared_by_place(monkeypatch: pytest.MonkeyPatch) -> Non
     places = PaddedRows.places
 
     def by_column(self: PaddedRows, plan: Any) -> Any:
-        found = places(self, plan).reshape(self.kept.shape).copy()
+        found = places(self, plan)
         same = self.input_ids[1:] == self.input_ids[:1]
         found[1:] = np.where(same & self.kept[1:] & self.kept[:1], found[:1], found[1:])
-        return found.reshape(-1)
+        return found
 
     monkeypatch.setattr(PaddedRows, "places", by_column)
     assert_caught(positions="jumps")
@@ -233,7 +233,7 @@ def test_padding_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_router_logits_counted_by_unique_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask their number does not fit. Without one only the loss shows it."""
-    monkeypatch.setattr("radixtrain.hf.hooks._expand_router_logits", lambda *args: None)
+    monkeypatch.setattr("radixtrain.hf.hooks.BackboneHooks._expand_router_logits", lambda *args: None)
     assert_caught("Qwen3-MoE", router=True)
     ids = torch.tensor([[1, 2, 3, 1], [1, 2, 3, 4], [1, 2, 2, 2]])
     kept = torch.ones_like(ids, dtype=torch.bool)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import radixtrain.hf.attention_interface
 from radixtrain import share_prefixes, sharing_report
+from radixtrain.errors import UserError
 from radixtrain.tree.cost_model import CHOICES
 from radixtrain.verification.oracle import float64_throughout
 
@@ -89,6 +90,11 @@ class TestOutputs:
         for one, other in zip(expected, found, strict=True):
             assert one.shape == other.shape
             torch.testing.assert_close(other[..., MASK.bool(), :], one[..., MASK.bool(), :], rtol=1e-10, atol=1e-10)
+
+    def test_a_head_that_reads_padding_after_a_frozen_model(self, tiny_qwen3):
+        hidden = share_prefixes(tiny_qwen3().train().requires_grad_(False)).model(**BATCH).last_hidden_state
+        with pytest.raises(UserError, match="the loss reads 3 places that attention_mask hides"):
+            (hidden @ torch.ones(32, 1, requires_grad=True)).sum().backward()
 
     def test_no_cache_comes_back_and_what_the_call_gave_is_not_changed(self, tiny_qwen3):
         given = {name: value.clone() for name, value in BATCH.items()}
