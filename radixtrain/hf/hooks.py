@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -97,12 +97,10 @@ class BackboneHooks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """A copy of only the backbone does not copy the model around it."""
-        model = memo.get(id(self.model), self.model)
-        padded = deepcopy(self.padded, memo)
-        copied = replace(self, model=model, padded=padded, head_check=deepcopy(self.head_check, memo))
-        copied.mixers, copied.progress = deepcopy(self.mixers, memo), deepcopy(self.progress, memo)
-        copied.sharing = copy(self.sharing)
-        memo[id(self)] = copied
+        memo[id(self)] = copied = copy(self)
+        copied.model = memo.get(id(self.model), self.model)
+        for name in ("mixers", "progress", "padded", "head_check", "sharing"):
+            setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,19 +1,11 @@
 """What a radix batch contains when it reaches the backbone: all that the collator gave, and only what can be used.
 
-Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis. A
-radix batch has no such axis: its `radix_` tensors have the lengths of the tree.
-
-| trainer | what reaches the model |
-|---|---|
-| `Trainer` with an `IterableDataset`, `dispatch_batches=True` | every tensor cut to its first element |
-| the same in several processes | nothing: Accelerate cannot join or send the batches |
-| `split_batches=True`, a data set with a length | the whole batch: the rows are split before the collator |
-| several GPUs in one process (`nn.DataParallel`) | one share of every tensor, on the first GPU |
-
-All but the third are refused, dispatching already by the collator (`radixtrain/collators/misuse_guard.py`). So are
-entries that a wrapper dropped or added, and evaluations that take the logits for one row per example: a radix batch
-gives one list of predictions, `[1, P, V]`, in the order of the tree. Only the stack says what an evaluation is for: the
-collator does not know, and `Trainer` takes `labels` from the batch before it calls the model.
+Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
+`dispatch_batches=True` every tensor comes cut to its first element, with `nn.DataParallel` each GPU gets a share. The
+tensors of a radix batch have the lengths of the tree, so both are refused, dispatching already by the collator
+(`radixtrain/collators/misuse_guard.py`). So are entries that a wrapper dropped or added, and evaluations that take the
+logits for one row per example: a radix batch gives one list of predictions, `[1, P, V]`, in the order of the tree. Only
+the stack says what an evaluation is for: `Trainer` takes `labels` from the batch before it calls the model.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Hugging Face models on unique tokens: `prepare_model` and `share_prefixes` install hooks, `restore_model` undoes it.
 
-transformers >= 5 gives every hook that is needed:
-
-- the attention functions that every layer calls are registered by name (`radixtrain/hf/attention_interface.py`), and
-  which window a layer has is read from its mask (`radixtrain/hf/windows.py`);
-- hooks on the backbone and on the head turn a radix batch into what the layers need (`radixtrain/hf/hooks.py`).
-
-No code of a model is changed. Whatever would change the gradient is refused, here and at every batch
-(`radixtrain/hf/refusals.py`). A radix batch on any other attention would train silently with a wrong mask: Hugging Face
-reads a jump in the positions as the start of a new packed document. So the hooks check that our attention is set, and
-that every layer ran it.
+No code of a model is changed. Its layers call their attention by name (`attention_interface.py`), and hooks on backbone
+and head turn a radix batch into what the layers need (`hooks.py`). Whatever would change the gradient is refused, here
+and at every batch (`refusals.py`). A radix batch on any other attention would train silently with a wrong mask: Hugging
+Face reads a jump in the positions as the start of a new packed document. So the hooks check that our attention is set,
+and that every layer ran it.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
@@ -36,38 +35,29 @@ def keep_trainable(model: nn.Module) -> None:
 @contextmanager
 def plain_weights(model: nn.Module) -> Iterator[None]:
     """Inside, 4-bit layers compute with ordinary frozen weights of the same values, which can have any dtype."""
-    layers = four_bit_layers(model).values()
-    before = [layer.weight for layer in layers]
+    layers = four_bit_layers(model)
     try:
-        for layer in layers:
-            layer.weight = nn.Parameter(_values(layer), requires_grad=False)
-            layer.forward = partial(_linear, layer)
+        for name, layer in layers.items():
+            model.set_submodule(name, _plain(layer))
         yield
     finally:
-        for layer, weight in zip(layers, before, strict=True):
-            layer.weight = weight
-            vars(layer).pop("forward", None)
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
 
 
 def with_plain_weights(model: Any) -> Any:
     """The Hugging Face model with ordinary layers in place of its 4-bit ones, in its own dtype. Changes it in place."""
     for name, layer in four_bit_layers(model).items():
-        has_bias = layer.bias is not None
-        plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta")
-        plain.weight = nn.Parameter(_values(layer).to(model.dtype), requires_grad=False)
-        plain.bias = layer.bias
-        model.set_submodule(name, plain)
+        model.set_submodule(name, _plain(layer).to(model.dtype))
     model.hf_quantizer.remove_quantization_config(model)
     return model
 
 
-def _values(layer: Any) -> Tensor:
-    """The weight that the layer computes with."""
+def _plain(layer: Any) -> nn.Linear:
+    """An ordinary layer with the weight that a 4-bit one computes with."""
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-
-
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return nn.functional.linear(x, layer.weight.to(x.dtype), bias)
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+    return plain

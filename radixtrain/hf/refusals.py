@@ -52,7 +52,7 @@ GENERATE_WITHOUT_SHARING = "use model.generate"
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
 
 
-def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) -> None:
+def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool) -> None:
     """Refuse a model that cannot compute unique tokens exactly, as far as this is known before the first batch.
 
     allowed: as `allow_dropout` of `prepare_model`. any_head: False for the batches of a `RadixCollator`, whose labels
@@ -65,10 +65,18 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool = False) 
     _check_layers(parts.name, parts.decoder)
     _check_states(parts.name, parts.decoder)
     _check_attention(parts.name, parts.decoder.config)
-    _check_attention_dropout(parts.name, parts.decoder.config)
+    if dropout := getattr(parts.decoder.config, "attention_dropout", 0.0):
+        raise UserError(
+            f"{parts.name} has attention_dropout={dropout}: a shared token would draw one mask, but an ordinary batch "
+            f"draws one per copy; set attention_dropout to 0"
+        )
     if any_head:
         _check_causal(parts)
-        _check_padding_is_left_out(parts)
+        if parts.name.endswith("ForQuestionAnswering"):  # its loss is a softmax over whole rows
+            raise UserError(
+                f"{parts.name} chooses a span among all places of a row, those of padding included, which "
+                f"share_prefixes does not compute; train it without share_prefixes"
+            )
     if not _takes_function_from_interface(parts.decoder):
         raise not_reached(parts)
     check_model_positions(parts)
@@ -269,14 +277,6 @@ def _check_attention(name: str, config: Any) -> None:
         )
 
 
-def _check_attention_dropout(name: str, config: Any) -> None:
-    if getattr(config, "attention_dropout", 0.0):
-        raise UserError(
-            f"{name} has attention_dropout={config.attention_dropout}: a shared token would draw one mask, but an "
-            f"ordinary batch draws one per copy; set attention_dropout to 0"
-        )
-
-
 def _check_causal(parts: Parts) -> None:
     """Refuse an encoder, by its attention modules and by the masks that its source makes."""
     layers = [module for path, module in parts.decoder.named_modules() if _is_attention(module) and is_text(path)]
@@ -287,15 +287,6 @@ def _check_causal(parts: Parts) -> None:
         raise UserError(
             f"{parts.name} attends in both directions, or not at all, and a shared prefix has the same states only "
             f"under causal attention; use a decoder, or train it without share_prefixes"
-        )
-
-
-def _check_padding_is_left_out(parts: Parts) -> None:
-    """Refuse a head whose loss is a softmax over whole rows, padding included."""
-    if parts.name.endswith("ForQuestionAnswering"):
-        raise UserError(
-            f"{parts.name} chooses a span among all places of a row, those of padding included, which share_prefixes "
-            f"does not compute; train it without share_prefixes"
         )
 
 

@@ -181,16 +181,13 @@ class PaddedSharing:
         return SpreadRows.of(places.with_padding(rows), places.rows, padding_row, self.report)
 
     def _state(self, state: Tensor, places: Places) -> Tensor:
-        """The hidden states of a layer, (1, U, D), in (B, L, D). Gemma 3n has several streams of them, (4, 1, U, D)."""
-        if state.ndim < 3 or state.shape[-3] != 1:
+        """The hidden states of a layer, (1, U, D), in (B, L, D)."""
+        if state.ndim != 3:  # Gemma 3n has several streams of them, (4, 1, U, D)
             raise UserError(
                 f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the "
                 f"batch are not known; leave it out, or call restore_model(model)"
             )
-        streams = state.flatten(0, -3)
-        placed = self.at_places(streams.transpose(0, 1).flatten(1), places).whole()  # a row holds all its streams
-        placed = placed.unflatten(-1, (len(streams), -1)).movedim(-2, 0)
-        return placed.reshape(*state.shape[:-3], *placed.shape[1:])
+        return self.at_places(state[0], places).whole()
 
 
 class MissingCache:

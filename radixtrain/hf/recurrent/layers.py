@@ -75,7 +75,11 @@ class Mixer:
         key = *self._kind, hidden.device, hidden.dtype, torch.is_autocast_enabled(hidden.device.type)
         if self.trials.get(key) is None:
             self.trials[key] = why_it_cannot_fork(self.module, self.original, given)
-            self._warn(self.trials[key])
+            if self.trials[key]:
+                logger.warning(
+                    "%s of layer %s computes every sequence from its first token on: %s (said once for all its layers)",
+                    *(type(self.module).__name__, getattr(self.module, "layer_idx", "?"), self.trials[key]),
+                )
         return self.trials[key] != ""
 
     @cached_property
@@ -84,13 +88,6 @@ class Mixer:
         modules = tuple((path, type(module)) for path, module in self.module.named_modules())
         weights = tuple((path, x.shape, x.dtype) for path, x in self.module.named_parameters())
         return modules, weights, self.replaced and id(self.module)
-
-    def _warn(self, reason: str | None) -> None:
-        if reason:
-            logger.warning(
-                "%s of layer %s computes every sequence from its first token on: %s (said once for all its layers)",
-                *(type(self.module).__name__, getattr(self.module, "layer_idx", "?"), reason),
-            )
 
 
 class LayerHooks:

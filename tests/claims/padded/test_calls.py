@@ -165,27 +165,6 @@ def test_a_gradient_at_hidden_states_that_is_asked_for_after_the_head(
         ASKS[asks](output, loss)
 
 
-@pytest.mark.parametrize("keep", [0, 1])
-def test_lora_on_the_head_after_a_shared_call(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, keep: int) -> None:
-    """PEFT puts a head around the head, and both have our hooks then."""
-    peft = pytest.importorskip("peft")
-    ids = torch.tensor([[5, 7, 8], [5, 7, 8], [5, 7, 9]])
-    results = []
-    for share in (False, True):
-        model = tiny_qwen3(tie_word_embeddings=False)
-        with float64_throughout(model):
-            if share:
-                share_prefixes(model, min_ratio=0.0)(input_ids=ids, use_cache=False)
-            torch.manual_seed(0)
-            config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
-            adapted = peft.get_peft_model(model, config).double()
-            logits = adapted(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
-            logits.log_softmax(-1)[..., 3].sum().backward()
-            results.append([logits, *(x.grad for x in adapted.parameters() if x.requires_grad)])
-    for truth, found in zip(*results, strict=True):
-        assert found.shape == truth.shape and (found - truth).norm() <= BAR * truth.norm()
-
-
 def test_a_probe_on_a_frozen_model(tiny_qwen3: Callable[..., Any]) -> None:
     """In eval() a loss that reads padding could not be noticed without a gradient that nobody asked for."""
     ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 0, 0, 0]])

@@ -5,11 +5,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from tiers import FULL
 from trainer_harness import Share, compare, mean_log_probability
-
-from radixtrain import share_prefixes
 
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
@@ -104,14 +101,3 @@ def test_metrics_on_whole_logits(model, sft, table):
     found = compare(lambda share: sft(share(model()), given=given, max_steps=1), evaluate=True)
     assert "eval_logp" in found.worst
     table("SFTTrainer, compute_metrics", found)
-
-
-@FULL
-def test_what_is_saved_is_an_ordinary_model(model, sft, tmp_path):
-    trainer = sft(share_prefixes(model()), max_steps=1)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    assert "radix" not in (tmp_path / "saved" / "config.json").read_text(encoding="utf-8")
-    saved = type(model()).from_pretrained(tmp_path / "saved")
-    assert saved.config._attn_implementation == "sdpa"
-    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), saved.parameters(), strict=True))

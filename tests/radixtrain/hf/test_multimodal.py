@@ -69,20 +69,6 @@ def test_a_part_that_the_user_chose_comes_back():
     assert restored.vision_config._attn_implementation == "sdpa"
 
 
-def test_the_text_decoder_called_directly():
-    """The hooks are on the backbone around it."""
-    model = prepare_model(gemma3())
-    batch = RadixCollator()(FEATURES)
-    inputs = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
-    with pytest.raises(UserError, match="receives a radix batch that did not pass the backbone"):
-        model.get_decoder()(**inputs)
-
-
 def test_an_image_in_a_radix_batch():
     with pytest.raises(UserError, match="a radix batch came with pixel_values; a radix batch is text only"):
         prepare_model(gemma3())(**RadixCollator()(FEATURES), pixel_values=with_image()["pixel_values"])
-
-
-def test_a_feature_with_an_image():
-    with pytest.raises(ValueError, match=r"feature 1.*pixel_values"):
-        RadixCollator()([FEATURES[0], {**FEATURES[1], "pixel_values": [[0.0]]}])
