@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from radixtrain.errors import UserError
 
 # Package -> the oldest version that works: the bounds of pyproject.toml, which tests/test_packaging.py compares.
-OLDEST = {"jinja2": "3.1", "numpy": "2", "safetensors": "0.5", "torch": "2.10", "transformers": "5.21", "xxhash": "3"}
+OLDEST = {"jinja2": "3.1", "numpy": "2", "safetensors": "0.5", "torch": "2.10", "transformers": "5.17", "xxhash": "3"}
 # Package -> the same, of those that the commands need beside them: the extra `fit`.
 FIT = {
     "datasets": "4",

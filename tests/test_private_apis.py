@@ -151,6 +151,9 @@ TABLE: dict[str, dict[str, str]] = {
             "computes a layer again, without the layer's hooks"
         ),
     },
+    "radixtrain/hf/refusals.py": {
+        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
+    },
     "radixtrain/loss.py": {
         "torch._C._functorch.is_batchedtensor": (
             "says whether a batch of gradients is computed, which needs what was saved"

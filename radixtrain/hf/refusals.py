@@ -262,8 +262,19 @@ def _check_states(name: str, decoder: Any) -> None:
             )
 
 
+def check_soft_cap(name: str, config: Any) -> None:
+    """Refuse `sdpa` for a model with a soft-cap: transformers before 5.21 chooses it, and leaves the soft-cap out."""
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None and config._attn_implementation == "sdpa":
+        raise UserError(
+            f"{name} has a soft-cap (attn_logit_softcapping={softcap}), which attn_implementation 'sdpa' leaves out; "
+            f"load it with 'eager' (fit: model.attn_implementation: eager)"
+        )
+
+
 def _check_attention(name: str, config: Any) -> None:
     """Refuse attention that sees other tokens than plain causal attention, or leaves out a part of its formula."""
+    check_soft_cap(name, config)
     for key, what in NOT_COMPUTED.items():
         if getattr(config, key, None):
             raise UserError(

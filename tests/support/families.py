@@ -43,6 +43,7 @@ WINDOWS = "sliding window"
 # Without rotary positions a bias of the keys adds the same to all scores of a query, which the softmax takes out again.
 KEY_BIAS = r"(key|k_proj|Wk)\.bias"
 DECODER = {"is_decoder": True}
+EAGER = {"attn_implementation": "eager"}  # transformers before 5.21 chooses sdpa, which leaves a soft-cap out
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GEMMA_3N = {
@@ -100,7 +101,7 @@ CORE = [
     Family("EXAONE 4", "Exaone4ForCausalLM", WINDOWS),
     Family("FlexOLMo", "FlexOlmoForCausalLM", MIXTURE),
     Family("Gemma", "GemmaForCausalLM"),
-    Family("Gemma 2", "Gemma2ForCausalLM", f"soft-cap, {WINDOWS}"),
+    Family("Gemma 2", "Gemma2ForCausalLM", f"soft-cap, {WINDOWS}", EAGER),
     Family("Gemma 3", "Gemma3ForCausalLM", WINDOWS),
     Family("Gemma 3n", "Gemma3nForCausalLM", f"{WINDOWS}, layers with the keys of others", GEMMA_3N),
     Family("Gemma 4", "Gemma4ForCausalLM", f"{WINDOWS}, two head sizes", {"global_head_dim": 16}),
@@ -145,7 +146,7 @@ CORE = [
     Family("SmolLM3", "SmolLM3ForCausalLM", "layers without positions", {"no_rope_layers": [1, 0]}),
     Family("StableLM", "StableLmForCausalLM"),
     Family("Starcoder2", "Starcoder2ForCausalLM", WINDOWS, {"sliding_window": WINDOW}),
-    Family("VaultGemma", "VaultGemmaForCausalLM", f"soft-cap, {WINDOWS}"),
+    Family("VaultGemma", "VaultGemmaForCausalLM", f"soft-cap, {WINDOWS}", EAGER),
     Family("BART as a decoder", "BartForCausalLM", LEARNED),
     Family("BLOOM", "BloomForCausalLM", "ALiBi"),
     Family("DeepSeek-V3.2", "DeepseekV32ForCausalLM", f"sparse attention, {LATENT}, {MIXTURE}"),

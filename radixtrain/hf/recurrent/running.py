@@ -4,7 +4,7 @@ A state goes from one call to the next through the argument for Hugging Face's c
 and so are its kernels. transformers has one protocol for all layers with a state, the methods of
 `transformers.cache_utils.Cache`. A mixer reads its states by `get_conv_state` and `get_recurrent_state`, and leaves new
 ones by `update_conv_state`, which returns the earlier columns with the new ones, and by `update_recurrent_state`.
-`ForkedStates` speaks the protocol for one
+Before transformers 5.21 it reads them as `cache.layers[layer_idx]` has them. `ForkedStates` speaks the protocol for one
 call on several runs: it gives each run the state that it starts from and keeps the final ones, both with their
 gradients. Nothing is written in place.
 
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -128,6 +130,15 @@ States = dict[tuple[str, int], Tensor]
 """The states of some runs, by kind (`conv` or `recurrent`) and number; the first axis counts the runs."""
 
 
+@dataclass(frozen=True)
+class StatesOfLayer:
+    """What mixers read before transformers 5.21, by the number of the state; a state that is not there is None."""
+
+    conv_states: Mapping[int, Tensor | None]
+    recurrent_states: Mapping[int, Tensor | None]
+    record_past: bool = True  # as `ForkedStates.is_recording_past`
+
+
 class ForkedStates:
     """What stands in for Hugging Face's cache.
 
@@ -138,6 +149,17 @@ class ForkedStates:
     def __init__(self, past: Mapping[tuple[str, int], Tensor] | None = None) -> None:
         self.past: States = dict(past or {})
         self.final: States = {}
+
+    @property
+    def layers(self) -> Mapping[int, StatesOfLayer]:
+        """The states that the runs start from, which are those of every layer that is asked for."""
+        states = StatesOfLayer(self._past_of("conv"), self._past_of("recurrent"))
+        return defaultdict(lambda: states)
+
+    def _past_of(self, kind: str) -> Mapping[int, Tensor | None]:
+        states: defaultdict[int, Tensor | None] = defaultdict(lambda: None)
+        states.update({number: state for (of, number), state in self.past.items() if of == kind})
+        return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last columns of the inputs of a convolution: (runs, channels, width). None: start from nothing."""

@@ -25,6 +25,7 @@ from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.config import MODEL_JSON, check_json_files, read_config, reason_of
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
+from radixtrain.hf.refusals import check_soft_cap
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
 
@@ -88,6 +89,7 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str, qu
             reason = "its class has no sdpa attention; set model.attn_implementation: eager"
         raise UserError(f"model.model_name_or_path {model_name_or_path!r} cannot be loaded: {reason}") from None
     _check_loaded(model, loaded, model_name_or_path)
+    check_soft_cap(type(model).__name__, model.config.get_text_config(decoder=True))
     if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         raise UserError(
             f"model.dtype {dtype!r}: the checkpoint is float16, which needs a loss scale; set it to bfloat16 or float32"

@@ -161,9 +161,28 @@ def test_chunks_shorter_than_a_sequence(layer_types):
         model(**RadixCollator()(FEATURES))
 
 
-def test_a_kernel_without_a_soft_cap():
-    with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
-        prepare_model(tiny_model("Gemma2ForCausalLM"), kernel="torch")
+class TestSoftCap:
+    """Transformers before 5.21 chooses sdpa for Gemma 2, and its sdpa leaves the soft-cap out."""
+
+    SDPA = r"Gemma2\w* has a soft-cap \(attn_logit_softcapping=50.0\), which attn_implementation 'sdpa' leaves out"
+
+    @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+    def test_sdpa(self, prepare):
+        model = tiny_model("Gemma2ForCausalLM", attn_implementation="eager")
+        model.config._attn_implementation = "sdpa"
+        with pytest.raises(UserError, match=self.SDPA):
+            prepare(model)
+        model.config._attn_implementation = "eager"
+        prepare(model)
+
+    def test_none_to_leave_out(self):
+        model = tiny_model("Gemma2ForCausalLM", attn_logit_softcapping=None)
+        model.config._attn_implementation = "sdpa"
+        prepare_model(model)
+
+    def test_a_kernel_without_a_soft_cap(self):
+        with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
+            prepare_model(tiny_model("Gemma2ForCausalLM", attn_implementation="eager"), kernel="torch")
 
 
 def with_lora(model: Any, dropout: float, **settings: Any) -> Any:

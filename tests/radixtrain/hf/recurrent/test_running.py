@@ -125,6 +125,7 @@ def test_beside_the_stock_cache(lengths, width):
 
 @pytest.mark.parametrize("num_states", [0, 1, 2])
 def test_several_states_of_one_layer(num_states):
+    """Also as mixers read them before transformers 5.21: `cache.layers[layer_idx]`, None before the first update."""
     stock, states = Cache(layers=[LinearAttentionLayer(number_of_states=2)]), ForkedStates()
     for cache in (states, stock):
         for number in range(num_states):
@@ -134,6 +135,12 @@ def test_several_states_of_one_layer(num_states):
     for number in range(num_states):
         assert torch.equal(again.get_conv_state(0, number), stock.get_conv_state(0, number))
         assert torch.equal(again.get_recurrent_state(0, number), stock.get_recurrent_state(0, number))
+    ours, other = again.layers[0], stock.layers[0]
+    for kind in ("conv_states", "recurrent_states"):
+        for number in range(2):
+            mine, its = getattr(ours, kind)[number], getattr(other, kind)[number]
+            assert (mine is None and its is None) or torch.equal(mine, its)
+    assert ours.record_past, "or a run of one token would write into its state in place"
 
 
 @pytest.mark.parametrize("past", [{}, {("conv", 0): columns(3)}], ids=["from nothing", "from a state"])
