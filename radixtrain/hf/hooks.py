@@ -4,7 +4,7 @@
   creation an empty tensor, so that no U x U mask is ever built, and refuses what would change the gradient;
 - `after`, on the backbone, checks that every layer ran tree attention, gives the head the rows that predict,
   `[1, P, D]`, and gives the router loss the logits of every original token;
-- `at_head`, on the head, checks that the head gets all of these rows.
+- `before_model`, on the model, checks that the head will get all of these rows.
 
 An ordinary batch is not changed, unless the model is one of `share_prefixes` (`radixtrain/hf/padded`).
 """
@@ -37,37 +37,6 @@ from radixtrain.tree.layout import LEFT_PADDED, PREDICTOR_INDICES, PREFIX, STRAT
 
 
 @dataclass(eq=False)
-class HeadCheck:
-    """Whether the head of a prepared model gets all rows that predict.
-
-    Its own object, because PEFT copies the head, and the copy copies whatever the head's hooks hold.
-    """
-
-    in_model: bool = False  # the backbone runs inside the model's forward pass, so that the head comes next
-    num_predicting: int | None = None  # rows that the head is about to get
-
-    @torch.compiler.disable
-    def enter(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """The model's own forward pass begins. PEFT skips this hook; then rows that are cut off are a shape error."""
-        self.in_model = True
-
-    @torch.compiler.disable
-    def leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """It ends: a direct call of the head may have any rows."""
-        self.in_model, self.num_predicting = False, None
-
-    @torch.compiler.disable
-    def at_head(self, head: nn.Module, args: tuple[Any, ...]) -> None:
-        """Refuse a head that gets only some of the rows."""
-        wanted, self.num_predicting = self.num_predicting, None
-        if wanted is not None and args and isinstance(args[0], Tensor) and args[0].shape[-2] != wanted:
-            raise UserError(
-                f"the head gets {args[0].shape[-2]} of the {wanted} rows that predict: logits_to_keep cannot be used "
-                f"with a radix batch, whose rows are predictions already; leave it out"
-            )
-
-
-@dataclass(eq=False)
 class BackboneHooks:
     """What a prepared model does around its own forward pass.
 
@@ -89,7 +58,6 @@ class BackboneHooks:
     progress: Progress = field(default_factory=Progress)
     refused: str | None = None
     padded: PaddedSharing | None = None
-    head_check: HeadCheck = field(default_factory=HeadCheck)
     sharing: SharingWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +67,7 @@ class BackboneHooks:
         """A copy of only the backbone does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
         copied.model = memo.get(id(self.model), self.model)
-        for name in ("mixers", "progress", "padded", "head_check", "sharing"):
+        for name in ("mixers", "progress", "padded", "sharing"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
 
@@ -110,19 +78,24 @@ class BackboneHooks:
         end_watch()
 
     def install(self, backbone: nn.Module) -> None:
-        """Register the hooks on the backbone, the model and its head. `remove_hooks` finds them by their owner."""
+        """Register the hooks on the backbone and the model. `remove_hooks` finds them by their owner."""
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
         backbone.register_forward_hook(self.after, with_kwargs=True, prepend=True)  # the user's see [B, L, D]
-        head = self.model.get_output_embeddings()
-        if head is not None:
-            self.model.register_forward_pre_hook(self.head_check.enter)
-            self.model.register_forward_hook(self.head_check.leave)
-            head.register_forward_pre_hook(self.head_check.at_head)
+        self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
+
+    @torch.compiler.disable
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse to keep only some of the rows. PEFT skips this hook; then labels and logits differ in number."""
+        kept = kwargs.get("logits_to_keep")
+        if PREDICTOR_INDICES in kwargs and (isinstance(kept, Tensor) or kept):
+            raise UserError(
+                "logits_to_keep cannot be used with a radix batch, whose rows are predictions already; leave it out"
+            )
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Turn the flat entries into one object for the layers. `_before_ordinary` takes a batch without them."""
-        self.head_check.num_predicting, self.progress.call = None, None  # an error may have left them
+        self.progress.call = None  # an error may have left one
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
@@ -188,9 +161,7 @@ class BackboneHooks:
         if call.predictor_indices is None:
             return output
         hidden = output[0]
-        predicting = gather_rows(hidden[0], call.predictor_indices)[None]
-        self.head_check.num_predicting = predicting.shape[1] if self.head_check.in_model else None
-        return with_rows(output, predicting)
+        return with_rows(output, gather_rows(hidden[0], call.predictor_indices)[None])
 
     def _check_mixers(self, backbone: nn.Module, call: RadixCall) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
@@ -232,14 +203,14 @@ class BackboneHooks:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Remove our hooks from every module, also from a head that PEFT copied with the hooks on it."""
+    """Remove our hooks from every module."""
     for module in model.modules():
         for hooks, options in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             (module._forward_hooks, module._forward_hooks_with_kwargs),
         ):
             for number, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), BackboneHooks | HeadCheck | LayerHooks):
+                if isinstance(getattr(hook, "__self__", None), BackboneHooks | LayerHooks):
                     del hooks[number]
                     options.pop(number, None)
                     module._forward_hooks_always_called.pop(number, None)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 
 import pytest
 import torch
@@ -74,16 +73,8 @@ class TestOutputs:
 
     @pytest.mark.parametrize("logits_to_keep", [1, torch.tensor([0, 1])], ids=["last", "indices"])
     def test_logits_to_keep(self, model, logits_to_keep):
-        with pytest.raises(UserError, match=r"the head gets [12] of the 4 rows that predict: logits_to_keep"):
+        with pytest.raises(UserError, match="logits_to_keep cannot be used with a radix batch"):
             model(**changed(), logits_to_keep=logits_to_keep)
-
-    def test_logits_to_keep_of_an_ordinary_batch(self, model):
-        """After a radix batch whose head ran in pieces, or never, as a trainer with a fused head leaves it."""
-        batch = {name: value for name, value in changed().items() if name not in ("labels", "shift_labels")}
-        hidden = model.model(**batch).last_hidden_state
-        assert model.lm_head(hidden[:, :3]).shape[1] == 3
-        model.model(**batch)
-        assert model(input_ids=torch.tensor([[7, 8, 9]]), logits_to_keep=1).logits.shape == (1, 1, 50)
 
 
 class TestAroundTheHooks:
@@ -106,12 +97,11 @@ class TestAroundTheHooks:
 
 class TestCopies:
     def test_a_copy_of_a_part_does_not_copy_the_model(self, model):
-        """PEFT copies the head for `modules_to_save`, which held a second model in memory."""
+        """It held a second model in memory."""
         gc.collect()
         before = sum(isinstance(each, type(model)) for each in gc.get_objects())
-        copies = [copy.deepcopy(model.lm_head), copy.deepcopy(model.model)]
-        assert sum(isinstance(each, type(model)) for each in gc.get_objects()) == before
-        assert len(pickle.dumps(copies[0])) < 2 * sum(p.nbytes for p in copies[0].parameters()) + 10_000
+        copied = copy.deepcopy(model.model)
+        assert copied and sum(isinstance(each, type(model)) for each in gc.get_objects()) == before
 
     def test_a_copy_of_the_model_has_its_own_hooks(self, model):
         copied = copy.deepcopy(model)
@@ -120,29 +110,9 @@ class TestCopies:
         assert torch.equal(copied(**changed()).loss, model(**changed()).loss)
 
 
-class TestGeneration:
-    """A pass of generation is neither a radix batch nor an ordinary one. Its values are in `test_cached_pass.py`."""
-
-    PROMPTS = ([7, 8, 9, 1, 2], [7, 8, 9, 3])
-
-    def answers(self, model):
-        return generate(model, list(self.PROMPTS), max_new_tokens=4, do_sample=False, eos_token_id=None)
-
-    def test_it_is_not_counted_as_an_ordinary_batch(self, tiny_qwen3):
-        """Neither with `share_prefixes`, whose report is about training."""
-        model = share_prefixes(tiny_qwen3())
-        before = str(sharing_report(model))
-        self.answers(model)
-        assert str(sharing_report(model)) == before
-
-    def test_after_a_radix_batch_that_failed_before_the_head(self, model):
-        """It was refused: the head still waited for the four rows of the batch."""
-
-        def interrupt(*arguments):
-            raise KeyboardInterrupt
-
-        handle = model.model.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(**changed())
-        handle.remove()
-        assert len(self.answers(model)) == 2
+def test_generation_is_not_counted_as_an_ordinary_batch(tiny_qwen3):
+    """Neither with `share_prefixes`, whose report is about training."""
+    model = share_prefixes(tiny_qwen3())
+    before = str(sharing_report(model))
+    generate(model, [[7, 8, 9, 1, 2], [7, 8, 9, 3]], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert str(sharing_report(model)) == before
