@@ -129,13 +129,9 @@ def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Any]:
 
 def _dropout_refused(root: nn.Module, module: Any) -> UserError:
     path = next(path for path, other in root.named_modules() if other is module)
+    parts = path.split(".")  # ...q_proj.lora_dropout.default -> lora_dropout
+    name = next((part for part in reversed(parts) if "drop" in part), parts[-1])
     return UserError(
         f"dropout p={module.p} at {path!r}: a shared token would draw one mask, but an ordinary batch draws one per "
-        f"copy; set it to 0 (LoRA: lora_dropout), or allow it by name: allow_dropout=[{_short_name(path)!r}]"
+        f"copy; set it to 0 (LoRA: lora_dropout), or allow it by name: allow_dropout=[{name!r}]"
     )
-
-
-def _short_name(path: str) -> str:
-    """`...q_proj.lora_dropout.default` -> `lora_dropout`."""
-    parts = path.split(".")
-    return next((part for part in reversed(parts) if "drop" in part), parts[-1])

@@ -130,7 +130,7 @@ class SpreadRows(Tensor):
         if rule is not None and type(x) is SpreadRows and x.is_current:
             found = rule(x, func, others, kwargs)
             if found is not NotImplemented:
-                if torch.is_grad_enabled() and not isinstance(found, SpreadRows):
+                if torch.is_grad_enabled() and found is not x and rule is not _view:
                     _mark(x)
                 return found
         if func in WANTS_GRADIENT:
@@ -204,7 +204,7 @@ def _by_row(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[s
         if isinstance(each, Tensor) and each.ndim and not _stands_alike(each, x):
             return NotImplemented
     others, kwargs = tree_map(lambda each: each.table if type(each) is SpreadRows else each, (others, dict(kwargs)))
-    return _read(x, x.with_table(func(x.table, *others, **kwargs)))
+    return x.with_table(func(x.table, *others, **kwargs))
 
 
 def _stands_alike(one: Tensor, other: SpreadRows) -> bool:
@@ -216,13 +216,7 @@ def _stands_alike(one: Tensor, other: SpreadRows) -> bool:
 def _softmax(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if (kwargs["dim"] if "dim" in kwargs else others[0] if others else None) not in (-1, x.ndim - 1):
         return NotImplemented
-    return _read(x, x.with_table(func(x.table, **{**kwargs, "dim": -1}))) if len(others) < 2 else NotImplemented
-
-
-def _read(x: SpreadRows, found: SpreadRows) -> SpreadRows:
-    if found is not x and torch.is_grad_enabled():
-        _mark(x)
-    return found
+    return x.with_table(func(x.table, **{**kwargs, "dim": -1})) if len(others) < 2 else NotImplemented
 
 
 def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -242,7 +236,7 @@ def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[s
     has_padding = x.padding_row != NO_ROW and is_asked[x.padding_row]
     index = number[asked].reshape(x.place_rows.shape)
     padding_row = int(number[x.padding_row]) if has_padding else NO_ROW
-    return _read(x, SpreadRows.of(func(table, *others, **kwargs), index, padding_row, x.report))
+    return SpreadRows.of(func(table, *others, **kwargs), index, padding_row, x.report)
 
 
 def _view(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -183,7 +183,13 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
     for path, module in decoder.named_modules(remove_duplicate=False):  # layers may share a mixer
         if id(module) in stand_ins:
             cache_argument(module)
-            by_layer.setdefault(_layer_of(decoder, path, module), {})[id(module)] = stand_ins[id(module)]
+            layer = layer_around(decoder, path)
+            if layer is None:
+                raise UserError(
+                    f"{type(module).__name__} ({path}) carries a state from token to token outside of the decoder "
+                    f"layers, so the tree cannot reach it; {TRAIN_WITHOUT_SHARING}"
+                )
+            by_layer.setdefault(layer, {})[id(module)] = stand_ins[id(module)]
     for module in found:
         module.forward = stand_ins[id(module)].forward
     for layer, inside in by_layer.items():
@@ -192,16 +198,6 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
         layer.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         layer.register_forward_hook(hooks.leave, always_call=True)
     return found
-
-
-def _layer_of(decoder: nn.Module, path: str, module: nn.Module) -> nn.Module:
-    around = layer_around(decoder, path)
-    if around is None:
-        raise UserError(
-            f"{type(module).__name__} ({path}) carries a state from token to token outside of the decoder layers, so "
-            f"the tree cannot reach it; {TRAIN_WITHOUT_SHARING}"
-        )
-    return around
 
 
 def _around(layer: nn.Module, mixers: list[Mixer]) -> list[nn.Module]:

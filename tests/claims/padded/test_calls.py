@@ -26,18 +26,6 @@ def batch() -> PaddedBatch:
     return pad(np.random.default_rng(0), ROWS, [2, 1, 0, 3], np.zeros((4, 8), dtype=np.int64), positions=None)
 
 
-def of_one_call(model: Any, batch: PaddedBatch, **options: Any) -> Tensor:
-    output = model(**batch.inputs, use_cache=False, **options)
-    return output.logits[batch.kept].log_softmax(-1)[:, 3].mean()
-
-
-def of_two_calls(model: Any, batch: PaddedBatch) -> Tensor:
-    """Both before one backward pass, as for chosen and rejected answers; the second has the rows in another order."""
-    other = {name: x.flip(0) for name, x in batch.inputs.items()}
-    first, second = (model(**inputs, use_cache=False).logits for inputs in (batch.inputs, other))
-    return (first[batch.kept].logsumexp(-1).mean() - second.flip(0)[batch.kept].square().mean()).sigmoid()
-
-
 def scaled_in_place(model: Any, batch: PaddedBatch) -> Tensor:
     """A temperature, as trainers divide by it."""
     logits = model(**batch.inputs, use_cache=False).logits
@@ -61,8 +49,6 @@ def tuples(model: Any, batch: PaddedBatch) -> Tensor:
 
 
 CALLS = [
-    of_one_call,
-    of_two_calls,
     scaled_in_place,
     inputs_that_are_views,
     positional_arguments,

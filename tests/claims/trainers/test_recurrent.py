@@ -1,7 +1,4 @@
-"""A tiny Qwen3.5 with a fork at nearly every branch, in trainers: what they log, and the batch's way through them.
-
-The forks are in the batch: tensors, and nested tuples of ints that nothing on the way may change.
-"""
+"""A tiny Qwen3.5 with a fork at nearly every branch, in trainers: what they log."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,22 +6,17 @@ from typing import Any
 import pytest
 import torch
 from tiers import FULL
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data._utils.pin_memory import pin_memory
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunLayout
 
 pytestmark = FULL
 
 TARGETS = ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"]
 COLLATOR = RadixCollator(run_cost=FREE_FORKS)
-META = torch.device("meta")
 
 Row = dict[str, list[int]]
 
@@ -104,31 +96,3 @@ class TestTrainers:
         monkeypatch.setattr(PaddedSharing, "_run_cost", lambda *_: FREE_FORKS)
         build = lambda share: trl_trainer("DPO", share(hybrid(0)), share(hybrid(1)), rows=preferences)  # noqa: E731
         table("DPOTrainer, Qwen3.5", compare(build))
-
-
-class TestTheBatchesWay:
-    """A layout reads the same forks from a batch that was pinned or moved as from one that was not."""
-
-    def assert_same_forks(self, moved: dict[str, Any], batch: dict[str, Any]) -> None:
-        found, expected = (TreeLayout.from_batch(each).runs for each in (moved, batch))
-        assert found is not None and expected is not None
-        assert found.calls == expected.calls and num_forks(batch) == 3
-
-    def test_pinned(self, rows, monkeypatch):
-        """Without a GPU nothing is pinned, so `Tensor.pin_memory` only keeps which tensors it was asked for."""
-        seen: set[int] = set()
-        monkeypatch.setattr(Tensor, "pin_memory", lambda x, *_: seen.add(x.data_ptr()) or x)
-        batch = COLLATOR(rows[:4])
-        self.assert_same_forks(pin_memory(batch), batch)
-        assert {batch[f"radix_runs_{name}"].data_ptr() for name in ("rows", "places", "parents")} <= seen
-
-    @pytest.mark.parametrize("mover", ["accelerate", "lightning"])
-    def test_moved(self, rows, mover):
-        """By Hugging Face's Trainer it was in `TestTrainers`."""
-        from accelerate.utils.operations import send_to_device
-        from lightning.fabric.utilities.apply_func import move_data_to_device
-
-        batch = COLLATOR(rows[:4])
-        moved = {"accelerate": send_to_device, "lightning": move_data_to_device}[mover](batch, META)
-        self.assert_same_forks(moved, batch)
-        assert all(x.device == META for x in tree_leaves(moved) if isinstance(x, Tensor))
