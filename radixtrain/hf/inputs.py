@@ -120,12 +120,9 @@ def check_evaluation(model: nn.Module) -> None:
         raise UserError(
             f"{trainer} uses the logits of this evaluation (compute_metrics, predict) as one row per example, but a "
             f"batch of RadixCollator has one list of predictions for all its examples, in the order of the tree, so "
-            f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before: "
-            f"with a subclass of {trainer} that sets self.data_collator to DataCollatorForSeq2Seq(tokenizer) while it "
-            f"makes the evaluation's DataLoader (recipes/hf_trainer_metrics.py), or after training with "
-            f"Trainer(model=model, args=args, data_collator=DataCollatorForSeq2Seq(tokenizer), compute_metrics=...)"
-            f".evaluate(rows). For the loss only, leave out compute_metrics, or set prediction_loss_only=True in the "
-            f"training arguments"
+            f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before, by "
+            f"a trainer that has another collator for evaluation: recipes/hf_trainer_metrics.py. For the loss only, "
+            f"leave out compute_metrics, or set prediction_loss_only=True in the training arguments"
         )
 
 

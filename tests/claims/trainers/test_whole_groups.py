@@ -120,16 +120,6 @@ def unique_tokens_of_groups(drawn: Reward) -> Counts:
     return found
 
 
-def test_evaluation_is_that_of_trl(reference, tmp_path):
-    config, *both = classes("GRPO")
-    losses = []
-    for trainer_class in both:  # making one sets the seed
-        args = arguments(config, tmp_path)
-        trainer = trainer_class(policy_of(reference), Reward(), args, prompts(), prompts(), tokenizer())
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[0] == losses[1], "the same operations"
-
-
 def test_images_are_refused():
     from grpo_whole_groups import WholeGroups
 

@@ -346,10 +346,6 @@ class TestAdaptersThatCameLater:
         model.delete_adapter("second")
         model(**batch)
 
-    def test_adapters_that_are_gone(self, peft, tiny_qwen3):
-        model = adapted(peft, tiny_qwen3(), configuration(peft, "PVERA", r=4))
-        prepare_model(model.merge_and_unload())
-
     @pytest.mark.parametrize("into", ["the model", "the backbone"])
     def test_injected(self, peft, tiny_qwen3, into):
         """Without a PEFT model around it."""

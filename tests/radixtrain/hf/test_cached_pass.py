@@ -69,13 +69,6 @@ class TestRefused:
         message = self.refusal(tiny_model("Qwen3ForSequenceClassification"))
         assert "Qwen3ForSequenceClassification is not a causal language model" in message
 
-    def test_prompt_tuning(self, tiny_qwen3: Callable[..., Any]) -> None:
-        from peft import PromptTuningConfig, get_peft_model
-
-        model = get_peft_model(tiny_qwen3(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-        with pytest.raises(UserError, match="adapter 'default' is of PEFT's kind PROMPT_TUNING, which puts tokens"):
-            answer(model)
-
     def test_rotary_embeddings_that_change(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3(rope_parameters=DYNAMIC, max_position_embeddings=8)
         assert len(answer(model, 4)) == 4
