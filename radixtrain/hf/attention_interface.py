@@ -46,7 +46,7 @@ class RadixCall:
     """One forward pass on a radix batch: what every layer needs, and which layers ran.
 
     predictor_indices: the rows that the head gets; None for all of them.
-    chosen: the strategy for `auto`, if the cost model chose one.
+    chosen: the strategy for `auto`, if the collator's `step_cost` chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
     calls: the id of every attention module that ran.
@@ -71,7 +71,7 @@ class RadixCall:
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Tree attention on the unique tokens. heads, scoring: as `tree_attention` takes them."""
-        is_lost = self.chosen == "cascade" and window is not None  # it cannot keep a window, which no plan knows
+        is_lost = self.chosen == "cascade" and window is not None  # it cannot keep one, and collators know of none
         strategy = self.attention if self.chosen is None or is_lost else self.chosen
         return tree_attention(*heads, self.layout, attention=strategy, kernel=self.kernel, window=window, **scoring)
 

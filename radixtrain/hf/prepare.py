@@ -27,6 +27,7 @@ from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixe
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
 from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.tree.runs import RunCost
 
 STATE = "_radixtrain_state"
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -75,7 +76,7 @@ def prepare_model(
     earlier = getattr(parts.base, STATE, None)
     sharing = earlier and earlier.sharing
     if sharing is not None:
-        sharing = replace(sharing, attention=attention, kernel=kernel, report=SharingReport(), step_cost=None)
+        sharing = replace(sharing, attention=attention, kernel=kernel, report=SharingReport())
     _install(parts, options, sharing)
     return model
 
@@ -85,7 +86,7 @@ def share_prefixes(
     *,
     attention: str = "auto",
     kernel: str = "auto",
-    min_shared_tokens: int | str = 1,
+    min_shared_tokens: int = 1,
     min_ratio: float = 1.1,
     allow_dropout: Iterable[str] = (),
 ) -> ModelT:
@@ -100,8 +101,7 @@ def share_prefixes(
         The batches of a `RadixCollator` work too if the head predicts next tokens. Calling it again replaces the
         options.
     attention, kernel, allow_dropout: see `prepare_model`.
-    min_shared_tokens: a branch point that saves fewer tokens gets no branch. `auto` chooses this number
-        and the attention for every batch, by what a layer of the model costs. Nothing is measured.
+    min_shared_tokens: a branch point that saves fewer tokens gets no branch.
     min_ratio: a batch with a smaller B x L / U runs as it is.
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
@@ -118,8 +118,8 @@ def share_prefixes(
     _check_sharing(min_shared_tokens, min_ratio)
     _check(model, parts, options, any_head=True)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
-    has_mixers = bool(mixers_of(parts.decoder))
-    _install(parts, options, PaddedSharing(attention, kernel, min_shared_tokens, min_ratio, generates, has_mixers))
+    run_cost = RunCost() if mixers_of(parts.decoder) else None
+    _install(parts, options, PaddedSharing(attention, kernel, min_shared_tokens, min_ratio, generates, run_cost))
     return model
 
 
@@ -182,10 +182,9 @@ def _options(attention: str, kernel: str, allow_dropout: Iterable[str]) -> dict[
     return {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
 
 
-def _check_sharing(min_shared_tokens: int | str, min_ratio: float) -> None:
-    is_number = type(min_shared_tokens) is int and min_shared_tokens >= 1
-    if min_shared_tokens != "auto" and not is_number:
-        raise UserError(f"min_shared_tokens must be 'auto' or a number from 1 on, got {min_shared_tokens!r}")
+def _check_sharing(min_shared_tokens: int, min_ratio: float) -> None:
+    if type(min_shared_tokens) is not int or min_shared_tokens < 1:
+        raise UserError(f"min_shared_tokens must be a whole number from 1 on, got {min_shared_tokens!r}")
     if type(min_ratio) not in (int, float) or not min_ratio >= 0:
         raise UserError(f"min_ratio must be a number from 0 on, got {min_ratio!r}")
 

@@ -26,9 +26,7 @@ from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_hea
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
-from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.hf.windows import no_mask, window_may_bind
-from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.runs import RunCost
@@ -43,8 +41,7 @@ class PaddedSharing:
 
     attention, kernel, min_shared_tokens, min_ratio: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
-    has_mixers: whether it has recurrent layers.
-    step_cost: of the model; None until `auto` chooses by it.
+    run_cost: of its recurrent layers, to choose their runs on the host; None without any.
     separates: whether it separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
@@ -53,12 +50,11 @@ class PaddedSharing:
 
     attention: str
     kernel: str
-    min_shared_tokens: int | str
+    min_shared_tokens: int
     min_ratio: float
     generates: bool
-    has_mixers: bool
+    run_cost: RunCost | None
     report: SharingReport = field(default_factory=SharingReport)
-    step_cost: StepCost | None = None
     separates: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
@@ -93,11 +89,12 @@ class PaddedSharing:
             reason = "a row has several sequences, and this model does not separate them"
         if reason is not None:
             return reason
-        plan, strategy = self._plan(decoder, rows)
+        packed = rows.input_ids[rows.kept], rows.cu_seqlens, rows.kept_positions
+        plan = build_prefix_plan(*packed, min_shared_tokens=self.min_shared_tokens)
         if rows.kept.size < self.min_ratio * plan.num_rows:
             return f"less than min_ratio = {self.min_ratio} to save"
         self._count(rows, plan)
-        return self._arguments(decoder, given, rows, plan, strategy)
+        return self._arguments(decoder, given, rows, plan)
 
     def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
         """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
@@ -113,40 +110,20 @@ class PaddedSharing:
             self.separates = separates_packed_sequences(backbone)
         return self.separates
 
-    def _plan(self, decoder: Any, rows: PaddedRows) -> tuple[PrefixPlan, str | None]:
-        """The plan, and the strategy that costs least for it."""
-        packed = rows.input_ids[rows.kept], rows.cu_seqlens, rows.kept_positions
-
-        def plan_of(min_shared_tokens: int) -> PrefixPlan:
-            return build_prefix_plan(*packed, min_shared_tokens=min_shared_tokens)
-
-        if isinstance(self.min_shared_tokens, int):
-            return plan_of(self.min_shared_tokens), None
-        if self.step_cost is None:
-            self.step_cost = step_cost_of(decoder, self.attention)
-        choice, plan = self.step_cost.cheapest(plan_of)
-        return plan, choice.strategy if self.attention == "auto" else None
-
-    def _run_cost(self) -> RunCost | None:
-        """What recurrent layers cost, to choose the runs on the host; None without any."""
-        return ((self.step_cost and self.step_cost.run_cost) or RunCost()) if self.has_mixers else None
-
     def _count(self, rows: PaddedRows, plan: PrefixPlan) -> None:
         self.report.num_shared += 1
         self.report.num_places += rows.kept.size
         self.report.num_tokens += plan.num_tokens
         self.report.num_unique_tokens += plan.num_rows
 
-    def _arguments(
-        self, decoder: Any, given: Mapping[str, Any], rows: PaddedRows, plan: PrefixPlan, strategy: str | None
-    ) -> dict[str, Any]:
+    def _arguments(self, decoder: Any, given: Mapping[str, Any], rows: PaddedRows, plan: PrefixPlan) -> dict[str, Any]:
         """The call, with the unique tokens in place of the padded ones."""
         device = given["input_ids"].device
-        layout = TreeLayout.from_plan(plan, run_cost=self._run_cost()).to(device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, run_cost=self.run_cost).to(device, non_blocking=True)
         may_bind = window_may_bind(decoder.config, layout.max_seqlen)
         places = Places(rows.places(plan), has_padding=not rows.kept.all())
         misses_cache = option("use_cache", decoder.config, given)
-        call = RadixCall(layout, None, self.attention, self.kernel, may_bind, strategy, places, misses_cache)
+        call = RadixCall(layout, None, self.attention, self.kernel, may_bind, None, places, misses_cache)
         return {
             **{name: value for name, value in given.items() if name != "cache_position"},
             "input_ids": torch.from_numpy(rows.input_ids[rows.kept][plan.gather_indices])[None].to(

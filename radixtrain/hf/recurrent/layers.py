@@ -44,8 +44,8 @@ class Mixer:
     call: of the radix batch that its layer computes now.
     """
 
-    def __init__(self, module: nn.Module, trials: dict[Any, str | None] | None = None) -> None:
-        self.module, self.trials = module, {} if trials is None else trials
+    def __init__(self, module: nn.Module, trials: dict[Any, str | None]) -> None:
+        self.module, self.trials = module, trials
         self.replaced = module.__dict__.get("forward")
         self.call: Any = None
 

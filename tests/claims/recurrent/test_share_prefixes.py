@@ -10,7 +10,6 @@ from hybrids import ONE_KIND, ROWS, Build, assert_exact, padded
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import float64_throughout, gradients_of
@@ -27,7 +26,7 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
         return runs
 
     make = RunLayout.from_segments
-    monkeypatch.setattr(PaddedSharing, "_run_cost", lambda *_: FREE_FORKS)
+    monkeypatch.setattr("radixtrain.hf.prepare.RunCost", lambda: FREE_FORKS)
     monkeypatch.setattr(RunLayout, "from_segments", lambda *segments: counted(make(*segments)))
     batch = padded([row for rows in pairwise(ROWS[:4]) for row in rows], side)
     keep = batch["attention_mask"].bool()

@@ -9,7 +9,6 @@ from tiers import FULL
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.runs import RunLayout
 
@@ -93,6 +92,6 @@ class TestTrainers:
 
     def test_dpo(self, hybrid, preferences, trl_trainer, table, monkeypatch):
         """With `share_prefixes`, which makes the runs itself."""
-        monkeypatch.setattr(PaddedSharing, "_run_cost", lambda *_: FREE_FORKS)
+        monkeypatch.setattr("radixtrain.hf.prepare.RunCost", lambda: FREE_FORKS)
         build = lambda share: trl_trainer("DPO", share(hybrid(0)), share(hybrid(1)), rows=preferences)  # noqa: E731
         table("DPOTrainer, Qwen3.5", compare(build))

@@ -58,16 +58,9 @@ class TestOptions:
         model(**BATCH)
         assert sharing_report(model).num_unique_tokens == unique
 
-    def test_min_shared_tokens_auto_chooses_strategy_and_branches(self, tiny_qwen3, asked):
-        model = share_prefixes(tiny_qwen3(), min_shared_tokens="auto")
-        model(**BATCH)
-        assert sharing_report(model).num_shared == 1
-        assert {each["attention"] for each in asked} <= set(CHOICES)
-
     @pytest.mark.parametrize("attention", CHOICES)
     def test_a_named_attention_is_kept(self, tiny_qwen3, asked, attention):
-        for min_shared_tokens in (1, "auto"):
-            share_prefixes(tiny_qwen3(), attention=attention, min_shared_tokens=min_shared_tokens)(**BATCH)
+        share_prefixes(tiny_qwen3(), attention=attention)(**BATCH)
         assert {each["attention"] for each in asked} == {attention}
 
 
