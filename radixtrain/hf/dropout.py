@@ -117,8 +117,7 @@ def _settings(base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Any]:
     """The dropout modules with p > 0 that no name on their path allows.
 
-    It walks the modules at every pass, which takes 0.3 ms of one core for 28 layers with LoRA (2,385 modules). Counting
-    them, `len(list(root.modules()))`, takes 1.0 ms and misses an adapter that replaced another, or another `p`.
+    It walks the modules at every pass, which takes 0.3 ms of one core for 28 layers with LoRA (2,385 modules).
     """
     level = [root]
     while level:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class BackboneHooks:
     progress: the call that passes now, for layers that pass nothing on to their mixers.
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
+    sharing: warns if nothing is shared.
     """
 
     model: PreTrainedModel
@@ -54,14 +55,11 @@ class BackboneHooks:
     kernel: str
     num_layers: int
     allow_dropout: tuple[str, ...]
-    mixers: list[nn.Module] = field(default_factory=list)
-    progress: Progress = field(default_factory=Progress)
-    refused: str | None = None
-    padded: PaddedSharing | None = None
-    sharing: SharingWatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.sharing = SharingWatch(type(self.model).__name__)
+    mixers: list[nn.Module]
+    progress: Progress
+    refused: str | None
+    padded: PaddedSharing | None
+    sharing: SharingWatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """A copy of only the backbone does not copy the model around it."""

@@ -26,7 +26,7 @@ from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
-from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.tree.runs import RunCost
 
 STATE = "_radixtrain_state"
@@ -211,6 +211,7 @@ def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | Non
         progress=progress,
         refused=why_not_next_tokens(parts),
         padded=sharing,
+        sharing=SharingWatch(parts.name),
         **options,
     )
     hooks.install(parts.backbone)

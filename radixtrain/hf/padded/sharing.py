@@ -85,8 +85,11 @@ class PaddedSharing:
         reason = why_rows_are_not_shared(backbone, given, rows)
         if reason is None and rows.is_left_padded:
             reason = self._why_left_padding_matters(decoder, rows)
-        if reason is None and rows.is_packed and not self._separates(backbone):
-            reason = "a row has several sequences, and this model does not separate them"
+        if reason is None and rows.is_packed:
+            if self.separates is None:
+                self.separates = separates_packed_sequences(backbone)
+            if not self.separates:
+                reason = "a row has several sequences, and this model does not separate them"
         if reason is not None:
             return reason
         packed = rows.input_ids[rows.kept], rows.cu_seqlens, rows.kept_positions
@@ -103,12 +106,6 @@ class PaddedSharing:
             self.left_padding = f"left padding without position_ids, and {reason}" if reason else ""
             self.leaks = why_padding_leaks(decoder) or ""
         return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
-
-    def _separates(self, backbone: nn.Module) -> bool:
-        """Whether the model separates the sequences of a packed row. It is tried once."""
-        if self.separates is None:
-            self.separates = separates_packed_sequences(backbone)
-        return self.separates
 
     def _count(self, rows: PaddedRows, plan: PrefixPlan) -> None:
         self.report.num_shared += 1
