@@ -40,9 +40,9 @@ class KernelCall:
     device: torch.device
     dtype: torch.dtype
     head_dim: int
-    softcap: bool
-    window: bool
-    sinks: bool
+    softcap: bool = False
+    window: bool = False
+    sinks: bool = False
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:

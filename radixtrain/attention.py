@@ -177,24 +177,16 @@ def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks:
 
 
 def choose_attention(
-    attention: str,
-    kernel: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    softcap: bool = False,
-    window: bool = False,
-    sinks: bool = False,
+    attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, **modifiers: bool
 ) -> AttentionChoice:
     """Resolve `auto`, or check what was asked for by name. A strategy and kernel are logged once, in one line.
 
-    softcap, window, sinks: whether scores are soft-capped, a sliding window binds, heads have sinks.
+    modifiers: as in `KernelCall`; False if left out.
 
     Raises UserError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
     head dim or modifier, for `cascade` if a window binds, and for what `tree` does not take.
     """
-    choice = _choice(attention, kernel, device, dtype, head_dim, softcap, window, sinks)
+    choice = _choice(attention, kernel, KernelCall(device, dtype, head_dim, **modifiers))
     if choice[:2] not in _LOGGED:
         _LOGGED.add(choice[:2])
         logger.info("%s", choice)
@@ -214,17 +206,7 @@ def unlogged() -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)  # every layer asks for the same
-def _choice(
-    attention: str,
-    kernel: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    softcap: bool,
-    window: bool,
-    sinks: bool,
-) -> AttentionChoice:
-    call = KernelCall(device, dtype, head_dim, softcap, window, sinks)
+def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
     if attention not in ("auto", *STRATEGIES):
         raise UserError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
     if kernel not in ("auto", *KERNELS):
@@ -234,7 +216,15 @@ def _choice(
     if attention == "tree":
         _check_tree(kernel, call)
         return AttentionChoice(attention, "triton", "one tiled kernel, by request")
-    strategy, why = _choose_strategy(attention, call.window)
+    if attention == "cascade" and call.window:
+        raise UserError(
+            "attention='cascade' cannot be used: it attends to a prompt in one piece, and a sliding window shorter "
+            "than the batch's longest sequence cuts through it; attention='auto' or 'path' keeps the window"
+        )
+    strategy, why = attention, "as chosen"
+    if attention == "auto":
+        strategy = "path" if call.window else "cascade"
+        why = "a sliding window binds, which cascade cannot keep" if call.window else "no row is copied"
     name, why_kernel = _choose_kernel(kernel, call)
     return AttentionChoice(strategy, name, f"{strategy}: {why}; {name}: {why_kernel}")
 
@@ -247,18 +237,6 @@ def _check_tree(kernel: str, call: KernelCall) -> None:
     refusal = experimental("tree_tiles").tiled_refusal(call)
     if refusal:
         raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes what can")
-
-
-def _choose_strategy(attention: str, window: bool) -> tuple[str, str]:
-    """Name and reason, or UserError."""
-    if attention == "cascade" and window:
-        raise UserError(
-            "attention='cascade' cannot be used: it attends to a prompt in one piece, and a sliding window shorter "
-            "than the batch's longest sequence cuts through it; attention='auto' or 'path' keeps the window"
-        )
-    if attention != "auto":
-        return attention, "as chosen"
-    return ("path", "a sliding window binds, which cascade cannot keep") if window else ("cascade", "no row is copied")
 
 
 def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:

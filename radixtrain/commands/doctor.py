@@ -187,7 +187,7 @@ def _attention() -> Iterator[Finding]:
             choice = choose_attention("auto", "auto", device, dtype, HEAD_DIM)
         name = str(dtype).removeprefix("torch.")
         yield Finding("attention", f"auto, {name}", f"{choice.strategy} on {device.type}, kernel {choice.kernel}")
-    call = KernelCall(device, torch.bfloat16, HEAD_DIM, softcap=False, window=False, sinks=False)
+    call = KernelCall(device, torch.bfloat16, HEAD_DIM)
     for kernel in KERNELS:
         refusal = varlen_refusal(kernel, call)
         yield Finding("attention", kernel, f"cannot run in bfloat16: {refusal}" if refusal else "can run")
