@@ -106,7 +106,7 @@ class RadixCollator:
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
         `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With
         `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.experimental.tree_tiles.TreeTiles`. With a
-        `run_cost`, also that of `step_cost`, `radix_runs_...`, see `radixtrain.tree.runs.RunTable`.
+        `run_cost`, also that of `step_cost`, `radix_runs_...`, see `radixtrain.tree.runs.RunLayout`.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
         and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 

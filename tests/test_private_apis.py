@@ -189,6 +189,11 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/training/fault_tolerance/signals.py": {
         "os._exit": "ends the process at once after a second signal",
     },
+    "radixtrain/training/start/loading.py": {
+        "transformers.PreTrainedModel._can_set_experts_implementation": (
+            "says whether experts can run as a loop, which float64 needs"
+        ),
+    },
     "radixtrain/verification/oracle.py": {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
         "transformers.PreTrainedModel._can_set_experts_implementation": (

@@ -28,7 +28,7 @@ from radixtrain.kernels.cpu_loops import LONG, STRIP
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
-from radixtrain.tree.runs import RunCost, cheapest_runs
+from radixtrain.tree.runs import RunCost, cost_of_runs
 
 CHOICES = ("cascade", "path", "expand")  # a batch carries its choice as a place in this tuple
 CANDIDATES = (1, 4, 16, 64)  # values of `min_shared_tokens` that are tried
@@ -149,8 +149,7 @@ class StepCost:
         """Of the mixers of recurrent layers, with the forks that cost least; 0 without any."""
         if self.run_cost is None:
             return 0.0
-        runs = cheapest_runs(plan.segment_starts, plan.segment_parents, self.run_cost)
-        return self.mixer_share * runs.cost(self.run_cost)
+        return self.mixer_share * cost_of_runs(plan.segment_starts, plan.segment_parents, self.run_cost)
 
     def _matrix_seconds(self, plan: PrefixPlan) -> float:
         return plan.num_rows * self.row_flops * self.rates.flop

@@ -24,7 +24,7 @@ from radixtrain.kernels.triton_door import experimental
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import concatenate_ranges
 from radixtrain.tree.plan import PrefixPlan
-from radixtrain.tree.runs import RUNS, RunCost, RunLayout
+from radixtrain.tree.runs import RUNS, RunCost, RunLayout, cheapest_runs
 
 PREFIX = "radix_"  # of every entry of a batch that a model without radixtrain does not know
 
@@ -106,7 +106,7 @@ class TreeLayout:
             max_path=_longest(plan.path_cu_seqlens_k),
             max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
             tiles=None if tiles is None else experimental("tree_tiles").tree_tiles(plan.row_subtree_ends, *tiles),
-            runs=None if run_cost is None else RunLayout.from_segments(*segments, run_cost),
+            runs=None if run_cost is None else cheapest_runs(*segments, run_cost),
             **_levels(plan),
         )
 

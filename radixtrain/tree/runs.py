@@ -23,8 +23,8 @@ Runs are computed in calls of equal shape:
 No call has one row after a state, so no fork is shorter than two rows and a leaf of one row is padded: Hugging Face's
 mixers take one for a step of generation, which writes into the state in place and has no gradient in some kernels.
 
-The layers: gated delta rule (arXiv 2412.06464, section 3), Mamba 2 (arXiv 2405.21060), short convolutions. NumPy only,
-as for the plan.
+The layers: gated delta rule (arXiv 2412.06464, section 3), Mamba 2 (arXiv 2405.21060), short convolutions.
+Computed with NumPy, as the plan.
 """
 
 from __future__ import annotations
@@ -84,36 +84,16 @@ class RunCall(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RunTable:
-    """Runs in calls. U unique rows, R runs.
+class RunLayout:
+    """Runs in calls, on a device. U unique rows, R runs.
 
-    calls: in the order in which they are computed.
+    calls: in the order in which they are computed; host ints.
     rows: (sum of num_runs x length,), int64. the unique row of each row of the calls, back to back; padding repeats the
         last row of its run.
     places: (U,), int64. the place in `rows` from which each unique row has its output.
     parents: (number of runs that start from a state,), int64. for each, call by call, its place among the states that
         its source call kept.
     """
-
-    calls: tuple[RunCall, ...]
-    rows: IntArray
-    places: IntArray
-    parents: IntArray
-
-    @property
-    def num_forks(self) -> int:
-        """States that are kept."""
-        return sum(call.num_runs for call in self.calls if call.keeps)
-
-    def cost(self, rates: RunCost) -> float:
-        """What one layer costs with these runs."""
-        states = self.num_forks + len(self.parents)
-        return sum(rates.of_call(call.num_runs, call.length) for call in self.calls) + states * rates.state
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RunLayout:
-    """A `RunTable` on a device: `calls` are host ints, the others int64 tensors of the same shapes."""
 
     calls: tuple[RunCall, ...]
     rows: Tensor
@@ -124,21 +104,6 @@ class RunLayout:
     def num_forks(self) -> int:
         """States that are kept."""
         return sum(call.num_runs for call in self.calls if call.keeps)
-
-    @classmethod
-    def from_segments(cls, starts: IntArray, parents: IntArray, rates: RunCost | None = None) -> RunLayout:
-        """The cheapest runs of a plan with these segments, as CPU tensors. Runs in the DataLoader worker."""
-        return cls.from_table(cheapest_runs(starts, parents, rates))
-
-    @classmethod
-    def from_table(cls, table: RunTable) -> RunLayout:
-        """As CPU tensors that share the memory of the table."""
-        return cls(
-            calls=table.calls,
-            rows=torch.from_numpy(table.rows),
-            places=torch.from_numpy(table.places),
-            parents=torch.from_numpy(table.parents),
-        )
 
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> RunLayout:
@@ -180,26 +145,33 @@ class _Choice(NamedTuple):
     groups: list[list[int]]
 
     def cost(self, rates: RunCost) -> float:
-        """As `RunTable.cost`, before there is a table."""
+        """What one layer costs with these runs."""
         states = sum(run.is_fork for run in self.runs) + sum(run.parent >= 0 for run in self.runs)
         calls = sum(rates.of_call(len(group), _call_length(self.runs, group)) for group in self.groups)
         return calls + states * rates.state
 
 
-def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost | None = None) -> RunTable:
-    """The runs of a plan that cost least among several choices of forks; without any fork if none pays.
+def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost | None = None) -> RunLayout:
+    """The runs of a plan that cost least among several choices of forks; without any fork if none pays. On the CPU.
 
     segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
     rates: what the layers cost; by default `RunCost()`.
     """
-    rates = rates or RunCost()
+    return _layout(_cheapest(segment_starts, segment_parents, rates or RunCost()), int(segment_starts[-1]))
+
+
+def cost_of_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost) -> float:
+    """What one layer costs with the cheapest runs."""
+    return _cheapest(segment_starts, segment_parents, rates).cost(rates)
+
+
+def _cheapest(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost) -> _Choice:
     options: list[tuple[int | None, int]] = [(None, 1)]
     if rates.can_fork and (segment_parents >= 0).any():
         options += product(MIN_SAVED, MULTIPLES)
     segments = segment_starts.tolist(), segment_parents.tolist()
     distinct = dict.fromkeys(tuple(_runs(*segments, *option)) for option in options)
-    choices = [_choice(runs, rates) for runs in distinct]
-    return _table(min(choices, key=lambda choice: choice.cost(rates)), int(segment_starts[-1]))
+    return min((_choice(runs, rates) for runs in distinct), key=lambda choice: choice.cost(rates))
 
 
 def runs_of_segments(
@@ -208,8 +180,8 @@ def runs_of_segments(
     min_saved: int | None,
     multiple: int = 1,
     rates: RunCost | None = None,
-) -> RunTable:
-    """The runs of a plan with these forks.
+) -> RunLayout:
+    """The runs of a plan with these forks, on the CPU.
 
     segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
     min_saved: rows that a fork must save: its length times the branches after the first. None: no forks at all, each
@@ -218,7 +190,7 @@ def runs_of_segments(
     rates: decides which leaves of different lengths share a call; by default `RunCost()`.
     """
     runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved, multiple))
-    return _table(_choice(runs, rates or RunCost()), int(segment_starts[-1]))
+    return _layout(_choice(runs, rates or RunCost()), int(segment_starts[-1]))
 
 
 def _choice(runs: Sequence[_Run], rates: RunCost) -> _Choice:
@@ -310,7 +282,7 @@ def _call_length(runs: Sequence[_Run], group: Sequence[int]) -> int:
     return max(longest, SHORTEST_FROM_STATE) if runs[group[0]].parent >= 0 else longest
 
 
-def _table(choice: _Choice, num_rows: int) -> RunTable:
+def _layout(choice: _Choice, num_rows: int) -> RunLayout:
     """Runs in calls; in a call by the call that their states come from."""
     runs = choice.runs
     place_of: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # run -> its call, its place in it
@@ -326,8 +298,11 @@ def _table(choice: _Choice, num_rows: int) -> RunTable:
         sources = tuple((call, len(list(same))) for call, same in groupby(call for call, _ in above))
         calls.append(RunCall(len(ordered), length, int(runs[ordered[0]].is_fork), sources))
     flat = np.concatenate(rows)
-    return RunTable(
-        calls=tuple(calls), rows=flat, places=_places(flat, num_rows), parents=np.array(parents, dtype=np.int64)
+    return RunLayout(
+        calls=tuple(calls),
+        rows=torch.from_numpy(flat),
+        places=torch.from_numpy(_places(flat, num_rows)),
+        parents=torch.tensor(parents, dtype=torch.int64),
     )
 
 

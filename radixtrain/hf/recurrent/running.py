@@ -215,15 +215,14 @@ class TreeRuns:
         """The runs that cost least."""
         if self.layout.runs is not None:
             return self.layout.runs
-        return RunLayout.from_table(cheapest_runs(*self._segments)).to(self.layout.device, non_blocking=True)
+        return cheapest_runs(*self._segments).to(self.layout.device, non_blocking=True)
 
     @cached_property
     def whole(self) -> RunLayout:
         """Runs without forks: each sequence from its first token on, as an ordinary batch has them."""
         if not self.forked.num_forks:
             return self.forked
-        table = runs_of_segments(*self._segments, min_saved=None)
-        return RunLayout.from_table(table).to(self.layout.device, non_blocking=True)
+        return runs_of_segments(*self._segments, min_saved=None).to(self.layout.device, non_blocking=True)
 
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray]:

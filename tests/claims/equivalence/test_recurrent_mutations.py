@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import tiny_model
 from torch import Tensor, cat
 
@@ -17,7 +18,7 @@ import radixtrain.tree.runs
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.hf.recurrent.running import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCall, RunCost, RunLayout, RunTable, runs_of_segments
+from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
 
 # Two prompts of four and two tokens; two branches of three below the first, with two leaves each.
@@ -27,7 +28,7 @@ SEQUENCES = [
     *([20, 21, 22, 23, 24], [20, 21, 25, 26]),
 ]
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in SEQUENCES]
-Table = Callable[[], RunTable]
+Table = Callable[[], RunLayout]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def model() -> Any:
     return tiny_model("Qwen3_5ForCausalLM")
 
 
-def table(multiple: int = 1) -> RunTable:
+def table(multiple: int = 1) -> RunLayout:
     """A fork at every branch."""
     ids = np.concatenate(SEQUENCES)
     plan = build_prefix_plan(ids, np.cumsum([0, *map(len, SEQUENCES)]))
@@ -45,7 +46,7 @@ def table(multiple: int = 1) -> RunTable:
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
     def collate(features: Any) -> dict[str, Any]:
-        return {**RadixCollator()(features), **RunLayout.from_table(table_of()).to_batch()}
+        return {**RadixCollator()(features), **table_of().to_batch()}
 
     return verify_equivalence(model, FEATURES, collator=collate)
 
@@ -56,9 +57,14 @@ def assert_caught(report: EquivalenceReport) -> None:
     assert "NOT EQUAL" in str(report)
 
 
-def with_rows(right: RunTable, calls: Sequence[RunCall], rows: Any) -> RunTable:
+def with_rows(right: RunLayout, calls: Sequence[RunCall], rows: Any) -> RunLayout:
     """Other calls and rows; each row has its output from the first run that contains it."""
-    return replace(right, calls=tuple(calls), rows=np.asarray(rows), places=np.unique(rows, return_index=True)[1])
+    return replace(
+        right,
+        calls=tuple(calls),
+        rows=torch.tensor(rows),
+        places=torch.from_numpy(np.unique(rows, return_index=True)[1]),
+    )
 
 
 def test_the_runs_that_are_mutated() -> None:
@@ -74,23 +80,29 @@ def test_without_a_mutation(model: Any, multiple: int) -> None:
     assert report.passed and report.conclusive, str(report)
 
 
-def a_fork_from_the_wrong_parent() -> RunTable:
+def a_fork_from_the_wrong_parent() -> RunLayout:
     """The leaves of one branch start from the other."""
     right = table()
     source_of = [source for call in right.calls for source, number in call.sources for _ in range(number)]
-    swapped = [1 - parent if source == 2 else parent for source, parent in zip(source_of, right.parents, strict=True)]
-    return replace(right, parents=np.array(swapped))
+    swapped = [
+        1 - parent if source == 2 else parent for source, parent in zip(source_of, right.parents.tolist(), strict=True)
+    ]
+    return replace(right, parents=torch.tensor(swapped))
 
 
-def a_state_kept_after_the_wrong_row() -> RunTable:
+def a_state_kept_after_the_wrong_row() -> RunLayout:
     """Forks of the branches' three rows, and leaves that start after two and compute the third again."""
     late, right = table(), table(multiple=2)
     forks = sum(call.keeps for call in right.calls)
     rows_late, rows = (sum(c.num_runs * c.length for c in each.calls[:forks]) for each in (late, right))
-    return with_rows(right, [*late.calls[:forks], *right.calls[forks:]], [*late.rows[:rows_late], *right.rows[rows:]])
+    return with_rows(
+        right,
+        [*late.calls[:forks], *right.calls[forks:]],
+        [*late.rows[:rows_late].tolist(), *right.rows[rows:].tolist()],
+    )
 
 
-def rows_after_a_fork_left_out() -> RunTable:
+def rows_after_a_fork_left_out() -> RunLayout:
     """A leaf has only the rows that no run before it has."""
     right = table(multiple=2)
     seen: set[int] = set()
@@ -102,13 +114,13 @@ def rows_after_a_fork_left_out() -> RunTable:
     return with_rows(right, right.calls, rows)
 
 
-def all_rows_as_one_sequence() -> RunTable:
+def all_rows_as_one_sequence() -> RunLayout:
     """As a recurrent layer reads a packed batch: every branch after the ones before it."""
-    rows = np.arange(len(table().places))
-    return RunTable(calls=(RunCall(1, len(rows), 0, ()),), rows=rows, places=rows, parents=np.zeros(0, dtype=np.int64))
+    rows = torch.arange(len(table().places))
+    return RunLayout(calls=(RunCall(1, len(rows), 0, ()),), rows=rows, places=rows, parents=rows[:0])
 
 
-def segments_from_nothing() -> RunTable:
+def segments_from_nothing() -> RunLayout:
     """No run continues another."""
     right = table()
     return replace(right, calls=tuple(call._replace(sources=()) for call in right.calls), parents=right.parents[:0])
@@ -193,7 +205,7 @@ def test_mutated_states_are_not_even_used(
     assert "computes every sequence from its first token on" in caplog.text
 
 
-def runs_in(given: RunTable) -> Iterator[list[int]]:
+def runs_in(given: RunLayout) -> Iterator[list[int]]:
     rows = iter(given.rows.tolist())
     for call in given.calls:
         for _ in range(call.num_runs):

@@ -63,7 +63,7 @@ class Forks:
         if self.min_saved == 0:
             return RadixCollator(run_cost=RunCost(), **options)(features)
         batch = RadixCollator(**options)(features)
-        return {**batch, **RunLayout.from_table(self._table(TreeLayout.from_batch(batch))).to_batch()}
+        return {**batch, **self._table(TreeLayout.from_batch(batch)).to_batch()}
 
     def _table(self, layout: TreeLayout) -> Any:
         starts = layout.segment_starts.numpy().astype("int64")

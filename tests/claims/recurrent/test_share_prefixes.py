@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.runs import RunLayout
+from radixtrain.tree.runs import RunLayout, cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
 
@@ -25,9 +25,8 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
         kept.append(runs.num_forks)
         return runs
 
-    make = RunLayout.from_segments
     monkeypatch.setattr("radixtrain.hf.prepare.RunCost", lambda: FREE_FORKS)
-    monkeypatch.setattr(RunLayout, "from_segments", lambda *segments: counted(make(*segments)))
+    monkeypatch.setattr("radixtrain.tree.layout.cheapest_runs", lambda *segments: counted(cheapest_runs(*segments)))
     batch = padded([row for rows in pairwise(ROWS[:4]) for row in rows], side)
     keep = batch["attention_mask"].bool()
 

@@ -5,13 +5,23 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import DEEP, FOREST, plan_of
 
 from radixtrain import RadixCollator
 from radixtrain.testing import FREE_FORKS, ragged_batches
-from radixtrain.tree.runs import MIN_SAVED, MULTIPLES, RunCall, RunCost, RunLayout, cheapest_runs, runs_of_segments
+from radixtrain.tree.runs import (
+    MIN_SAVED,
+    MULTIPLES,
+    RunCall,
+    RunCost,
+    RunLayout,
+    cheapest_runs,
+    cost_of_runs,
+    runs_of_segments,
+)
 
 CALLS_ONLY = RunCost(call=1.0, row=0.0, state=0.0)
 # The drawing of the module: A = [0, 3), B = [3, 5), C = [5, 7), D = [7, 10), E = [10, 12).
@@ -63,6 +73,11 @@ def leaf_paths(starts, parents):
     return [paths[end - 1] for segment, end in enumerate(starts[1:].tolist()) if segment not in parents]
 
 
+def cost_of(table, rates):
+    states = table.num_forks + len(table.parents)
+    return sum(rates.call + call.num_runs * call.length * rates.row for call in table.calls) + states * rates.state
+
+
 def contents(table):
     return table.calls, table.rows.tolist(), table.places.tolist(), table.parents.tolist()
 
@@ -79,8 +94,8 @@ class TestTheDrawing:
     def test_cost_and_dtypes(self):
         table = runs_of_segments(*DRAWN, min_saved=2, rates=CALLS_ONLY)
         assert table.num_forks == 2
-        assert table.cost(RunCost(call=100.0, row=1.0, state=0.01)) == pytest.approx(3 * 100 + 14 + 0.06)
-        assert {array.dtype for array in (table.rows, table.places, table.parents)} == {np.dtype(np.int64)}
+        assert cost_of(table, RunCost(call=100.0, row=1.0, state=0.01)) == pytest.approx(3 * 100 + 14 + 0.06)
+        assert {array.dtype for array in (table.rows, table.places, table.parents)} == {torch.int64}
         assert {type(value) for call in table.calls for value in call[:3]} == {int}
         assert {type(value) for call in table.calls for pair in call.sources for value in pair} == {int}
 
@@ -186,10 +201,9 @@ def test_forks_and_their_sources(sequences, options, rates, min_saved, multiple)
 @example([[*range(300), 1], [*range(300), 2], [*range(300), 3, 3]], {}, RunCost())
 def test_the_cheapest_is_not_dearer_than_any_choice(sequences, options, rates):
     segments = segments_of(sequences, **options)
-    table = cheapest_runs(*segments, rates)
     choices = [(None, 1), *((saved, multiple) for saved in MIN_SAVED for multiple in MULTIPLES)]
-    costs = [runs_of_segments(*segments, *choice, rates).cost(rates) for choice in choices]
-    assert table.cost(rates) == min(costs)
+    costs = [cost_of(runs_of_segments(*segments, *choice, rates), rates) for choice in choices]
+    assert cost_of(cheapest_runs(*segments, rates), rates) == cost_of_runs(*segments, rates) == min(costs)
 
 
 def test_by_default_a_fork_has_to_save_about_a_hundred_rows():
@@ -211,12 +225,12 @@ def test_leaves_are_put_into_the_calls_that_cost_least(lengths, rates):
     cuts = [cut for size in range(count) for cut in combinations(range(1, count), size)]
     ways = [[0, *cut, count] for cut in cuts]
     costs = [sum(rates.call + (end - start) * ordered[end - 1] for start, end in pairwise(way)) for way in ways]
-    assert table.cost(rates) == min(costs)
+    assert cost_of(table, rates) == min(costs)
 
 
 def runs_of(sequences, rates=FREE_FORKS):
     plan = plan_of(sequences)
-    return RunLayout.from_segments(plan.segment_starts, plan.segment_parents, rates)
+    return cheapest_runs(plan.segment_starts, plan.segment_parents, rates)
 
 
 def test_entries_of_a_batch():
@@ -235,6 +249,6 @@ def test_the_collator_makes_them_of_its_rows():
     features = [{"input_ids": ids, "labels": ids} for ids in FOREST]
     batch = RadixCollator(run_cost=FREE_FORKS, min_shared_tokens=3, pad_to_multiple_of=8)(features)
     plan = plan_of(FOREST, min_shared_tokens=3, pad_to_multiple_of=8)
-    runs = RunLayout.from_segments(plan.segment_starts, plan.segment_parents, FREE_FORKS)
+    runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
     assert contents(RunLayout.from_batch(batch)) == contents(runs)
     assert len(runs.places) == batch["input_ids"].shape[1]

@@ -24,7 +24,7 @@ from radixtrain.hf.recurrent.running import (
 from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs
+from radixtrain.tree.runs import RunCost, cheapest_runs
 
 RUNS, CHANNELS = 2, 3
 
@@ -162,7 +162,7 @@ def test_otherwise_the_cheapest_by_default():
     runs = TreeRuns(TreeLayout.from_plan(plan))
     expected = cheapest_runs(plan.segment_starts, plan.segment_parents)
     assert expected.num_forks == 1
-    assert contents(runs.forked) == contents(RunLayout.from_table(expected))
+    assert contents(runs.forked) == contents(expected)
     assert runs.forked is runs.forked, "made once"
 
 
