@@ -40,6 +40,14 @@ def test_sinks_need_eager_beside_the_tree(tmp_path):
     assert model(input_ids=IDS).logits.isfinite().all()
 
 
+def test_experts_in_float64(tmp_path):
+    """torch's grouped product takes none, and ended in a traceback in the first step."""
+    tiny_model("Qwen3MoeForCausalLM").save_pretrained(tmp_path)
+    model = load_trainable(settings(tmp_path, dtype="float64"))
+    model(input_ids=IDS).logits.sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.float64
+
+
 def test_float16_weights_need_a_loss_scale(tmp_path):
     """With `dtype: auto` the first step made them NaN."""
     tiny_qwen3().half().save_pretrained(tmp_path)
