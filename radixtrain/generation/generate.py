@@ -60,11 +60,6 @@ class GenerationStats:
             return float("inf") if self.num_prompt_tokens else float("nan")
         return self.num_prompt_tokens / self.num_computed_tokens
 
-    @property
-    def hit_rate(self) -> float:
-        """The part of the prompt tokens that was in the cache; nan without prompts."""
-        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else float("nan")
-
     def __str__(self) -> str:
         rate = f", {self.num_new_tokens / self.seconds:,.0f} a second" if self.seconds > 0 else ""
         return (

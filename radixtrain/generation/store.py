@@ -144,11 +144,6 @@ class KeyValueStore:
     def device(self) -> torch.device:
         return self.calls[0][0].device
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all slots, free ones too."""
-        return sum(rows.numel() * rows.element_size() for rows in self._tensors())
-
     def _tensors(self) -> list[Tensor]:
         return [rows for stored in self.calls for rows in stored]
 

@@ -137,9 +137,9 @@ class TestCache:
     def test_an_empty_cache_takes_no_memory(self, model: Any) -> None:
         cache = RadixCache()
         answers(model, cache=cache)
-        assert cache.store.num_bytes > 0
+        assert cache.store.calls
         cache.clear()
-        assert cache.store.num_bytes == 0 and answers(model, cache=cache) == greedy_by_the_model(model, PROMPTS, 4)
+        assert not cache.store.calls and answers(model, cache=cache) == greedy_by_the_model(model, PROMPTS, 4)
 
 
 class TestModel:
@@ -263,9 +263,9 @@ class TestResult:
         return Generated([[5]] * (count // 2), token_ids, texts, logprobs, ends, 2, self.STATS)
 
     def test_stats(self) -> None:
-        assert (self.STATS.r, self.STATS.hit_rate, GenerationStats(10, 10, 0, 1, 0.1).r) == (8.0, 0.25, math.inf)
+        assert (self.STATS.r, GenerationStats(10, 10, 0, 1, 0.1).r) == (8.0, math.inf)
         empty = GenerationStats(0, 0, 0, 0, 0.0)
-        assert math.isnan(empty.r) and math.isnan(empty.hit_rate) and "0 new tokens in 0.00 s" in str(empty)
+        assert math.isnan(empty.r) and "0 new tokens in 0.00 s" in str(empty)
         assert str(self.STATS) == (
             "1,200 prompt tokens, 150 computed (r 8.00), 300 from the cache; 12 new tokens in 0.50 s, 24 a second"
         )
