@@ -17,7 +17,6 @@ from radixtrain.errors import DataError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from radixtrain.data.chat import ChatEncoder
     from radixtrain.data.formats import Row, UnreadRow
 
 logger = logging.getLogger(__name__)
@@ -77,8 +76,10 @@ def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
-def rewrites_history(encoder: ChatEncoder, row: Row | UnreadRow | DataError) -> bool:
+def rewrites_history(encoder: Any, row: Row | UnreadRow | DataError) -> bool:
     """Whether a chat of this row, up to one of the assistant's turns, is not how the whole chat begins.
+
+    encoder: a `ChatEncoder`.
 
     Only the first turns are tried, each with all before it. What a template writes after the text of the turn, such as
     its end-of-turn token, does not count. False for a row that is no chat, or of which no turn can be rendered with the
@@ -90,7 +91,7 @@ def rewrites_history(encoder: ChatEncoder, row: Row | UnreadRow | DataError) -> 
         return False
 
 
-def warn_of_rewritten_history(encoder: ChatEncoder, rows: Iterable[Row | UnreadRow | DataError]) -> None:
+def warn_of_rewritten_history(encoder: Any, rows: Iterable[Row | UnreadRow | DataError]) -> None:
     """One line in the log if whole chats are trained and the template rewrites the history of one of these rows."""
     trains_whole_chats = encoder.assistant_only_loss and not encoder.split_turns
     if trains_whole_chats and any(rewrites_history(encoder, row) for row in rows):
