@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ UNCLOSED = "look for a quote that is not closed, or raise max_row_bytes of this 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK = 1 << 20
 MAX_ROW_BYTES = 256 << 20  # of a line of text: a small compressed file can hold one that fills the memory
+MAX_UNPACKED_BYTES = 4 << 30  # of a compressed file that has to be unpacked as a whole, for the same reason
 MAGIC = {
     b"\xff\xfe": "UTF-16 text; save it as UTF-8",
     b"\xfe\xff": "UTF-16 text; save it as UTF-8",
@@ -138,14 +140,26 @@ def _lines(path: str, max_row_bytes: int) -> Iterator[bytes]:
 
 
 def content_of(path: str) -> bytes:
-    """The content of a text file. Raises as `read_jsonl`."""
-    with open_bytes(path) as stream:
-        try:
-            content: bytes = stream.read()
-        except OSError as error:
-            raise _unreadable(path, error) from error
+    """The content of a text file. Raises as `unpacked`, and UserError if it begins as a file of another kind."""
+    content = b"".join(unpacked(path))
     _check_text(path, content)
     return content
+
+
+def unpacked(path: str) -> Iterator[bytes]:
+    """The content of a file, decompressed. UserError if it cannot be read, or has too much that is compressed."""
+    left = MAX_UNPACKED_BYTES if os.path.splitext(path)[1].lower() in COMPRESSIONS else math.inf
+    with open_bytes(path) as stream:
+        try:
+            for chunk in iter(lambda: stream.read(CHUNK), b""):
+                left -= len(chunk)
+                if left < 0:
+                    raise UserError(
+                        f"{path}: expected at most {MAX_UNPACKED_BYTES:,} bytes unpacked; unpack it by hand"
+                    )
+                yield chunk
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
 
 def _check_text(path: str, start: bytes) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from radixtrain.data.files.lines import COMPRESSIONS, open_bytes
+from radixtrain.data.files.lines import COMPRESSIONS, open_bytes, unpacked
 from radixtrain.errors import UserError, first_line
 
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
@@ -83,11 +82,10 @@ def _seekable(path: str) -> Any:
     """The file, decompressed into a temporary one if need be: its index is at its end."""
     if os.path.splitext(path)[1].lower() not in COMPRESSIONS:
         return open_bytes(path)
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-    with open_bytes(path) as stream:
-        shutil.copyfileobj(stream, unpacked)
-    unpacked.seek(0)
-    return unpacked
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    file.writelines(unpacked(path))
+    file.seek(0)
+    return file
 
 
 class _Decoder:
