@@ -50,6 +50,8 @@ class Step:
     num_computed_tokens: rows that the model computes on this rank: unique tokens, or padded ones.
     num_unique_tokens: rows that it would compute if the step were one micro-batch in which every branch is taken; the
         cut, the ranks and `min_shared_tokens` can only add to them. None with `dedup: false`.
+    num_whole_tokens: of the conversations of the step, on all ranks, if each were one sequence and not split into its
+        turns; 0 if nothing counted them.
     where: the file and line that each feature came from, for error messages; empty if they came from no file.
     """
 
@@ -59,6 +61,7 @@ class Step:
     num_tokens: int
     num_computed_tokens: int
     num_unique_tokens: int | None = None
+    num_whole_tokens: int = 0
     where: tuple[str, ...] = ()
 
     def to(self, device: torch.device | str) -> Step:

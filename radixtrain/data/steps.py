@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.data.grouping import whole_chats
 from radixtrain.data.prompts import PromptDataset
 from radixtrain.data.sample import Sample
 from radixtrain.data.workers import blocked_signals, end_with_parent
@@ -35,9 +36,11 @@ class StepDataset(Dataset[Step]):
         return len(self.conversations)
 
     def __getitem__(self, indices: list[int]) -> Step:
-        samples = [sample for index in indices for sample in self.conversations[index]]
+        conversations = [self.conversations[index] for index in indices]
+        samples = [sample for conversation in conversations for sample in conversation]
         return replace(
             self.collator(features_of(samples, self.collator.merge_labels)),
+            num_whole_tokens=sum(length for each in conversations for length, _ in whole_chats(each)),
             where=tuple(sample.where for sample in samples),
         )
 

@@ -11,10 +11,11 @@ class Speed:
     """Tokens per second of the last step and of the whole run: effective ones (T) and computed ones (rows).
 
     num_unique_tokens: rows if every step had been one micro-batch; None with `dedup: false`.
+    num_whole_tokens: of the conversations as whole chats, which have fewer if they are split into turns.
     """
 
     def __init__(self) -> None:
-        self.num_tokens = self.num_computed_tokens = self.num_steps = self.num_micro_batches = 0
+        self.num_tokens = self.num_whole_tokens = self.num_computed_tokens = self.num_steps = self.num_micro_batches = 0
         self.num_unique_tokens: int | None = 0
         self.seconds = self.last = 0.0
 
@@ -30,6 +31,7 @@ class Speed:
         self.num_steps += 1
         self.num_micro_batches += len(step.micro_batches)
         self.num_tokens += step.num_tokens
+        self.num_whole_tokens += step.num_whole_tokens
         self.num_computed_tokens += step.num_computed_tokens
         if self.num_unique_tokens is None or step.num_unique_tokens is None:
             self.num_unique_tokens = None

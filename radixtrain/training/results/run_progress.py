@@ -83,6 +83,9 @@ class RunProgress:
             seconds += f" since the run went on, {self.seconds:.0f} s in all"
         on = f" on {ranks().size} ranks" if ranks().size > 1 else ""
         r = f"{speed.r:.2f} tokens per computed token"
+        if 0 < speed.num_whole_tokens < speed.num_tokens:
+            whole_r = speed.num_whole_tokens / speed.num_computed_tokens
+            r = f"{whole_r:.2f} tokens per computed token against whole chats, {speed.r:.2f} against the same rows"
         if speed.best_r:
             r += f", {speed.best_r:.2f} at best (each step one micro-batch)"
         return {**entries, "r": r, "tokens/s": f"{effective:,.0f} effective, {computed:,.0f} computed{on}, {seconds}"}

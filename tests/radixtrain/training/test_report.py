@@ -12,6 +12,8 @@ import pytest
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.training.results.run_progress import Exported, RunProgress
+from radixtrain.training.speed import Speed
 from radixtrain.training.start.run_overview import sharing_entries
 
 Arguments = Callable[..., list[str]]
@@ -136,6 +138,13 @@ def test_chats_are_compared_with_whole_chats_too(
     of_fit.setup("fit")
     assert f"about {of_chats:.1f} tokens" in dict(sharing_entries(of_fit))["r"]
     assert f"whole chats, as TRL trains them, {of_rows:.1f} against" in dict(sharing_entries(of_fit))["r"]
+    speed = Speed()
+    speed.start()
+    speed.add(next(iter(of_fit.train_dataloader())))
+    closing = RunProgress(step=1, first_loss=1.0, last_step={"loss": 1.0}).results(Exported("last", 1, None), speed)
+    assert closing["r"].startswith(
+        f"{of_chats:.2f} tokens per computed token against whole chats, {of_rows:.2f} against the same rows"
+    )
 
 
 @pytest.mark.parametrize(
