@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from radixtrain.versions import FIT, OLDEST, check_versions
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. What the user can fix is one line on stderr, not a traceback."""
+    _open_screen()
     before = _handle_early_signals() if sys.argv[1:2] == ["fit"] and argv is None else {}
     try:
         return _answer(list(sys.argv[1:] if argv is None else argv))
@@ -38,6 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
         atexit.unregister(_leave)
         atexit.register(_leave)  # what is registered last is called first
+
+
+def _open_screen() -> None:
+    """A service may have closed stdout and stderr, and a console of Windows lacks most characters: it shows `?`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _handle_early_signals() -> dict[int, Any]:

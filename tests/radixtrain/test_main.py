@@ -1,5 +1,6 @@
 """What a user types: the list of commands, the version, and bad rows that are skipped. Mistakes: commands/."""
 
+import io
 import json
 import subprocess
 import sys
@@ -57,3 +58,15 @@ def test_in_a_process_of_its_own(arguments, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"error: no such file: {tmp_path / 'none.jsonl'}"
     assert "Traceback" not in done.stderr
+
+
+def test_a_screen_with_few_characters_and_none(arguments, monkeypatch, tmp_path):
+    """As a console of Windows, and a service that closed its output."""
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
+    assert main(arguments(trainer__max_steps=1)) == 0
+    assert b"loss on what stands in ? ?" in out.getvalue()
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(arguments(trainer__max_steps=1, output_dir=tmp_path / "closed")) == 0
+    assert (tmp_path / "closed" / "model").exists()
