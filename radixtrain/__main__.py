@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -49,7 +50,8 @@ def _open_screen() -> None:
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            with suppress(OSError):  # it flushes, and a reader may be gone
+                stream.reconfigure(errors="replace")
 
 
 def _handle_early_signals() -> dict[int, Any]:
