@@ -18,7 +18,6 @@ FIT = {
     "datasets": "4",
     "jsonargparse": "4.53",
     "lightning": "2.6.6",
-    "plotly": "6",
     "rich": "13",
     "wandb": "0.19",
 }

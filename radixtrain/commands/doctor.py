@@ -25,7 +25,7 @@ from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is
 WIDTH = 24  # of the names
 NEEDED = (
     *("torch", "transformers", "lightning", "tokenizers", "safetensors", "datasets", "numpy", "jsonargparse", "xxhash"),
-    *("jinja2", "rich", "plotly", "wandb"),
+    *("jinja2", "rich", "wandb"),
 )
 # Package -> what it is for, and what installs it.
 OPTIONAL = {

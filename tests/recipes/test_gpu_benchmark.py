@@ -44,7 +44,7 @@ def run_of(seconds: float = 1000.0) -> Run:
 def test_the_one_call(tmp_path: Path) -> None:
     """With only torch, transformers and what they need: every part measures, and the bars of exactness are judged."""
     path = tmp_path / "gpu.json"
-    missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "plotly", "wandb")
+    missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb")
     missing += ("flash_attn", "peft", "trl", "hypothesis", "triton")
     code = f"""
 import runpy, sys

@@ -1,24 +1,13 @@
-"""A report with everything in it, sequences of one prompt, and a headless browser."""
+"""A report with everything in it, and sequences of one prompt."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from headless_browser import Browser, found
 
 from radixtrain.report.contents import Break, DataReport, Example, Setting, Splitting, TreeNode
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    executable = found()
-    if executable is None:
-        pytest.skip("no Chromium or Chrome on the PATH: apt-get install chromium")
-    with Browser(executable, tmp_path_factory.mktemp("profile")) as started:
-        yield started
 
 
 @pytest.fixture
