@@ -21,7 +21,7 @@ from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
 from radixtrain.data.tokenized.corpus import Corpus, Part
-from radixtrain.data.tokenized.turns import ChosenSamples, distinct_turns, last_turns
+from radixtrain.data.tokenized.turns import distinct_turns, last_turns
 from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.distributed import ranks
@@ -124,7 +124,7 @@ def _trained_turns(part: Part, train_on: str) -> Part:
         return part
     logger.warning("%s: %s: they are left out (data.train_on: %s)", part.name, counts, train_on)
     digest = xxhash.xxh3_128(is_chosen.tobytes()).hexdigest()
-    return replace(part, conversations=ChosenSamples(store, is_chosen), digest=f"{part.digest} {digest}")
+    return replace(part, conversations=store.select(is_chosen), digest=f"{part.digest} {digest}")
 
 
 def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Corpus]:

@@ -28,7 +28,7 @@ from radixtrain.data.formats import open_rows
 from radixtrain.data.sample import EncodeReport, TooLongError
 from radixtrain.data.tokenized.encode import encode_blocks, num_processes
 from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fingerprint
-from radixtrain.data.tokenized.store import FILES, TokenStore, TokenWriter, read_about, write_about
+from radixtrain.data.tokenized.store import ABOUT, SAMPLES, TokenStore, TokenWriter, read_about, write_about
 from radixtrain.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)
@@ -89,11 +89,11 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
     entry = options.folder / fingerprint(encoder, about, files)
     if not options.overwrite_cache and _is_whole(entry):
         with suppress(OSError):  # a folder that others fill may be read-only
-            os.utime(entry / "about.json")  # when it was last used
+            os.utime(entry / ABOUT)  # when it was last used
         return _opened(source, entry, " (tokenised by an earlier run)")
     _delete_unused(options.folder)
-    _check_space(options.folder, files.values())
     with _written_to(options.folder):
+        _check_space(options.folder, files.values())
         staging = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=options.folder))
     try:
         _encode(source, encoder, options, staging, files)
@@ -117,16 +117,11 @@ def _is_whole(entry: Path) -> bool:
 def damage_in(entry: Path) -> str | None:
     """What is wrong with an entry, or None if its files are as they were written. Reads them all."""
     try:
-        written = read_about(entry)["files"]
-        found = _digests(entry)
+        written = read_about(entry)["checksum"]
+        found = digest_of_file(entry / SAMPLES).xxh3_128
     except (OSError, ValueError) as error:
         return str(error)
-    return next((f"{name} is not as it was written" for name in FILES if found[name] != written[name]), None)
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """Of the files that a `TokenWriter` writes."""
-    return {name: digest_of_file(folder / name).xxh3_128 for name in FILES}
+    return None if found == written else f"{SAMPLES} is not as it was written"
 
 
 def _check_unchanged(files: Mapping[str, FileContents]) -> None:
@@ -148,7 +143,6 @@ def _encode(
 ) -> None:
     """Write an entry into a folder."""
     report, long = EncodeReport(), None
-    start = time.perf_counter()
     num_proc = num_processes(options.dataset_num_proc, sum(file.num_bytes for file in files.values()))
     writer = TokenWriter(folder)
     with _progress(source.label, _num_rows(files)) as update:
@@ -165,9 +159,9 @@ def _encode(
     if not report.num_samples:
         shown = f"; the first: {report.bad_rows[0]}" if report.bad_rows else ""
         raise UserError(f"{source.label}: none of its {report.num_rows} rows can be used; {report}{shown}")
-    seconds = time.perf_counter() - start
     with _written_to(options.folder):
-        about = {"digest": digest, "report": report.as_dict(), "seconds": seconds, "files": _digests(folder)}
+        checksum = digest_of_file(folder / SAMPLES).xxh3_128
+        about = {"digest": digest, "report": report.as_dict(), "checksum": checksum}
         write_about(folder, about)
 
 
@@ -214,7 +208,7 @@ def _place(staging: Path, entry: Path) -> None:
 def _delete_unused(folder: Path) -> None:
     """Entries that were not used for long, and what runs that were killed left a day ago or earlier."""
     for entry in folder.iterdir() if folder.is_dir() else ():
-        about = entry / "about.json"
+        about = entry / ABOUT
         is_left = entry.name.startswith(".")
         with suppress(FileNotFoundError):  # another run deletes it too
             if is_left or about.is_file():
@@ -230,8 +224,7 @@ def _last_written(folder: Path) -> float:
 
 def _check_space(folder: Path, files: Collection[FileContents]) -> None:
     """Token ids take about as much space as their text, rarely more than twice as much."""
-    with _written_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     needed, free = sum(file.num_bytes for file in files) + FREE_SPACE, shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from radixtrain.data.sample import Sample
-from radixtrain.tree.arrays import IntArray, concatenate_ranges
+from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,13 @@ class Corpus(Sequence[list[Sample]]):
     def __init__(self, parts: Sequence[Part], chosen: IntArray | None = None):
         self.parts = tuple(parts)
         self.chosen = chosen
-        self.bounds = np.concatenate([[0], np.cumsum([len(part.conversations) for part in parts])]).astype(np.int64)
+        self.bounds = cumulative(np.array([len(part.conversations) for part in parts]))
 
     def __len__(self) -> int:
         return int(self.bounds[-1]) if self.chosen is None else len(self.chosen)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"conversation {index} of {len(self)}")
-        index %= len(self)
+        index = range(len(self))[index]
         place = index if self.chosen is None else int(self.chosen[index])
         part = int(np.searchsorted(self.bounds, place, side="right")) - 1
         return self.parts[part].conversations[place - int(self.bounds[part])]
@@ -70,15 +66,14 @@ class Corpus(Sequence[list[Sample]]):
 
     @cached_property
     def starts(self) -> IntArray:
-        return np.concatenate([[0], np.cumsum(self._sizes)]).astype(np.int64)
+        return cumulative(self._sizes)
 
     @cached_property
     def lengths(self) -> IntArray:
         lengths = np.concatenate([part.conversations.lengths for part in self.parts])
         if self.chosen is None:
             return lengths
-        all_starts = np.concatenate([[0], np.cumsum(self._all_sizes)])
-        return lengths[concatenate_ranges(all_starts[self.chosen], self._sizes)]
+        return lengths[concatenate_ranges(cumulative(self._all_sizes)[self.chosen], self._sizes)]
 
     @property
     def digest(self) -> str:

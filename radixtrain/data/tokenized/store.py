@@ -14,65 +14,51 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 
-BATCHES_IN_VIEW = 64
 IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float64())
-SCHEMA = pa.schema(
-    {
-        "input_ids": IDS,
-        "loss_spans": IDS,
-        "labels": IDS,
-        "loss_weights": WEIGHTS,
-        "where": pa.string(),
-        "is_first": pa.bool_(),
-    }
-)
-
-FILES = ("samples.arrow", "lengths.npy", "starts.npy", "batches.npy")
-"""What a `TokenWriter` writes."""
-LISTS = ("input_ids", "loss_spans", "labels", "loss_weights")
+LISTS = {"input_ids": IDS, "loss_spans": IDS, "labels": IDS, "loss_weights": WEIGHTS}
+SCHEMA = pa.schema({**LISTS, "where": pa.string(), "is_first": pa.bool_()})
+SAMPLES, ABOUT = "samples.arrow", "about.txt"
 
 
 def packed(conversations: Iterable[Sequence[Sample]]) -> pa.RecordBatch:
     """The samples of some conversations as rows of the file. Conversations without a sample leave no trace."""
-    rows = [(sample, not place) for samples in conversations for place, sample in enumerate(samples)]
-    samples = [sample for sample, _ in rows]
-    spans = [_loss_spans(sample) for sample in samples]
-    labels = [sample.labels if known is None else None for sample, known in zip(samples, spans, strict=True)]
-    columns = [
-        _lists([sample.input_ids for sample in samples], IDS),
-        _lists([() if known is None else known for known in spans], IDS),
-        _lists(labels, IDS),
-        _lists([sample.loss_weights for sample in samples], WEIGHTS),
-        pa.array([sample.where for sample in samples], pa.string()),
-        pa.array([is_first for _, is_first in rows], pa.bool_()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    rows = [_row(sample, not place) for samples in conversations for place, sample in enumerate(samples)]
+    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+
+
+def _row(sample: Sample, is_first: bool) -> dict[str, Any]:
+    spans = _loss_spans(sample)
+    return {
+        "input_ids": sample.input_ids.astype(np.int32),  # int64 takes 70 times as long to convert
+        "loss_spans": () if spans is None else spans.astype(np.int32),
+        "labels": sample.labels.astype(np.int32) if spans is None else None,
+        "loss_weights": sample.loss_weights,
+        "where": sample.where,
+        "is_first": is_first,
+    }
 
 
 class TokenWriter:
-    """Writes the `FILES` of a store into a folder.
+    """Writes the file of a store into a folder.
 
     `close` returns a digest of tokens, labels, weights and conversations, which other samples do not have.
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.file = pa.ipc.new_file(str(folder / "samples.arrow"), SCHEMA)
-        self.lengths: list[np.ndarray] = []
-        self.is_first: list[np.ndarray] = []
-        self.batch_sizes: list[int] = []
+        self.file = pa.ipc.new_file(str(folder / SAMPLES), SCHEMA)
         self.digest = xxhash.xxh3_128()
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -80,42 +66,16 @@ class TokenWriter:
         if not batch.num_rows:
             return
         self.file.write_batch(batch)
-        self.batch_sizes.append(batch.num_rows)
-        self.lengths.append(np.diff(batch["input_ids"].offsets.to_numpy()).astype(np.int64))
-        self.is_first.append(batch["is_first"].to_numpy(zero_copy_only=False))
         for name in LISTS:
             column = batch[name]
             self.digest.update(np.diff(column.offsets.to_numpy()).tobytes())
             self.digest.update(column.values.to_numpy().tobytes())
-        self.digest.update(self.is_first[-1].tobytes())
+        self.digest.update(batch["is_first"].to_numpy(zero_copy_only=False).tobytes())
 
     def close(self) -> str:
-        """Finish the files. Returns the digest."""
+        """Finish the file. Returns the digest."""
         self.file.close()
-        is_first = np.concatenate([*self.is_first, np.ones(1, dtype=bool)])
-        lengths = np.concatenate([*self.lengths, np.zeros(0, dtype=np.int64)])
-        for name, values in (("lengths", lengths), ("starts", np.flatnonzero(is_first)), ("batches", self.batch_sizes)):
-            np.save(self.folder / f"{name}.npy", np.asarray(values, dtype=np.int64))
         return self.digest.hexdigest()
-
-
-class _Lists(NamedTuple):
-    """A column of n lists without a copy.
-
-    values: of all lists, back to back. offsets: (n + 1,). the first value of each list, and the end.
-    is_null: (n,), bool.
-    """
-
-    values: np.ndarray
-    offsets: np.ndarray
-    is_null: np.ndarray
-
-    @classmethod
-    def of(cls, column: Any) -> _Lists:
-        return cls(column.values.to_numpy(), column.offsets.to_numpy(), column.is_null().to_numpy(zero_copy_only=False))
-
-    def entry(self, place: int) -> np.ndarray | None:
-        return None if self.is_null[place] else self.values[self.offsets[place] : self.offsets[place + 1]]
 
 
 class TokenStore(Sequence[list[Sample]]):
@@ -125,45 +85,51 @@ class TokenStore(Sequence[list[Sample]]):
     starts: (num_conversations + 1,), int64. the first sample of each conversation, and the end.
 
     owned: a temporary folder, which is removed together with the store.
+    numbers: (num_samples,), int64. which samples of the file these are; None for all. A conversation that keeps none is
+        left out.
 
     It travels to other processes as the name of its folder.
     """
 
-    def __init__(self, folder: Path, owned: TemporaryDirectory[str] | None = None):
-        self.folder = folder
-        self.owned = owned
+    def __init__(self, folder: Path, owned: TemporaryDirectory[str] | None = None, numbers: np.ndarray | None = None):
+        self.folder, self.owned, self.numbers = folder, owned, numbers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "owned": None}
+        return {"folder": self.folder, "owned": None, "numbers": self.numbers}
 
     def opened(self) -> TokenStore:
-        """Itself, with every file open: it and the processes forked from this one can read on if the folder goes."""
-        _ = self.lengths, self.starts, self._batch_ends, self._file
+        """Itself, with the file open: it and the processes forked from this one can read on if the folder goes."""
+        _ = self.lengths, self.starts
         return self
+
+    def select(self, is_chosen: np.ndarray) -> TokenStore:
+        """Some of the samples, by conversation as here. is_chosen: (num_samples,), bool."""
+        chosen = np.flatnonzero(is_chosen)
+        numbers = chosen if self.numbers is None else self.numbers[chosen]
+        return TokenStore(self.folder, self.owned, numbers).opened()
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"conversation {index} of {len(self)}")
-        start, end = self.starts[index % len(self) : index % len(self) + 2].tolist()
-        return [self.sample(number) for number in range(start, end)]
+        index = range(len(self))[index]
+        return [self.sample(number) for number in range(self.starts[index], self.starts[index + 1])]
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        return np.load(self.folder / "lengths.npy", mmap_mode="r")
+        lengths = pc.list_value_length(self._columns["input_ids"]).to_numpy().astype(np.int64)
+        return lengths if self.numbers is None else lengths[self.numbers]
 
     @cached_property
     def starts(self) -> np.ndarray:
-        return np.load(self.folder / "starts.npy", mmap_mode="r")
+        conversations = np.cumsum(self._columns["is_first"].to_numpy())
+        if self.numbers is not None:
+            conversations = conversations[self.numbers]
+        return np.append(np.flatnonzero(np.diff(conversations, prepend=0)), len(conversations))
 
     def has_several_answers(self) -> bool:
         """Whether a sample has labels in more than one run, of those whose labels are tokens of the sample."""
-        batches = (self._file.get_batch(number)["loss_spans"] for number in range(self._file.num_record_batches))
-        return any((np.diff(spans.offsets.to_numpy()) > 2).any() for spans in batches)
+        return bool((pc.list_value_length(self._columns["loss_spans"]).to_numpy() > 2).any())
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -171,33 +137,20 @@ class TokenStore(Sequence[list[Sample]]):
         return read_about(self.folder)
 
     @cached_property
-    def _batch_ends(self) -> np.ndarray:
-        return np.cumsum(np.load(self.folder / "batches.npy"))
-
-    @cached_property
-    def _file(self) -> pa.ipc.RecordBatchFileReader:
-        return pa.ipc.open_file(pa.memory_map(str(self.folder / "samples.arrow")))
-
-    @cached_property
-    def _views(self) -> Any:
-        return lru_cache(BATCHES_IN_VIEW)(self._views_of)
-
-    def _views_of(self, number: int) -> dict[str, Any]:
-        """The columns of one record batch."""
-        batch = self._file.get_batch(number)
-        return {**{name: _Lists.of(batch[name]) for name in LISTS}, "where": batch["where"]}
+    def _columns(self) -> dict[str, pa.ChunkedArray]:
+        table = pa.ipc.open_file(pa.memory_map(str(self.folder / SAMPLES))).read_all()
+        return dict(zip(table.column_names, table.columns, strict=True))
 
     def sample(self, number: int) -> Sample:
         """One of all, counted from 0."""
-        batch = int(np.searchsorted(self._batch_ends, number, side="right"))
-        place = number - (int(self._batch_ends[batch - 1]) if batch else 0)
-        views = self._views(batch)
-        ids, spans, labels, weights = (views[name].entry(place) for name in LISTS)
+        place = number if self.numbers is None else int(self.numbers[number])
+        lists = (self._columns[name][place].values for name in LISTS)
+        ids, spans, labels, weights = (values if values is None else values.to_numpy() for values in lists)
         ids = ids.astype(np.int64)
         return Sample(
             input_ids=ids,
             labels=_labels_in(spans, ids) if labels is None else labels.astype(np.int64),
-            where=views["where"][place].as_py(),
+            where=self._columns["where"][place].as_py(),
             loss_weights=None if weights is None else weights.copy(),
         )
 
@@ -218,36 +171,20 @@ def _labels_in(spans: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return labels
 
 
-def _lists(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
-    """Rows as an Arrow column; None is null."""
-    filled = [() if row is None else row for row in rows]
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in filled])]).astype(np.int32)
-    dtype = kind.value_type.to_pandas_dtype()
-    values = np.concatenate([np.zeros(0, dtype), *(np.asarray(row, dtype) for row in filled)])
-    mask = pa.array([row is None for row in rows], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=mask)
-
-
-ABOUT = "about.json"
-
-
 def write_about(entry: Path, about: Mapping[str, Any]) -> None:
-    """about: what JSON can hold."""
-    text = json.dumps({**about, "checksum": _checksum(about)})
-    (entry / ABOUT).write_text(text, encoding="utf-8")
+    """A line with the checksum of what follows it. about: what JSON can hold."""
+    text = json.dumps(about).encode()
+    (entry / ABOUT).write_bytes(b"%s\n%s" % (_checksum(text), text))
 
 
 def read_about(entry: Path) -> dict[str, Any]:
     """What was written. ValueError if the file was changed since, OSError if it cannot be read."""
-    try:
-        about = json.loads((entry / ABOUT).read_text(encoding="utf-8"))
-        is_whole = about.pop("checksum", None) == _checksum(about)
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        is_whole = False
-    if not is_whole:
+    checksum, _, text = (entry / ABOUT).read_bytes().partition(b"\n")
+    if checksum != _checksum(text):
         raise ValueError(f"{ABOUT} is not as it was written")
+    about: dict[str, Any] = json.loads(text)
     return about
 
 
-def _checksum(about: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(about, sort_keys=True).encode())
+def _checksum(text: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(text).encode()

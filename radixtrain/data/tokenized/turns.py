@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import xxhash
@@ -11,30 +10,6 @@ import xxhash
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokenized.store import TokenStore
-
-
-class ChosenSamples(Sequence[list[Sample]]):
-    """Some samples of a store, by conversation as there; a conversation that keeps none is left out.
-
-    is_chosen: (num_samples,), bool.
-    lengths, starts: as in `TokenStore`.
-    """
-
-    def __init__(self, store: TokenStore, is_chosen: np.ndarray):
-        self.store = store
-        self.numbers = np.flatnonzero(is_chosen)
-        conversations = np.searchsorted(store.starts, self.numbers, side="right")
-        self.lengths = np.asarray(store.lengths)[self.numbers]
-        self.starts = np.append(np.flatnonzero(np.diff(conversations, prepend=-1)), len(self.numbers))
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        return [self.store.sample(number) for number in self.numbers[self.starts[index] : self.starts[index + 1]]]
 
 
 def last_turns(store: TokenStore) -> np.ndarray:

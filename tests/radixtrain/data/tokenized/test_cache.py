@@ -19,7 +19,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
 from radixtrain.data.tokenized import cache, fingerprint
 from radixtrain.data.tokenized.cache import Tokenized, TokenizingOptions, tokenized
-from radixtrain.data.tokenized.store import FILES
+from radixtrain.data.tokenized.store import ABOUT, SAMPLES
 from radixtrain.errors import DataError, UserError
 
 Tokenize = Callable[..., Tokenized]
@@ -225,7 +225,7 @@ def test_an_interrupted_run_leaves_no_entry(
     assert len(tokenize(chats).store) == 20
 
 
-@pytest.mark.parametrize("name", [*FILES, "about.json"])
+@pytest.mark.parametrize("name", [SAMPLES, ABOUT])
 @pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "missing"])
 def test_a_damaged_entry_is_made_again(
     name: str, damage: str, chats: Path, tokenize: Tokenize, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -255,7 +255,7 @@ def test_an_entry_that_another_run_still_writes_is_not_deleted(tmp_path: Path, t
     two_days_ago = time.time() - 2 * 86400
     for name in (".running.x", ".killed.x"):
         (tmp_path / "cache" / name).mkdir(parents=True)
-        (tmp_path / "cache" / name / "samples.arrow").write_bytes(b"1")
+        (tmp_path / "cache" / name / SAMPLES).write_bytes(b"1")
     for path in (".running.x", ".killed.x/samples.arrow", ".killed.x"):
         os.utime(tmp_path / "cache" / path, (two_days_ago, two_days_ago))
     tokenize(chats)
@@ -307,7 +307,7 @@ def test_entries_that_were_not_used_for_long_are_deleted(chats: Path, tokenize: 
     (folder / "not ours").mkdir()
     old = time.time() - (cache.DAYS_KEPT + 1) * 86400
     first, _, _ = sorted(folder.iterdir(), key=lambda path: path.name == "not ours")
-    for path in (first / "about.json", folder / "not ours"):
+    for path in (first / ABOUT, folder / "not ours"):
         os.utime(path, (old, old))
     tokenize(chats, max_length=501)
     left = entries(folder)

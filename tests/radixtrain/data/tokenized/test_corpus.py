@@ -38,7 +38,6 @@ def test_sources_follow_each_other(corpus: Corpus) -> None:
     assert corpus.starts.tolist() == [0, 1, 3, 6]
     assert corpus.lengths.tolist() == [1, 1, 2, 1, 2, 3]
     assert corpus.weights is not None and corpus.weights.tolist() == [1.0, 1.0, 0.5]
-    assert names(corpus[1:]) == [11, 20]
     assert corpus[-1][0].where == "b:0"
     with pytest.raises(IndexError):
         corpus[3]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import TRIES
 
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokenized.store import ABOUT, TokenStore, TokenWriter, packed, read_about, write_about
@@ -51,7 +49,7 @@ def test_samples_come_back(tmp_path: Path) -> None:
     assert store.starts.tolist() == [0, 2, 3, 4, 6]
     assert {(s.input_ids.dtype, s.labels.dtype) for samples in store for s in samples} == {(np.dtype(np.int64),) * 2}
     assert [lists(s) for s in store[-1]] == [lists(s) for s in store[3]]
-    with pytest.raises(IndexError, match="conversation 4 of 4"):
+    with pytest.raises(IndexError):
         store[4]
 
 
@@ -114,22 +112,15 @@ def test_the_digest_tells_samples_apart(tmp_path: Path, other: list[list[list[Sa
     assert len(digests) == 2
 
 
-CONTENT = {"digest": "ab12", "report": {"num_rows": 10, "long": [1, 2]}, "seconds": 0.1 + 0.2, "files": {"a": "x"}}
+CONTENT = {"digest": "ab12", "report": {"num_rows": 10, "long": [1, 2]}, "checksum": "x"}
 
 
 def test_it_is_read_back_and_every_flipped_bit_is_found(tmp_path):
     write_about(tmp_path, CONTENT)
     assert read_about(tmp_path) == CONTENT
     good = (tmp_path / ABOUT).read_bytes()
-    for place in range(len(good)):
-        for bit in (0, 5) if TRIES > 10 else (place % 8,):
-            (tmp_path / ABOUT).write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
-            with suppress(ValueError):
-                assert read_about(tmp_path) == CONTENT, f"byte {place}: another content passed"
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '"x"', "[" * 100_000, "\xff", "{}", '{"checksum": 1}'])
-def test_other_content(tmp_path, text):
-    (tmp_path / ABOUT).write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"about\.json is not as it was written"):
-        read_about(tmp_path)
+    flipped = (good[:n] + bytes([good[n] ^ 1 << n % 8]) + good[n + 1 :] for n in range(len(good)))
+    for content in [*flipped, b"", b"\n", good[:40], good.partition(b"\n")[2]]:
+        (tmp_path / ABOUT).write_bytes(content)
+        with pytest.raises(ValueError, match=r"about\.txt is not as it was written"):
+            read_about(tmp_path)
