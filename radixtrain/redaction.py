@@ -93,14 +93,13 @@ def masked_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def check_unmasked(config: Mapping[str, Any]) -> None:
+def check_unmasked(key: str, value: Any) -> None:
     """UserError if a value is `***`, as in the settings that a run has saved: the secret is not there."""
-    for key, value in _texts(config, ""):
-        if value == MASK or f"://{MASK}@" in value:
-            raise UserError(
-                f"{key} is {value}: {MASK} stands for a secret, which a run does not save; write it there again, or "
-                f"give it in the environment, as WANDB_API_KEY and HF_TOKEN"
-            )
+    if isinstance(value, str) and (value == MASK or f"://{MASK}@" in value):
+        raise UserError(
+            f"{key} is {value}: {MASK} stands for a secret, which a run does not save; write it there again, or "
+            f"give it in the environment, as WANDB_API_KEY and HF_TOKEN"
+        )
 
 
 def _masked(value: Any, is_secret: bool, name: str) -> Any:
@@ -158,15 +157,3 @@ def _is_secret(name: str) -> bool:
 def _words(name: str) -> str:
     """`hubToken`, `hub-token` and `HUB_TOKEN` as `hub_token`."""
     return re.sub(r"[\W_]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()
-
-
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every text of nested settings with its dotted key."""
-    if isinstance(value, Mapping):
-        for name, entry in value.items():
-            yield from _texts(entry, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _texts(entry, key)
-    elif isinstance(value, str):
-        yield key, value

@@ -34,20 +34,18 @@ def seconds_in_turns(
     device: torch.device,
     repeats: int,
     *,
-    num_warmups: int = 0,
     before: Callable[[K], object] = lambda _: None,
 ) -> dict[K, list[float]]:
     """Seconds of each run, `repeats` of each, in turns.
 
-    num_warmups: turns before these, which are not returned.
     before: called with the name of a run before each of its turns, untimed.
     """
     seconds: dict[K, list[float]] = {name: [] for name in runs}
-    for _ in range(num_warmups + repeats):
+    for _ in range(repeats):
         for name, run in runs.items():
             before(name)
             seconds[name].append(seconds_of(run, device))
-    return {name: turns[num_warmups:] for name, turns in seconds.items()}
+    return seconds
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

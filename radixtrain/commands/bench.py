@@ -105,14 +105,10 @@ def bench(
 
 def run(argv: Sequence[str]) -> None:
     """The command line of `bench`."""
-    from jsonargparse import ArgumentParser  # here, so that `bench` does not need it
+    from jsonargparse import auto_cli  # here, so that `bench` does not need it
 
     disable_progress_bar()
-    parser = ArgumentParser(prog="radixtrain bench", exit_on_error=False)
-    parser.add_argument("--config", action="config", help="A YAML file with these keys; later keys override it.")
-    parser.add_function_arguments(bench)
-    options = parser.instantiate(parser.parse_args(list(argv)[1:])).as_dict()
-    bench(**{name: value for name, value in options.items() if name != "config"})
+    auto_cli(bench, list(argv)[1:], as_positional=False, prog="radixtrain bench", exit_on_error=False)
 
 
 def _measure(

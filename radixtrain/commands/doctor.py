@@ -9,13 +9,10 @@ import json as json_format
 import os
 import platform
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from threading import Thread
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import NamedTuple
 
 from radixtrain import __version__
 from radixtrain.cores import WAITING, num_cores
@@ -23,10 +20,7 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
 WIDTH = 24  # of the names
-NEEDED = (
-    *("torch", "transformers", "lightning", "tokenizers", "safetensors", "datasets", "numpy", "jsonargparse", "xxhash"),
-    *("jinja2", "rich", "wandb"),
-)
+NEEDED = (*OLDEST, *FIT, "tokenizers")
 # Package -> what it is for, and what installs it.
 OPTIONAL = {
     "accelerate": ("Hugging Face's Trainer and those of TRL, in scripts of your own", "pip install accelerate"),
@@ -42,7 +36,6 @@ OPTIONAL = {
 }
 HEAD_DIM = 128  # of most models
 MOST_NAMED = 5  # damaged files of a kind
-MOST_SECONDS = 3  # to reach a server
 LEAST_ROOM = 1 << 30  # bytes; less than that, not even a small model is saved
 
 
@@ -69,12 +62,9 @@ def doctor(json: bool = False) -> None:
 
 def run(argv: Sequence[str]) -> None:
     """The command line of `doctor`."""
-    from jsonargparse import ArgumentParser
+    from jsonargparse import auto_cli
 
-    parser = ArgumentParser(prog="radixtrain doctor", exit_on_error=False)
-    parser.add_function_arguments(doctor)
-    options: dict[str, Any] = parser.parse_args(list(argv)[1:]).as_dict()
-    doctor(**options)
+    auto_cli(doctor, list(argv)[1:], as_positional=False, prog="radixtrain doctor", exit_on_error=False)
 
 
 def _text(found: Sequence[Finding]) -> str:
@@ -225,38 +215,19 @@ def _caches() -> Iterator[Finding]:
         yield Finding("caches", "damaged", f"and {len(damaged) - MOST_NAMED:,} more")
 
 
-def _unreachable(url: str) -> str:
-    """Why no connection can be opened; empty if one can. A name server that is silent is given up on."""
-    address = urlsplit(url)
-    port = address.port or {"http": 80}.get(address.scheme, 443)
-    found: list[str] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((address.hostname or url, port), timeout=MOST_SECONDS).close()
-            found.append("")
-        except OSError as error:
-            found.append(first_line(error))
-
-    waiting = Thread(target=connect, daemon=True)  # the look-up of a name has no timeout
-    waiting.start()
-    waiting.join(MOST_SECONDS)
-    return found[0] if found else f"no answer in {MOST_SECONDS} s"
-
-
 def _services() -> Iterator[Finding]:
     from huggingface_hub import constants, get_token
+
+    from radixtrain.commands.loggers import is_logged_in, is_online, settings_of_wandb, unreachable
 
     problem, fix = "", ""
     if constants.HF_HUB_OFFLINE:
         value = "offline (HF_HUB_OFFLINE): only what was downloaded"
     else:
-        value, problem = f"online, at {constants.ENDPOINT}", _unreachable(constants.ENDPOINT)
+        value, problem = f"online, at {constants.ENDPOINT}", unreachable(constants.ENDPOINT)
         fix = "HF_HUB_OFFLINE=1 uses only what was downloaded, without waiting" if problem else ""
     login = "logged in" if get_token() else "not logged in"
     yield Finding("services", "Hugging Face", f"{login}; {'not ' if problem else ''}{value}", problem, fix)
-    from radixtrain.commands.loggers import is_logged_in, is_online, settings_of_wandb
-
     settings = settings_of_wandb()
     login = "logged in" if is_logged_in(settings) else "not logged in: `wandb login` (only for trainer.logger: wandb)"
     yield Finding("services", "Weights & Biases", login if is_online(settings) else f"{settings.mode} (WANDB_MODE)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import auto_cli
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.tokens.tokenization import load_tokenizer
@@ -52,10 +52,8 @@ def run(argv: Sequence[str]) -> None:
     """The command line of `export`."""
     disable_progress_bar()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # PEFT asks by transformers' former name
-    parser = ArgumentParser(prog="radixtrain export", exit_on_error=False)
-    parser.add_function_arguments(export)
-    folder = export(**parser.parse_args(list(argv)[1:]).as_dict())
-    print_line("model", folder)
+    options = {"as_positional": False, "prog": "radixtrain export", "exit_on_error": False}
+    print_line("model", auto_cli(export, list(argv)[1:], **options))
 
 
 def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:

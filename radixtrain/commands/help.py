@@ -56,8 +56,7 @@ def help_text(command: str, topic: str = "") -> str:
 def _page(command: str, width: int) -> str:
     row = COMMANDS[command]
     keys, has_trainer = keys_of(command), row.module == "lightning"
-    config = " [--config FILE]" if keys[0].name == "config" else ""
-    lines = [f"usage: radixtrain {command}{config} [--key value ...]", row.help]
+    lines = [f"usage: radixtrain {command} [--config FILE] [--key value ...]", row.help]
     sections = [("", [key for key in keys if "." not in key.name])]
     if has_trainer:
         sections += [(name, [key for key in keys if key.name.startswith(f"{name}.")]) for name in SECTIONS]

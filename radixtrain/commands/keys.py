@@ -35,14 +35,12 @@ class Key(NamedTuple):
     """name: with its section, such as `model.learning_rate`. kind: its values in words.
 
     default: as YAML writes it; empty for an option that has none; None if the key is required.
-    choices: what a key with a fixed set of values may be; otherwise empty.
     """
 
     name: str
     kind: str
     default: str | None
     help: str
-    choices: tuple[str, ...] = ()
 
 
 CONFIG = Key("config", "a YAML file", "", "a file with these keys; what comes later overrides it.")
@@ -63,9 +61,7 @@ def keys_of(command: str) -> tuple[Key, ...]:
     """Every key of a command of the table but those of Lightning's trainer, in the order of the sources."""
     module = COMMANDS[command].module
     if module != "lightning":
-        path = PACKAGE / "commands" / f"{module}.py"
-        has_config = '"--config"' in path.read_text(encoding="utf-8")
-        return (*([CONFIG] if has_config else []), *_keys(path, command))
+        return (CONFIG, *_keys(PACKAGE / "commands" / f"{module}.py", command))
     own = _keys(PACKAGE / "training" / "trainer.py", f"Trainer.{command}")
     shared = () if any(key.name == "ckpt_path" for key in own) else (CKPT,)
     evaluation = PACKAGE / "training" / "answers" / "evaluate_generation.py"
@@ -115,7 +111,7 @@ def _keys(path: Path, name: str, section: str = "") -> list[Key]:
     function, docstring = found
     meant = _documented(docstring)
     return [
-        Key(f"{section}{each.arg}", _kind(each.annotation), default, meant.get(each.arg, ""), _choices(each.annotation))
+        Key(f"{section}{each.arg}", _kind(each.annotation), default, meant.get(each.arg, ""))
         for each, default in _arguments(function)
         if each.arg not in GIVEN_BY_US
     ]
@@ -164,11 +160,6 @@ def _kind(annotation: ast.expr | None) -> str:
     for name, word in WORDS.items():
         text = re.sub(rf"\b{name}\b", word, text)
     return text.replace("'", "").replace(" | ", ", ")
-
-
-def _choices(annotation: ast.expr | None) -> tuple[str, ...]:
-    found = re.fullmatch(r"Literal\[([^]]*)\]", "" if annotation is None else ast.unparse(annotation))
-    return tuple(re.findall(r"'([^']*)'", found[1])) if found else ()
 
 
 def _documented(docstring: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -104,16 +105,27 @@ def _check_wandb() -> None:
             f"{OFFLINE}"
         )
     server = urlsplit(settings.base_url)
-    if server.scheme in getproxies():
-        return
-    port = server.port or (80 if server.scheme == "http" else 443)
-    try:
-        socket.create_connection((str(server.hostname), port), SECONDS).close()
-    except OSError as error:
-        raise UserError(
-            f"trainer.logger: no connection to Weights & Biases at {server.hostname}: {error.strerror or error}; "
-            f"{OFFLINE}"
-        ) from None
+    if server.scheme not in getproxies() and (problem := unreachable(settings.base_url)):
+        raise UserError(f"trainer.logger: no connection to Weights & Biases at {server.hostname}: {problem}; {OFFLINE}")
+
+
+def unreachable(url: str) -> str:
+    """Why no connection can be opened; empty if one can. A name server that is silent is given up on."""
+    address = urlsplit(url)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    found: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((address.hostname or url, port), SECONDS).close()
+            found.append("")
+        except OSError as error:
+            found.append(error.strerror or first_line(error))
+
+    waiting = Thread(target=connect, daemon=True)  # the look-up of a name has no timeout
+    waiting.start()
+    waiting.join(SECONDS)
+    return found[0] if found else f"no answer in {SECONDS:.0f} s"
 
 
 def settings_of_wandb() -> Any:

@@ -53,7 +53,7 @@ def _wrong_value(key: str, text: str, command: str) -> str:
         return f"{key} must be true or false; got {got[1]}"
     if key in CLASSES and re.fullmatch(r"\w+", got[1]):
         return f"{key}: no {got[1]!r}{_class_meant(got[1], CLASSES[key])}"
-    choices = _key(key, command).choices or _literals(text)
+    choices = _literals(text)
     if not choices:
         return f"{key} must be {kinds}; got {got[1]}" if (kinds := _kinds(text)) else ""
     return f"{key} must be one of {', '.join(choices)}; got {got[1]}{did_you_mean(got[1], choices)}"

@@ -70,6 +70,7 @@ def check_settings(settings: Any, command: str) -> None:
     """UserError for a value that no run can use. settings: of the command, as they were parsed, nothing made yet."""
     for key, value in _parts("", settings):
         _check_object(key, value)
+        check_unmasked(key, value)
     check_seed(settings.seed_everything)
     check_limits(settings)
     _check_weights_only(settings)
@@ -79,7 +80,6 @@ def check_settings(settings: Any, command: str) -> None:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA wants 1e-4 to 2e-4", FOR_ALL_WEIGHTS
         )
-    check_unmasked(settings.as_dict())
 
 
 def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,7 @@ def check_typed(typed: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]
             empty.append(name)
             continue
         own.add(name)
-        given += _of_file(value, keys) if name == "config" in keys else [(name.rstrip("+"), _bounded(value))]
+        given += _of_file(value, keys) if name == "config" else [(name.rstrip("+"), _bounded(value))]
     sections = {name.partition(".")[0] for name in keys if "." in name}
     unknown = [name for name, _ in given if not keys.keys() & _prefixes(name) and name not in sections]
     if unknown:
@@ -173,8 +173,7 @@ def _meant(name: str, keys: dict[str, Key], command: str) -> str:
 def _check_missing(keys: dict[str, Key], given: dict[str, Any]) -> None:
     for key in keys.values():
         if key.default is None and given.get(key.name) is None:
-            also = ", or the key in the file of --config" if "config" in keys else ""
-            raise UsageError(f"{key.name} is missing: write --{key.name} VALUE{also}")
+            raise UsageError(f"{key.name} is missing: write --{key.name} VALUE, or the key in the file of --config")
 
 
 def _check_lora(given: list[tuple[str, Any]], own: set[str]) -> None:

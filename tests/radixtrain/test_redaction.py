@@ -96,10 +96,10 @@ def test_of_a_command_line() -> None:
 def test_masked_settings_are_no_settings() -> None:
     clean = masked({"logger": {"api_key": "x"}, "hosts": ["https://me:pw@example.com"], "text": "*** bold ***"})
     with pytest.raises(UserError, match=r"^logger\.api_key is \*\*\*: .* environment"):
-        check_unmasked(clean)
+        check_unmasked("logger.api_key", clean["logger"]["api_key"])
     with pytest.raises(UserError, match=r"^hosts is https://\*\*\*@example\.com: "):
-        check_unmasked({"hosts": clean["hosts"]})
-    check_unmasked({"text": clean["text"]})
+        check_unmasked("hosts", *clean["hosts"])
+    check_unmasked("text", clean["text"])
 
 
 def leaves(value: Any) -> list[Any]:

@@ -9,11 +9,11 @@ CPU = torch.device("cpu")
 KIBIBYTE = 256  # float32 numbers
 
 
-def test_runs_take_turns_and_warmups_are_not_returned() -> None:
+def test_runs_take_turns() -> None:
     order: list[str] = []
     runs = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    seconds = seconds_in_turns(runs, CPU, 2, num_warmups=1, before=lambda name: order.append(f"before {name}"))
-    assert order == ["before a", "a", "before b", "b"] * 3
+    seconds = seconds_in_turns(runs, CPU, 2, before=lambda name: order.append(f"before {name}"))
+    assert order == ["before a", "a", "before b", "b"] * 2
     assert [len(turns) for turns in seconds.values()] == [2, 2]
 
 

@@ -16,7 +16,7 @@ from radixtrain.attention import choose_attention, tree_attention
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.timing import non_negative_fit, seconds_in_turns
+from radixtrain.timing import non_negative_fit, seconds_of
 from radixtrain.tree.cost_model import CHOICES, Rates, StepCost, attention_work
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -106,4 +106,5 @@ def _seconds_per_flop(hidden_size: int, options: dict[str, Any]) -> float:
 
 def _fastest(run: Callable[[], object], options: dict[str, Any]) -> float:
     """Seconds of the fastest run, after one that does not count."""
-    return min(seconds_in_turns({"": run}, options["device"], REPEATS, num_warmups=1)[""])
+    run()
+    return min(seconds_of(run, options["device"]) for _ in range(REPEATS))

@@ -56,8 +56,6 @@ def test_every_key_has_a_meaning_and_values():
 def test_a_key_in_every_part_and_keys_of_one_command():
     [key] = [key for key in keys_of("fit") if key.name == "data.excess_length_strategy"]
     assert key.kind == "raise, drop, truncate" and key.default == "raise"
-    assert key.choices == ("raise", "drop", "truncate")
     assert key.help == "what is done with a longer one: raise, drop, or truncate (keeps the start)."
     assert "num_sequences" in {key.name for key in keys_of("verify")} - {key.name for key in keys_of("fit")}
-    assert [key.name for key in keys_of("export")] == ["ckpt_path", "output_dir", "chat_template_path"]
-    assert keys_of("bench")[0].name == "config"
+    assert [key.name for key in keys_of("export")] == ["config", "ckpt_path", "output_dir", "chat_template_path"]
