@@ -50,3 +50,9 @@ def first_line(error: BaseException) -> str:
     """The first line of another library's message, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def bytes_text(number: float) -> str:
+    """`512 MiB` below one GiB, else `1.23 GiB`."""
+    size = number / 2**30
+    return f"{number / 2**20:,.0f} MiB" if size < 1 else f"{size:.3g} GiB" if size < 999.5 else f"{size:,.0f} GiB"

@@ -2,11 +2,10 @@
 
     folder                    write_checkpoint, read_checkpoint, verify_checkpoint
         packing               a state as JSON and tensors, and back
-        tensors, checksums    a file of tensors, written one tensor at a time; sizes and checksums of files
+        tensors               a file of tensors, written one tensor at a time; sizes and checksums of files
         sharded               tensors of which every rank holds a part, gathered while they are written
         manifest              what a checkpoint must consist of; its last file, and the commit
         atomic                a folder or a file takes another one's place in one step
-        space                 a full disk, in the user's words
     resolve                   newest_valid, what `--ckpt_path` means, how many are kept, the links `last` and `best`
 
 A checkpoint is a folder, `checkpoints/step=N` of a run:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Collection, Mapping
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from radixtrain.checkpoints.atomic import standing, writing
-from radixtrain.checkpoints.checksums import digest_of_file, write_bytes
 from radixtrain.checkpoints.manifest import MANIFEST, SKELETON, DamagedCheckpoint, Manifest, committed
-from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, MalformedState, Packed, file_of, pack, unpack
+from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE, MalformedState, Packed, file_of, pack, unpack
 from radixtrain.checkpoints.sharded import Gathering
-from radixtrain.checkpoints.space import check_space, explained
-from radixtrain.checkpoints.tensors import in_order, map_tensors, read_tensors, write_tensors
-from radixtrain.errors import UserError, first_line
+from radixtrain.checkpoints.tensors import digest_of_file, in_order, read_tensors, write_file, write_tensors
+from radixtrain.errors import UserError, bytes_text, first_line
 
 SHARDED = (MODEL, OPTIMIZER)  # files whose tensors may be sharded, as they are written
+MARGIN = 1 << 20  # bytes, for the skeleton, the manifest and the names
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
@@ -48,17 +53,17 @@ def _write(path: Path, state: Mapping[str, Any], gathering: Gathering) -> None:
     packed = pack(state)
     skeleton = json.dumps(packed.skeleton, separators=(",", ":"), allow_nan=False).encode()
     num_bytes = packed.num_bytes + len(skeleton)
-    with explained(path, num_bytes):
-        check_space(path, num_bytes)
+    with _explained(path, num_bytes):
+        _check_space(path, num_bytes)
         with writing(path) as staging:
             sums = {
                 name: write_tensors(staging / name, tensors, gathering.whole)
                 for name, tensors in packed.tensors.items()
             }
-            sums[SKELETON] = write_bytes(staging / SKELETON, skeleton)
+            sums[SKELETON] = write_file(staging / SKELETON, [skeleton])
             sequence = 1 + max((manifest.sequence for manifest, _ in committed(path.parent)), default=0)
             manifest = Manifest(sequence=sequence, step=int(state.get("global_step", 0)), files=sums)
-            write_bytes(staging / MANIFEST, manifest.to_bytes())
+            write_file(staging / MANIFEST, [manifest.to_bytes()])
 
 
 def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool = True) -> dict[str, Any]:
@@ -74,9 +79,8 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
     verify_checkpoint(path)
     skeleton = _skeleton(path)
     wanted = {key: value for key, value in skeleton.items() if key not in leave_out}
-    mapped = () if in_memory else SHARDED
     files = sorted({file_of(key) for key in wanted})
-    tensors = {name: _read(path, name, map_tensors if name in mapped else read_tensors) for name in files}
+    tensors = {name: _read(path, name, partial(read_tensors, in_memory=in_memory or name == STATE)) for name in files}
     return _read(path, SKELETON, lambda _: unpack(Packed(wanted, tensors)))
 
 
@@ -121,3 +125,59 @@ def _read(path: Path, name: str, read: Any) -> Any:
         raise DamagedCheckpoint(path, name, f"cannot be read: {error.strerror or error}") from error
     except (SafetensorError, MalformedState, RecursionError, ValueError) as error:
         raise DamagedCheckpoint(path, name, f"is damaged: {first_line(error)}") from error
+
+
+def _check_space(target: Path, num_bytes: int) -> None:
+    """UserError if the disk of `target` has less room than that. Another checkpoint of that name stays meanwhile."""
+    if _free(target) < num_bytes + MARGIN:
+        raise _no_room(target, num_bytes)
+
+
+@contextmanager
+def _explained(target: Path, num_bytes: int) -> Iterator[None]:
+    """An OSError inside, while a checkpoint of that size is written, becomes a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise _no_room(target, num_bytes) from error
+        reason = error.strerror or str(error)
+        if error.errno == errno.EFBIG:
+            reason = f"it needs {bytes_text(num_bytes)}, and files may not become that large (ulimit -f)"
+        message = f"the checkpoint {target} cannot be written: {reason}; {_way_out(target, 'fix that')}"
+        raise UserError(message) from error
+
+
+def _no_room(target: Path, num_bytes: int) -> UserError:
+    return UserError(
+        f"no room for the checkpoint {target}: it needs {bytes_text(num_bytes)}, and the disk at "
+        f"{mount_point(target.parent)} has {bytes_text(_free(target))} free; "
+        f"{_way_out(target, 'free some space there')}"
+    )
+
+
+def _free(target: Path) -> int:
+    return shutil.disk_usage(existing(target.parent)).free
+
+
+def _way_out(target: Path, advice: str) -> str:
+    whole = [path for manifest, path in committed(target.parent) if manifest.has_its_sizes(path)]
+    if not whole:
+        return f"{advice} or set another output_dir, then start again: there is no earlier checkpoint"
+    return f"{advice}, then resume with --ckpt_path {whole[0]}, the last whole one"
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def mount_point(path: Path) -> Path:
+    """The root of the disk that holds the path, or will hold it."""
+    folder = existing(path).resolve()
+    while not os.path.ismount(folder):
+        folder = folder.parent
+    return folder

@@ -12,8 +12,8 @@ from typing import Any
 import xxhash
 
 from radixtrain.checkpoints.atomic import set_aside
-from radixtrain.checkpoints.checksums import FileDigest
 from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE
+from radixtrain.checkpoints.tensors import FileDigest
 from radixtrain.errors import UserError, first_line
 
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""A file of tensors in the format of safetensors, written one tensor at a time.
+"""The files of a checkpoint: tensors in the format of safetensors, written one at a time; sizes and checksums.
 
 The library's own writer wants the bytes of all tensors at once, in the memory of the host: for weights and optimizer
 states on a GPU that is a second copy of both. Here `CHUNK` numbers are copied at once. The library reads the file.
@@ -6,15 +6,18 @@ states on a GPU that is a second copy of both. Here `CHUNK` numbers are copied a
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from radixtrain.checkpoints.checksums import DigestedFile, FileDigest
 from radixtrain.checkpoints.sharded import whole
 
 CHUNK = 2 << 20  # numbers that are copied at once
@@ -41,6 +44,31 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class FileDigest:
+    """size: in bytes. xxh3_128: 32 hexadecimal digits."""
+
+    size: int
+    xxh3_128: str
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
+    """Write a new file, whose bytes are summed as they are written."""
+    hashed, size = xxhash.xxh3_128(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            hashed.update(chunk)
+            size += len(chunk)
+    return FileDigest(size, hashed.hexdigest())
+
+
+def digest_of_file(path: Path) -> FileDigest:
+    """Reads the whole file. OSError if that fails."""
+    with path.open("rb", buffering=0) as file:
+        return FileDigest(path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
+
+
 def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file in the order in which they are written, in which all are aligned."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
@@ -54,26 +82,19 @@ def write_tensors(
     to_plain: called with each tensor when its turn has come, see `in_order`: a sharded one -> the whole of it.
     """
     ordered = in_order(tensors)
-    with DigestedFile(path) as file:
-        header = _header(ordered)
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
-        for tensor in ordered.values():
-            for chunk in _chunks(to_plain(tensor)):
-                file.write(chunk)
-    return file.sum
+    header = _header(ordered)
+    start = [len(header).to_bytes(8, "little"), header]
+    return write_file(path, chain(start, *(_chunks(tensor, to_plain) for tensor in ordered.values())))
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU, in memory of their own. SafetensorError if it is no such file."""
+def read_tensors(path: Path, in_memory: bool = True) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU, in memory of their own. SafetensorError if it is no such file.
+
+    in_memory: False maps them: several processes share the bytes of the file until one of them writes to a tensor.
+    """
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # it is no mapping
-
-
-def map_tensors(path: Path) -> dict[str, Tensor]:
-    """The same, mapped: several processes share the bytes of the file until one of them writes to a tensor."""
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        return {name: tensor.clone() for name, tensor in tensors.items()} if in_memory else tensors
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -85,10 +106,11 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return header + b" " * (-len(header) % ALIGNMENT)
 
 
-def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+def _chunks(tensor: Tensor, to_plain: Callable[[Tensor], Tensor]) -> Iterator[memoryview]:
     """The bytes of a tensor; views of it if it is contiguous and on the CPU."""
-    rows = tensor.detach().reshape(-1 if tensor.ndim == 0 else tensor.shape)
+    plain = to_plain(tensor)
+    rows = plain.detach().reshape(-1 if plain.ndim == 0 else plain.shape)
     if rows.numel():
         for chunk in rows.split(max(1, CHUNK * len(rows) // rows.numel())):
-            plain = chunk.cpu().resolve_conj().resolve_neg().contiguous()
-            yield memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+            held = chunk.cpu().resolve_conj().resolve_neg().contiguous()
+            yield memoryview(held.reshape(-1).view(torch.uint8).numpy())

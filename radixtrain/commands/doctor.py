@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from radixtrain import __version__
 from radixtrain.cores import WAITING, num_cores
-from radixtrain.errors import UserError, first_line
+from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
 WIDTH = 24  # of the names
@@ -142,7 +142,6 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     from radixtrain.bench.environment import processor
-    from radixtrain.report.formatting import bytes_text
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     threads = f"torch uses {torch.get_num_threads()} of them"
@@ -185,7 +184,6 @@ def _attention() -> Iterator[Finding]:
 
 def _disks() -> Iterator[Finding]:
     from radixtrain.data.tokenized.cache import cache_folder
-    from radixtrain.report.formatting import bytes_text
 
     for name, folder in {"working folder": Path.cwd(), "cache": cache_folder()}.items():
         above = folder.absolute()
@@ -201,7 +199,6 @@ def _disks() -> Iterator[Finding]:
 def _caches() -> Iterator[Finding]:
     """How many entries, and a line for each of the first damaged ones."""
     from radixtrain.data.tokenized.cache import TokenizingOptions, damage_in
-    from radixtrain.report.formatting import bytes_text
 
     folder = TokenizingOptions().folder
     inside = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -32,11 +32,6 @@ def duration(seconds: float) -> str:
     return " ".join(parts)
 
 
-def bytes_text(number: float) -> str:
-    """`512 MiB` below one GiB, else `1.23 GiB`."""
-    return f"{number / 2**20:,.0f} MiB" if number < 2**30 else f"{ratio(number / 2**30)} GiB"
-
-
 def setting_name(setting: Setting) -> str:
     """`batch_size 64, max_tokens 8,192`, with `, group_by_prefix` if it is on."""
     grouped = ", group_by_prefix" if setting.group_by_prefix else ""

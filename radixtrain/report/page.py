@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from radixtrain.data.tokens.decode import shortened
+from radixtrain.errors import bytes_text
 from radixtrain.report import formatting
 from radixtrain.report.contents import DataReport, Setting, TreeNode
 
@@ -36,7 +37,7 @@ def render(report: DataReport) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "bytes": formatting.bytes_text,
+        "bytes": bytes_text,
         "duration": formatting.duration,
         "end": lambda text, longest: text if len(text) <= longest else f"…{text[-longest:]}",
         "start": lambda text, longest: text if len(text) <= longest else f"{text[:longest]}…",

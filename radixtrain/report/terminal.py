@@ -11,8 +11,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from radixtrain.data.tokens.decode import shortened
+from radixtrain.errors import bytes_text
 from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
-from radixtrain.report.formatting import bytes_text, duration, headline, prediction, ratio, split_turns
+from radixtrain.report.formatting import duration, headline, prediction, ratio, split_turns
 
 MAX_RUNS = 14  # of the tree
 WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves

@@ -46,7 +46,7 @@ def pause() -> None:
     each of its batches. "save 3": in the checkpoint of the third, with the weights written and not the optimizer.
     "load": before the weights are loaded. "step 3 0", "load 0 0": only on rank 0, which "save" always is.
     """
-    from radixtrain.checkpoints.checksums import DigestedFile
+    from radixtrain.checkpoints import tensors
     from radixtrain.training import module
 
     place, *numbers = os.environ["PAUSE"].split()
@@ -62,7 +62,7 @@ def pause() -> None:
         _replace(model, "validation_step", lambda run, *_: run.global_step == number)
     else:
         parts = "optimizer.safetensors", f"step={number}"
-        _replace(DigestedFile, "__init__", lambda _, path: path.name == parts[0] and parts[1] in path.parent.name)
+        _replace(tensors, "write_file", lambda path, _: path.name == parts[0] and parts[1] in path.parent.name)
 
 
 def wait_until_paused(folder: Path, run: Any, count: int = 1) -> None:
@@ -144,7 +144,7 @@ def _folder() -> Path:
     return next(Path(each.partition("=")[2]) for each in sys.argv if each.startswith("--output_dir="))
 
 
-def _replace(owner: type, name: str, is_there: Callable[..., bool]) -> None:
+def _replace(owner: Any, name: str, is_there: Callable[..., bool]) -> None:
     setattr(owner, name, _paused_before(getattr(owner, name), is_there))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from radixtrain.checkpoints.checksums import digest_of_file
+from radixtrain.checkpoints.tensors import digest_of_file
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source, files_of
 from radixtrain.data.formats import open_rows

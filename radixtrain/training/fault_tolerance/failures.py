@@ -18,10 +18,9 @@ from traceback import walk_tb
 import torch
 import torch.distributed as dist
 
-from radixtrain.checkpoints.space import existing, mount_point
+from radixtrain.checkpoints.folder import existing, mount_point
 from radixtrain.data.workers import OUT_OF_FILES
-from radixtrain.errors import UserError
-from radixtrain.report.formatting import bytes_text
+from radixtrain.errors import UserError, bytes_text
 
 MOST_FILES = 65_536
 FILES, FILES_OF_WORKER = 64, 64  # of any run: 50 without a worker; two batches of one micro-batch are 60 tensors

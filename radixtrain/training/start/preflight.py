@@ -15,10 +15,9 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from radixtrain.checkpoints.space import existing
-from radixtrain.errors import UserError, did_you_mean, first_line
+from radixtrain.checkpoints.folder import existing
+from radixtrain.errors import UserError, bytes_text, did_you_mean, first_line
 from radixtrain.redaction import masked
-from radixtrain.report.formatting import bytes_text
 from radixtrain.training.answers.metrics import OWN_METRICS
 from radixtrain.versions import versions
 

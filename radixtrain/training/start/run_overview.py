@@ -28,9 +28,8 @@ from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
-from radixtrain.errors import DataError
+from radixtrain.errors import DataError, bytes_text
 from radixtrain.inspection.tokens import marked_text
-from radixtrain.report.formatting import bytes_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import num_steps_of_run

@@ -19,12 +19,11 @@ from tiers import TRIES
 
 from radixtrain.checkpoints import folder as folders
 from radixtrain.checkpoints.atomic import remove
-from radixtrain.checkpoints.checksums import digest_of_file
 from radixtrain.checkpoints.folder import DamagedCheckpoint, read_checkpoint, verify_checkpoint, write_checkpoint
 from radixtrain.checkpoints.manifest import FILES, MANIFEST, SKELETON, Manifest, committed
 from radixtrain.checkpoints.packing import MODEL, STATE
 from radixtrain.checkpoints.resolve import newest_valid, tidy
-from radixtrain.checkpoints.tensors import read_tensors
+from radixtrain.checkpoints.tensors import digest_of_file, read_tensors
 from radixtrain.errors import UserError
 
 
@@ -39,7 +38,9 @@ def test_a_state_comes_back(tmp_path, make_state, text_of, monkeypatch):
     assert text_of(back) == text_of(make_state())
     assert back["state_dict"]["embed"] is back["state_dict"]["head"]
     opened = []
-    monkeypatch.setattr(folders, "read_tensors", lambda path: opened.append(path.name) or read_tensors(path))
+    monkeypatch.setattr(
+        folders, "read_tensors", lambda path, **given: opened.append(path.name) or read_tensors(path, **given)
+    )
     rest = {name: value for name, value in make_state().items() if name != "optimizer_states"}
     assert text_of(read_checkpoint(tmp_path / "new" / "step=3", leave_out=["optimizer_states"])) == text_of(rest)
     assert opened == [MODEL, STATE]
@@ -241,7 +242,7 @@ class TestFullDisk:
         usage = shutil.disk_usage(folder)._replace(free=2_000_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder.parent)
-        reason = rf"it needs 2\.7 MiB, and the disk at {folder.parent} has 1\.9 MiB free; free some space there, then"
+        reason = rf"it needs 3 MiB, and the disk at {folder.parent} has 2 MiB free; free some space there, then"
         self.check(folder, folder / name, reason, make_state, text_of)
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -5,8 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from radixtrain.checkpoints.checksums import digest_of_file
-from radixtrain.checkpoints.tensors import CHUNK, DTYPES, read_tensors, write_tensors
+from radixtrain.checkpoints.tensors import CHUNK, DTYPES, digest_of_file, read_tensors, write_tensors
 
 KINDS = {
     **{str(dtype): torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype) for dtype in DTYPES},

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from radixtrain.errors import bytes_text
 from radixtrain.report import formatting
 from radixtrain.report.contents import Setting
 
 SETTING = Setting(batch_size=64, max_tokens=8192, group_by_prefix=True, r=2.0, best_r=2.0)
 RATIOS = {1.0: "1", 1.843: "1.84", 20.27: "20.3", 21.0: "21", 100.4: "100", 999.6: "1,000", 1250.0: "1,250"}
 ROUNDED = {0.2: "0", 7: "7", 349_123: "349,000", 4_812_345: "4,810,000", 999_999: "1,000,000"}
-BYTES = {0: "0 MiB", 512 * 2**20: "512 MiB", 2**30: "1 GiB", 1.234 * 2**30: "1.23 GiB"}
+BYTES = {0: "0 MiB", 512 * 2**20: "512 MiB", 2**30: "1 GiB", 1.234 * 2**30: "1.23 GiB", 1250 * 2**30: "1,250 GiB"}
 DURATIONS = {
     **{0.002: "< 1 s", 0.99: "< 1 s", 1.36: "1.4 s", 9.94: "9.9 s", 9.96: "10 s"},
     **{59.6: "1 min", 725: "12 min 5 s", 3599.4: "59 min 59 s", 3599.6: "1 h", 12_000: "3 h 20 min"},
@@ -20,10 +21,14 @@ DURATIONS = {
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("ratio", RATIOS), ("rounded", ROUNDED), ("duration", DURATIONS), ("bytes_text", BYTES)],
+    [("ratio", RATIOS), ("rounded", ROUNDED), ("duration", DURATIONS)],
 )
 def test_numbers(name: str, shown: dict[Any, str]) -> None:
     assert {number: getattr(formatting, name)(number) for number in shown} == shown
+
+
+def test_bytes() -> None:
+    assert {number: bytes_text(number) for number in BYTES} == BYTES
 
 
 def test_setting_name() -> None:

@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_ends_all_ranks(
             "optimizer_states": [strategy.optimizer_state(optimizer)],
         }
         with monkeypatch.context() as patch:
-            patch.setattr("radixtrain.checkpoints.checksums.DigestedFile.write", full)
+            patch.setattr("radixtrain.checkpoints.tensors.write_file", full)
             try:
                 strategy.save_checkpoint(state, tmp_path / "x")
                 said = ""
