@@ -84,12 +84,12 @@ def recover(target: Path) -> None:
 
 
 def tidy_leftovers(folder: Path) -> None:
-    """Remove what killed writes left in a folder, and put back what they were replacing."""
-    for path in list(folder.iterdir()):
-        if path.name.startswith(".") and path.suffix == f".{REPLACED}":
+    """Remove what killed writes left in a folder, put back what they were replacing. Only for who holds the lock."""
+    for path in list(folder.glob(".*")):
+        if path.suffix == f".{REPLACED}":
             recover(_shown(path))
             delete(path)
-        elif path.name.startswith(".") and path.suffix == f".{PARTIAL}":
+        elif path.suffix == f".{PARTIAL}":
             delete(path)
 
 

@@ -28,9 +28,6 @@ class DamagedCheckpoint(UserError):
         super().__init__(f"{path}: {file} {reason}")
         self.path, self.file, self.reason = path, file, reason
 
-    def __reduce__(self):
-        return type(self), (self.path, self.file, self.reason)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from radixtrain.checkpoints.atomic import remove, standing, sync_folder, tidy_leftovers
+from radixtrain.checkpoints.atomic import remove, standing, sync_folder
 from radixtrain.checkpoints.folder import verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
 from radixtrain.errors import UserError
@@ -110,12 +110,6 @@ def _age(path: Path) -> tuple[float, float, str]:
 
 
 OURS = re.compile(r"step=\d+")  # what a run names its checkpoints; one of another name is the user's
-
-
-def tidy(folder: Path) -> None:
-    """Remove what killed writes left, and put back what they were replacing. Only for who holds the run's lock."""
-    if Path(folder).is_dir():
-        tidy_leftovers(Path(folder))
 
 
 def prune(folder: Path, limit: int, keep: Collection[Path] = ()) -> None:

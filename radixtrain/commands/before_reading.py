@@ -6,8 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.manifest import checkpoints_in
-from radixtrain.checkpoints.resolve import AUTO, resolve, tidy
+from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.resume import changed_settings, check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, is_resumed, is_set_aside
@@ -36,7 +37,7 @@ def checkpoint_of_fit(
         ckpt_path, overwrite = AUTO, False
     checkpoints = output_dir / "checkpoints"
     check_new_run(output_dir, ckpt_path, overwrite, lambda path: changed_settings(path, model, data))
-    tidy(checkpoints)
+    tidy_leftovers(checkpoints)
     is_start = ckpt_path == AUTO and not checkpoints_in(checkpoints)
     chosen = None if is_start else checkpoint_to_evaluate(output_dir, ckpt_path)
     if chosen is not None:

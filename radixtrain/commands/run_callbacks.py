@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
-from radixtrain.commands.trainer_settings import as_list
+from radixtrain.training.devices.settings import as_list
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.progress_bar import progress_bar

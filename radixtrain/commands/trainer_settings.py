@@ -126,10 +126,6 @@ def data_seed(seed: Any) -> int:
     return seed if isinstance(seed, int) and not isinstance(seed, bool) else 42
 
 
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value] if value is not None else []
-
-
 def check_limits(config: Any) -> None:
     """UserError for a null that a key does not take, and for a number that is too small or not finite.
 

@@ -43,7 +43,7 @@ from radixtrain.training.fault_tolerance.run_state import (
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
-from radixtrain.training.start.verify_first_batch import VerifyFirstBatch
+from radixtrain.training.start.verify_first_batch import verify_first_batch
 from radixtrain.tree.cost_model import FIXED_RATES, StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
@@ -175,10 +175,6 @@ class RadixModule(L.LightningModule):
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
 
-    def configure_callbacks(self) -> list[L.Callback]:
-        """Lightning adds them to the trainer's own."""
-        return [VerifyFirstBatch(self, self.verify)] if self.hparams.verify_first_batch else []
-
     def setup(self, stage: str) -> None:
         """Once the data are read: an `SFTData` receives the cost of this model, and gives its steps per epoch.
 
@@ -272,6 +268,8 @@ class RadixModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         check_weights_finite(self, "fit cannot start")
+        if self.hparams.verify_first_batch:
+            verify_first_batch(self)
         seed_per_rank()
         warm_up_buckets(self)
         if self.resumed:

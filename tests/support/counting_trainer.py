@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ class CountingTrainer:
     def save_checkpoint(self, path: Path) -> None:
         position = self.module.position
         if ranks().is_first:
-            state = {"global_step": position.num_steps, "state_dict": {}, "position": position.as_dict()}
+            state = {"global_step": position.num_steps, "state_dict": {}, "position": asdict(position)}
             write_checkpoint(path, state)
         self.strategy.barrier()
 

@@ -12,7 +12,7 @@ PARENT = "RADIXTRAIN_PARENT"  # in the environment of a process that `fit` has s
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
 # Counts of copies of a process that do not know of one another, by what starts them.
 COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
-INTERACTIVE = ("bash", "interactive")  # names of SLURM jobs that are terminals: their tasks are no ranks
+INTERACTIVE = ("bash", "interactive")  # names of the jobs that `srun --pty` and `salloc` make: their tasks are no ranks
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     changed: dict[str, Any] = {"devices": launcher_env().local_size} if config.devices in ("auto", -1, "-1") else {}
     if launcher_env().by == "srun":
         _check_visible(config.accelerator)
-        changed["plugins"] = [*_as_list(config.plugins), SlurmTasks(launcher_env())]
+        changed["plugins"] = [*as_list(config.plugins), SlurmTasks(launcher_env())]
     return {**fixed, **changed}
 
 
@@ -165,7 +165,7 @@ def _check_sharded(settings: Any, command: str) -> None:
             raise UserError(f"{key}: not with trainer.strategy fsdp2, which divides the weights; set it to ddp")
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value is not None else []
 
 

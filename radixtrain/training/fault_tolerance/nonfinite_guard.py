@@ -18,15 +18,7 @@ SHOWN = 8  # rows that a message names
 
 
 class NonFinite(UserError):
-    """A number of the run is infinite or not a number.
-
-    rows: `file:line` of each sequence of the step; empty if they came from no file, or if it is a weight.
-    step: optimizer steps that were taken before; None outside of training.
-    """
-
-    def __init__(self, message: str, rows: Sequence[str] = (), step: int | None = None):
-        super().__init__(message)
-        self.rows, self.step = tuple(rows), step
+    """A number of the run is infinite or not a number."""
 
 
 class NonFiniteGuard:
@@ -34,7 +26,7 @@ class NonFiniteGuard:
 
     on_nonfinite: raise ends the run. skip leaves the step out: neither weights nor optimizer nor schedule change.
     max_skipped: most steps of a run that are left out.
-    num_skipped: those so far.
+    num_skipped: those so far. Every checkpoint keeps it, so that a resumed run counts on.
     """
 
     def __init__(self, on_nonfinite: Literal["raise", "skip"], max_skipped: int):
@@ -57,7 +49,7 @@ class NonFiniteGuard:
         found = f"loss {loss.item():.6g} and grad_norm {grad_norm.item():.6g} of step {step + 1} are not both finite"
         reason = self._why_to_stop(module)
         if reason:
-            raise NonFinite(f"{found}; {reason}. {_rows_of_step(where)}", where, step)
+            raise NonFinite(f"{found}; {reason}. {_rows_of_step(where)}")
         self.num_skipped += 1
         count = f"{self.num_skipped} of at most {self.max_skipped}"
         logger.warning("%s: the step is left out, %s. %s", found, count, _rows_of_step(where))
@@ -76,7 +68,7 @@ class NonFiniteGuard:
         found = f"{name} {loss.item():g} is not finite"
         if not (is_fit and self.on_nonfinite == "skip"):
             hint = "16 bits may overflow, so try model.dtype: float32"
-            raise NonFinite(f"{found}; {hint}. {_rows_of_step(where)}", where)
+            raise NonFinite(f"{found}; {hint}. {_rows_of_step(where)}")
         logger.warning("%s: these rows are left out of it. %s", found, _rows_of_step(where))
         return False
 
@@ -90,13 +82,6 @@ class NonFiniteGuard:
         if self.num_skipped >= self.max_skipped:
             return f"{self.num_skipped} steps were left out before, as many as model.max_skipped_steps allows"
         return ""
-
-    def state_dict(self) -> dict[str, int]:
-        """Part of every checkpoint, so that a resumed run counts on."""
-        return {"num_skipped": self.num_skipped}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.num_skipped = state["num_skipped"]
 
 
 def check_weights_finite(module: nn.Module, what: str) -> None:

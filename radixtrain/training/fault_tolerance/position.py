@@ -6,7 +6,7 @@ not after every kind of stop. Here a checkpoint keeps three numbers, and the cou
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -28,13 +28,6 @@ class Position:
     num_batches: int
     num_steps: int
     validation_pending: bool = False
-
-    def validated(self, done: bool = True) -> Position:
-        """The same place, with its validation finished or not."""
-        return replace(self, validation_pending=not done)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def loops(self, epoch_length: int) -> dict[str, Any]:
         """The state of Lightning's (2.6.6) fit loop at this position. epoch_length: batches in an epoch of this run.
@@ -95,7 +88,7 @@ def run_pending_validation(module: Any) -> None:
     trainer.validating = True
     loop.val_loop.run()
     trainer.training = True
-    module.position = module.position.validated()
+    module.position = replace(module.position, validation_pending=False)
 
 
 def _counts(number: int) -> dict[str, int]:

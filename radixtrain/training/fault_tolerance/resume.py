@@ -82,7 +82,7 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     for name in [name for name in callbacks if name.startswith("Timer")]:
         del callbacks[name]
     module.position = Position(**state["position"])
-    module.guard.load_state_dict(state["skipped"])
+    module.guard.num_skipped = state["skipped"]["num_skipped"]
     length, was = epoch_length(module.trainer, module.steps_per_epoch), state["epoch_length"]
     if not length:
         return

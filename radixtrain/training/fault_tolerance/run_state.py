@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,9 +44,9 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
         checkpoint["state_dict"] = {name: each for name, each in checkpoint["state_dict"].items() if name in trained}
         module.base_digest = module.base_digest or _digest(frozen)
     checkpoint["radixtrain"] = {
-        "position": module.position.as_dict(),
+        "position": asdict(module.position),
         "generators": ranks().gather(in_step or generator_states()),
-        "skipped": module.guard.state_dict(),
+        "skipped": {"num_skipped": module.guard.num_skipped},
         "partial": has_base,
         "base": module.base_digest,
         "config": _config_of(module.model),

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ class SaveCheckpoints(L.Callback):
 
     def _save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
         """Unless this position is saved already."""
-        position = module.position.validated(not validation_pending)
+        position = replace(module.position, validation_pending=validation_pending)
         self._asked = False
         if not self.is_enabled or not position.num_batches or position == self._saved_at:
             return

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from radixtrain.checkpoints.atomic import writing_file
+from radixtrain.training.devices.launcher_env import INTERACTIVE
 
 logger = logging.getLogger(__name__)
 
-INTERACTIVE = ("bash", "interactive")  # names of jobs that `srun --pty` and `salloc` make
 RECORD = ".slurm_job"  # in the output folder: which job wrote it
 SECONDS = 60  # for `scontrol` to answer
 SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # by this variable Lightning knows that it runs under SLURM

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
@@ -19,21 +18,11 @@ from radixtrain.checkpoints.resolve import point
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_state import load_weights
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 
 logger = logging.getLogger(__name__)
 
 LOWER_IS_BETTER = ("loss", "perplexity", "grad_norm")
-
-
-class Saver(Protocol):
-    """What writes the checkpoints of a run: `training/fault_tolerance/saving.py`."""
-
-    folder: Path
-    last: Path | None
-    on_saved: list[Callable[[Path], None]]
-    keep: set[Path]
-
-    def ask(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,7 @@ class Best(L.Callback):
 
     configured_by = "save_best"
 
-    def __init__(self, metric: str, saver: Saver):
+    def __init__(self, metric: str, saver: SaveCheckpoints):
         self.monitor, self.saver = metric, saver
         self.validation: Validation | None = None
         self.path: Path | None = None

@@ -13,8 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress_bar import screen_failure
-from radixtrain.training.results.best import Best, Saver, Validation, is_validation
+from radixtrain.training.results.best import Best, Validation, is_validation
 from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
 from radixtrain.training.results.exit_status import ExitStatus, status_of_error, status_of_run
 from radixtrain.training.results.run_progress import SUMMARY, Exported, RunProgress, inside, print_lines, write_json
@@ -39,7 +40,7 @@ class RunSummary(L.Callback):
     of the CSV logger are on the disk before a checkpoint is, and the last step is among them.
     """
 
-    def __init__(self, output_dir: Path, saver: Saver | None = None, best: Best | None = None):
+    def __init__(self, output_dir: Path, saver: SaveCheckpoints | None = None, best: Best | None = None):
         self.output_dir, self.saver, self.best = output_dir, saver, best
         self.progress, self.speed = RunProgress(), Speed()
         self.exported: Exported | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,22 +44,17 @@ def num_stored_parameters(model_name_or_path: str) -> int | None:
     return None if files is None else sum(_num_parameters(path) for path in files)
 
 
-def check_room(output_dir: str | os.PathLike[str], num_parameters: int | None, settings: Any, copies: int) -> int:
+def check_room(output_dir: Path, num_parameters: int | None, settings: Any, copies: int) -> int:
     """Bytes that the run writes into `output_dir`, at least.
 
     settings: of a `RadixModule`. copies: checkpoints that are there at once; those of adapters are left out.
 
-    Raises UserError if the folder cannot be made or written to, or if the disk has less room.
+    Raises UserError if the disk has less room.
     """
-    above = existing(Path(output_dir))
-    if not above.is_dir():
-        raise UserError(f"output_dir {output_dir}: {above} is a file; name a folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir {output_dir}: {above} cannot be written to; name another folder")
     weights = BYTES[settings.dtype] * (num_parameters or 0)
     state = 0 if settings.use_peft else 3 * weights  # AdamW keeps two numbers for each trained one
     needed = weights + copies * state
-    free = shutil.disk_usage(above).free
+    free = shutil.disk_usage(existing(output_dir)).free
     if needed > free:
         raise UserError(
             f"output_dir {output_dir}: the run writes at least {bytes_text(needed)}, a model and {copies} checkpoints "

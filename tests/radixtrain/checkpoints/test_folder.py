@@ -18,11 +18,11 @@ from killed_in_a_fork import kills_at_calls
 from tiers import TRIES
 
 from radixtrain.checkpoints import folder as folders
-from radixtrain.checkpoints.atomic import remove
+from radixtrain.checkpoints.atomic import remove, tidy_leftovers
 from radixtrain.checkpoints.folder import DamagedCheckpoint, read_checkpoint, verify_checkpoint, write_checkpoint
 from radixtrain.checkpoints.manifest import FILES, MANIFEST, SKELETON, Manifest, committed
 from radixtrain.checkpoints.packing import MODEL, STATE
-from radixtrain.checkpoints.resolve import newest_valid, tidy
+from radixtrain.checkpoints.resolve import newest_valid
 from radixtrain.checkpoints.tensors import digest_of_file, read_tensors
 from radixtrain.errors import UserError
 
@@ -210,7 +210,7 @@ class TestKilled:
         for _ in kills_at_calls(lambda: write_checkpoint(tmp_path / target, states[3]), number=25):
             choice = newest_valid(tmp_path)
             assert choice.path is not None and not choice.passed_over
-            tidy(tmp_path)
+            tidy_leftovers(tmp_path)
             assert names(tmp_path) in (usual, sorted({*usual, target}))
             for path in tmp_path.iterdir():
                 verify_checkpoint(path)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.manifest import MANIFEST, SKELETON
 from radixtrain.checkpoints.packing import MODEL
-from radixtrain.checkpoints.resolve import NewestValid, newest_valid, point, prune, resolve, tidy
+from radixtrain.checkpoints.resolve import NewestValid, newest_valid, point, prune, resolve
 from radixtrain.errors import UserError
 
 
@@ -211,6 +212,6 @@ def test_tidy(folder, make_state):
     (folder / ".last.partial").symlink_to("step=5")
     (folder / ".hidden").write_text("of the user")
     (folder / "x.partial").write_text("of the user")
-    tidy(folder)
-    tidy(folder / "none")
+    tidy_leftovers(folder)
+    tidy_leftovers(folder / "none")
     assert names(folder) == [".hidden", "step=3", "step=5", "x.partial"]

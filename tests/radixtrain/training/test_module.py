@@ -239,7 +239,7 @@ class TestUnderTheTrainerOfAUser:
     def test_the_first_batch_is_verified(
         self, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And not that of another module, although Lightning keeps the callbacks of the one that it fitted before."""
+        """And not that of another module that the trainer fits later."""
         monkeypatch.setattr(logging.getLogger("radixtrain.training.start.verify_first_batch"), "level", logging.INFO)
         trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
         _, other, _ = self.parts(shop, tmp_path)

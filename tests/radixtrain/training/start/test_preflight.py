@@ -97,14 +97,6 @@ class TestRoom:
             check_room(tmp_path, 10**8, self.FULL, 2)
         check_room(tmp_path, None, self.FULL, 2)
 
-    def test_a_file_where_the_folder_should_be_and_one_that_is_read_only(self, tmp_path, monkeypatch):
-        (tmp_path / "out").touch()
-        with pytest.raises(UserError, match=r"out is a file; name a folder"):
-            check_room(tmp_path / "out" / "run", 1, self.FULL, 2)
-        monkeypatch.setattr("os.access", lambda path, mode: False)
-        with pytest.raises(UserError, match=f"{tmp_path} cannot be written to"):
-            check_room(tmp_path / "run", 1, self.FULL, 2)
-
 
 def test_what_is_monitored():
     callbacks = [EarlyStopping("eval_loss"), ModelCheckpoint(monitor="r"), ModelCheckpoint(), LearningRateMonitor()]
