@@ -144,14 +144,16 @@ class TokenStore(Sequence[list[Sample]]):
     def sample(self, number: int) -> Sample:
         """One of all, counted from 0."""
         place = number if self.numbers is None else int(self.numbers[number])
-        lists = (self._columns[name][place].values for name in LISTS)
-        ids, spans, labels, weights = (values if values is None else values.to_numpy() for values in lists)
-        ids = ids.astype(np.int64)
+        row = {name: column[place] for name, column in self._columns.items()}
+        ids, spans, labels, weights = (row[name].values for name in LISTS)
+        input_ids = ids.to_numpy().astype(np.int64)
+        if labels is None:
+            labels = _labels_in(spans, input_ids)
         return Sample(
-            input_ids=ids,
-            labels=_labels_in(spans, ids) if labels is None else labels.astype(np.int64),
-            where=self._columns["where"][place].as_py(),
-            loss_weights=None if weights is None else weights.copy(),
+            input_ids=input_ids,
+            labels=np.asarray(labels, dtype=np.int64),
+            where=row["where"].as_py(),
+            loss_weights=None if weights is None else np.array(weights),
         )
 
 
@@ -164,9 +166,9 @@ def _loss_spans(sample: Sample) -> np.ndarray | None:
     return np.flatnonzero(edges)
 
 
-def _labels_in(spans: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _labels_in(spans: pa.Array, ids: np.ndarray) -> np.ndarray:
     labels = np.full_like(ids, IGNORE_INDEX)
-    for start, end in spans.reshape(-1, 2).tolist():
+    for start, end in spans.to_numpy().reshape(-1, 2).tolist():
         labels[start:end] = ids[start:end]
     return labels
 

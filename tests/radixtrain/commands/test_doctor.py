@@ -110,7 +110,7 @@ def test_the_attention_that_would_run(monkeypatch):
 def test_caches(folder):
     for name in ("whole", "damaged", "empty"):
         (folder / "tokens" / name).mkdir(parents=True)
-    write_about(folder / "tokens" / "damaged", {"files": {}})
+    write_about(folder / "tokens" / "damaged", {"checksum": ""})
     (folder / "tokens" / "empty" / "about.json").write_text("{}")
     values = [(each.name, each.value, each.problem) for each in findings() if each.section == "caches"]
     assert values[0][0] == "tokenised data" and values[0][1].startswith("3, 0 MiB in ")
