@@ -52,8 +52,8 @@ def run(argv: Sequence[str]) -> None:
     """The command line of `export`."""
     disable_progress_bar()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # PEFT asks by transformers' former name
-    options = {"as_positional": False, "prog": "radixtrain export", "exit_on_error": False}
-    print_line("model", auto_cli(export, list(argv)[1:], **options))
+    folder = auto_cli(export, list(argv)[1:], as_positional=False, prog="radixtrain export", exit_on_error=False)
+    print_line("model", folder)
 
 
 def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:
