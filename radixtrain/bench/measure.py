@@ -29,9 +29,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, step_seconds
 from radixtrain.bench.cells import Cell, GivenBatch
-from radixtrain.bench.work import Work
+from radixtrain.bench.work import Arm, Work, step_seconds
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
@@ -148,9 +147,9 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     """
     work = work.to(next(model.parameters()).device)
     plain_head = has_plain_head(model)
-    ordinary = OrdinaryArm(plain_head=plain_head)
-    radix = [RadixArm(attention=name, kernel=settings.kernel, plain_head=plain_head) for name in settings.attention]
-    timed: list[Arm] = [ordinary, *radix]
+    ordinary = Arm(plain_head=plain_head)
+    radix = [Arm(attention=name, kernel=settings.kernel, plain_head=plain_head) for name in settings.attention]
+    timed = [ordinary, *radix]
     try:
         errors = _check(model, work, ordinary, radix, settings.float64_truth)
         peaks = {arm: _peak(model, work, arm) for arm in timed}
@@ -161,9 +160,9 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     return [
         Measured(
             cell=work.cell,
-            attention=f"auto: {work.choices}" if arm.attention == "auto" and work.auto else arm.attention,
+            attention=f"auto: {work.choices}" if arm.attention == "auto" and work.auto else str(arm),
             num_tokens=work.num_tokens,
-            num_unique_tokens=work.num_unique_tokens(arm.attention),
+            num_unique_tokens=work.num_unique_tokens(str(arm)),
             least_unique_tokens=work.least_unique_tokens,
             ideal_speedup=work.ideal_speedup(model.config),
             ordinary_turns=tuple(turns[ordinary]),
@@ -189,8 +188,8 @@ def _peak(model: PreTrainedModel, work: Work, arm: Arm) -> int:
 
 
 def _check(
-    model: PreTrainedModel, work: Work, ordinary: OrdinaryArm, radix: Sequence[RadixArm], float64_truth: bool
-) -> dict[RadixArm, float]:
+    model: PreTrainedModel, work: Work, ordinary: Arm, radix: Sequence[Arm], float64_truth: bool
+) -> dict[Arm, float]:
     """The worst error of each radix arm. Raises UserError that names the parameter if one is not the ordinary arm's."""
     expected = _answer(model, work, ordinary)
     truth = _truth(model, work, ordinary, float64_truth or bool(mixers_of(model))) or expected
@@ -223,7 +222,7 @@ def _apart(rung: Rung) -> str:
     return ""
 
 
-def _truth(model: PreTrainedModel, work: Work, ordinary: OrdinaryArm, in_float64: bool) -> Gradients | None:
+def _truth(model: PreTrainedModel, work: Work, ordinary: Arm, in_float64: bool) -> Gradients | None:
     """The answer of the ordinary model in a wider dtype; None for a float32 model without `in_float64`."""
     if not in_float64 and model.dtype == torch.float32:
         return None

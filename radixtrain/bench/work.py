@@ -1,4 +1,4 @@
-"""The work of one measured step: sequences, cut into the micro-batches of both arms, and the arithmetic of each.
+"""One measured step: its sequences, cut into the micro-batches of both arms; the arithmetic of each; and its seconds.
 
 The ordinary arm is the best that a user has: sequences sorted by length and padded on the right, and the head only on
 tokens that predict. `sdpa` does not receive the padding mask: causal attention never looks to the right, and without a
@@ -7,34 +7,30 @@ mask it has its fastest kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from radixtrain.bench.cells import Cell, GivenBatch, features_of_cell
 from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
 from radixtrain.errors import UserError
+from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.timing import seconds_in_turns
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import LOSS_WEIGHTS, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """A collated batch, and which sequences of the work are in it."""
-
-    members: list[int]
-    tensors: dict[str, Any]
-
-    def to(self, device: torch.device) -> MicroBatch:
-        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.tensors.items()}
-        return MicroBatch(self.members, moved)
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,51 +39,61 @@ class Work:
 
     cell: its name.
     features: the sequences, as a collator takes them.
-    lengths: tokens of each.
-    num_labels: labelled tokens, the divisor of the loss.
-    least_unique_tokens: U if the step were not cut; None if it is one micro-batch.
-    ordinary, radix: micro-batches that make the step together, of either arm.
-    plans: of each micro-batch in `radix`.
+    ordinary, radix: the step of either arm.
+    plans: of each micro-batch of `radix`.
     auto: as `radix`, with what a `StepCost` chose for each micro-batch; None without one.
     """
 
     cell: Cell | GivenBatch
     features: Sequence[Mapping[str, Any]]
-    lengths: list[int]
-    num_labels: int
-    least_unique_tokens: int | None
-    ordinary: list[MicroBatch]
-    radix: list[MicroBatch]
+    ordinary: Step
+    radix: Step
     plans: list[PrefixPlan]
-    auto: list[MicroBatch] | None = None
+    auto: Step | None = None
 
     def to(self, device: torch.device) -> Work:
-        auto = None if self.auto is None else [batch.to(device) for batch in self.auto]
-        ordinary, radix = ([batch.to(device) for batch in batches] for batches in (self.ordinary, self.radix))
-        return replace(self, ordinary=ordinary, radix=radix, auto=auto)
+        auto = None if self.auto is None else self.auto.to(device)
+        return replace(self, ordinary=self.ordinary.to(device), radix=self.radix.to(device), auto=auto)
 
-    def radix_batches(self, attention: str) -> list[MicroBatch]:
-        """For a strategy by name, or for `auto`: what the `StepCost` chose, if there is one."""
+    def step(self, attention: str | None) -> Step:
+        """Of the ordinary arm (None), or of a strategy; for `auto` what the `StepCost` chose, if there is one."""
+        if attention is None:
+            return self.ordinary
         return self.auto if attention == "auto" and self.auto is not None else self.radix
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [len(feature["input_ids"]) for feature in self.features]
+
+    @property
+    def num_labels(self) -> int:
+        """Labelled tokens, the divisor of the loss."""
+        return self.radix.num_labels
+
+    @property
+    def least_unique_tokens(self) -> int | None:
+        """U if the step were not cut; None if it is one micro-batch."""
+        return self.radix.num_unique_tokens if len(self.radix.micro_batches) > 1 else None
 
     @property
     def choices(self) -> str:
         """What the `StepCost` chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
-        chosen = [f"{CHOICES[batch.tensors[STRATEGY]]}/{batch.tensors[MIN_SHARED_TOKENS]}" for batch in self.auto or ()]
-        return ", ".join(dict.fromkeys(chosen))
+        batches = [] if self.auto is None else self.auto.micro_batches
+        return ", ".join(dict.fromkeys(f"{CHOICES[batch[STRATEGY]]}/{batch[MIN_SHARED_TOKENS]}" for batch in batches))
 
     @property
     def num_tokens(self) -> int:
         """T, without padding."""
-        return sum(self.lengths)
+        return self.radix.num_tokens
 
     def num_unique_tokens(self, attention: str) -> int:
         """U, what a radix arm computes: a prefix that is in two micro-batches counts twice."""
-        return sum(batch.tensors["input_ids"].numel() for batch in self.radix_batches(attention))
+        return self.step(attention).num_computed_tokens
 
     def ideal_speedup(self, config: Any) -> float:
         """Floating-point operations of the ordinary arm, without its padding, over those of the radix arm."""
-        predictors = [len(batch.tensors[PREDICTOR_INDICES]) for batch in self.radix]
+        predictors = [len(batch[PREDICTOR_INDICES]) for batch in self.radix.micro_batches]
         unique = (unique_flops(config, *each).total for each in zip(self.plans, predictors, strict=True))
         return self._ordinary_flops(config) / sum(unique)
 
@@ -97,7 +103,7 @@ class Work:
 
     def _ordinary_flops(self, config: Any) -> float:
         """Of a forward pass. A sequence costs the same in any micro-batch, so the radix ones are counted."""
-        labels = [int(batch.tensors[LOSS_WEIGHTS].sum()) for batch in self.radix]
+        labels = [int(batch[LOSS_WEIGHTS].sum()) for batch in self.radix.micro_batches]
         return sum(ordinary_flops(config, *each).total for each in zip(self.plans, labels, strict=True))
 
 
@@ -124,22 +130,13 @@ def work_of(
     if not step.num_labels:
         raise UserError(f"{cell}: no token bears loss, so there is no step to measure")
     arrays = all_feature_arrays(features)
-    radix = _micro_batches(step)
-    return Work(
-        cell=cell,
-        features=features,
-        lengths=[len(feature.input_ids) for feature in arrays],
-        num_labels=step.num_labels,
-        least_unique_tokens=step.num_unique_tokens if len(step.micro_batches) > 1 else None,
-        ordinary=_padded(arrays, batch_size, keep_mask=False),
-        radix=radix,
-        plans=[_plan([arrays[index] for index in batch.members]) for batch in radix],
-    )
+    plans = [_plan([arrays[index] for index in members]) for members in step.members]
+    return Work(cell=cell, features=features, ordinary=_padded(arrays, batch_size), radix=step, plans=plans)
 
 
 def with_choices(work: Work, step_cost: StepCost, max_tokens: int | None = None) -> Work:
     """The same work with the batches of `auto`; on the host. max_tokens: as for `work_of`."""
-    return replace(work, auto=_micro_batches(StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features)))
+    return replace(work, auto=StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features))
 
 
 def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool = False) -> Work:
@@ -151,24 +148,71 @@ def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool
     return replace(work, ordinary=_padded(all_feature_arrays(work.features), batch_size, keep_mask))
 
 
-def _micro_batches(step: Step) -> list[MicroBatch]:
-    return [MicroBatch(*each) for each in zip(step.members, step.micro_batches, strict=True)]
-
-
 def _plan(arrays: Sequence[FeatureArrays]) -> PrefixPlan:
     ids = [feature.input_ids for feature in arrays]
     cu_seqlens = np.cumsum([0] + [len(sequence) for sequence in ids])
     return build_prefix_plan(np.concatenate(ids), cu_seqlens, packed_positions(arrays))
 
 
-def _padded(arrays: Sequence[FeatureArrays], batch_size: int | None, keep_mask: bool) -> list[MicroBatch]:
+def _padded(arrays: Sequence[FeatureArrays], batch_size: int | None, keep_mask: bool = False) -> Step:
     """Padded batches of so many sequences, the longest first."""
     order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index].input_ids))
     size = batch_size or len(order)
-    batches = []
-    for members in (order[start : start + size] for start in range(0, len(order), size)):
-        tensors = PaddedCollator().collate([arrays[index] for index in members])
-        if not keep_mask:
-            tensors["attention_mask"] = torch.ones_like(tensors["attention_mask"])
-        batches.append(MicroBatch(members, tensors))
-    return batches
+    members = [order[start : start + size] for start in range(0, len(order), size)]
+    batches = [PaddedCollator().collate([arrays[index] for index in group]) for group in members]
+    for batch in () if keep_mask else batches:
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    return Step(
+        micro_batches=batches,
+        members=members,
+        num_labels=sum(len(batch[PREDICTOR_INDICES]) for batch in batches),
+        num_tokens=sum(len(feature.input_ids) for feature in arrays),
+        num_computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to compute a step, with the loss of `radixtrain fit`, fused with the head if that is one matrix.
+
+    attention: of the prepared model on unique tokens, as for `prepare_model`; None for Hugging Face's model as it is,
+        on padded batches. kernel: the same. plain_head: `has_plain_head(model)`.
+    """
+
+    plain_head: bool
+    attention: str | None = None
+    kernel: str = "auto"
+
+    def __str__(self) -> str:
+        return self.attention or "ordinary"
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Make the model ready for the batches of this arm."""
+        if self.attention is None:
+            restore_model(model)
+        else:
+            prepare_model(model, attention=self.attention, kernel=self.kernel)
+
+    def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
+        """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
+        for batch in work.step(self.attention).micro_batches:
+            yield forward_rows(model, batch, self.plain_head).loss_sum() / work.num_labels
+
+    def run_step(self, model: PreTrainedModel, work: Work) -> None:
+        """What is timed: every micro-batch forward and, in a `step`, backward."""
+        is_step = work.cell.mode == "step"
+        with nullcontext() if is_step else torch.no_grad():
+            for term in self.loss_terms(model, work):
+                if is_step:
+                    term.backward()
+
+
+def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:
+    """Seconds of each run, in turns; every step starts without gradients."""
+
+    def before(name: K) -> None:
+        runs[name][0].prepare(model)
+        model.zero_grad(set_to_none=True)
+
+    steps = {name: partial(arm.run_step, model, work) for name, (arm, work) in runs.items()}
+    return seconds_in_turns(steps, next(model.parameters()).device, repeats, before=before)

@@ -14,10 +14,9 @@ from typing import Literal
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.bench.cells import Cell, Mode, ModelShape, Tree, build_model
+from radixtrain.bench.cells import Attention, Cell, Mode, ModelShape, Tree, build_model, check_options, grid, strategies
 from radixtrain.bench.environment import environment, header
 from radixtrain.bench.measure import Measured, Settings, measure
-from radixtrain.bench.options import Attention, check_options, grid, strategies
 from radixtrain.bench.table import draw, print_table, write_csv
 from radixtrain.bench.work import make_work, with_choices
 from radixtrain.hf.step_cost import step_cost_of

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from radixtrain.bench.arms import OrdinaryArm, step_seconds
-from radixtrain.bench.work import Work, with_ordinary_batch_size
+from radixtrain.bench.work import Arm, Work, step_seconds, with_ordinary_batch_size
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 
@@ -34,7 +33,7 @@ def fastest_ordinary(
     keep_mask = model.config._attn_implementation != "sdpa"
     sizes = dict.fromkeys(min(size or len(work.lengths), len(work.lengths)) for size in batch_sizes)
     works = {size: with_ordinary_batch_size(work, size, keep_mask).to(device) for size in sizes}
-    arm = OrdinaryArm(plain_head=has_plain_head(model))
+    arm = Arm(plain_head=has_plain_head(model))
     runs = {size: (arm, each) for size, each in works.items() if fits(model, arm, each)}
     if not runs:
         raise UserError(f"{work.cell}: the device's memory holds no ordinary micro-batch of {list(sizes)} sequences")
@@ -43,7 +42,7 @@ def fastest_ordinary(
     return works[min(seconds, key=lambda size: seconds[size])], seconds
 
 
-def fits(model: PreTrainedModel, arm: OrdinaryArm, work: Work) -> bool:
+def fits(model: PreTrainedModel, arm: Arm, work: Work) -> bool:
     """The turn that is not timed."""
     arm.prepare(model)
     try:

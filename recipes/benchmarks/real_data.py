@@ -23,10 +23,9 @@ import torch
 from fastest_ordinary import fastest_ordinary
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.bench.cells import GivenBatch, ModelShape, build_model
+from radixtrain.bench.cells import GivenBatch, ModelShape, build_model, check_options, strategies
 from radixtrain.bench.environment import environment, header
 from radixtrain.bench.measure import Measured, Settings, measure
-from radixtrain.bench.options import check_options, strategies
 from radixtrain.bench.table import print_table, write_csv
 from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
@@ -134,7 +133,7 @@ def described(work: Work) -> str:
     return (
         f"{work.cell.sequences}: {work.num_tokens:,} tokens, {num_unique:,} unique, {work.num_labels:,} "
         f"labelled; {lengths[0]} to {lengths[-1]} long, median {lengths[len(lengths) // 2]}; radix micro-batches: "
-        f"{len(work.radix)}"
+        f"{len(work.radix.micro_batches)}"
     )
 
 

@@ -149,7 +149,7 @@ def rows_of(batch: Batch) -> list[dict[str, Any]]:
 
 def num_forks(work: Work) -> int:
     """States that a recurrent layer keeps in a step."""
-    layouts = (TreeLayout.from_batch(each.tensors) for each in work.auto or ())
+    layouts = map(TreeLayout.from_batch, work.step("auto").micro_batches)
     return sum(layout.runs.num_forks for layout in layouts if layout.runs)
 
 

@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from fastest_ordinary import fastest_ordinary
 
-from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm, step_seconds
 from radixtrain.bench.cells import GivenBatch, ModelShape, build_model
 from radixtrain.bench.environment import header
-from radixtrain.bench.work import Work, with_choices, work_of
+from radixtrain.bench.work import Arm, Work, step_seconds, with_choices, work_of
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.errors import UserError
@@ -151,7 +150,7 @@ def work_of_rows(encoder: ChatEncoder, shape: ModelShape, name: str, rows: list[
 def timed(model: Any, works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
     """Seconds of every turn of the arms, after one that is not counted."""
     plain_head, step_cost = has_plain_head(model), step_cost_of(model)
-    radix, ordinary = RadixArm(plain_head=plain_head, attention="auto"), OrdinaryArm(plain_head=plain_head)
+    radix, ordinary = Arm(plain_head=plain_head, attention="auto"), Arm(plain_head=plain_head)
     runs: dict[str, tuple[Arm, Work]] = {arm: (radix, with_choices(work, step_cost)) for arm, work in works.items()}
     for arm, work in works.items():
         runs[f"{arm}, ordinary"] = (ordinary, fastest_ordinary(model, work, (1, 4, 16), repeats=1)[0])

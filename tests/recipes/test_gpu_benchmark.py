@@ -20,9 +20,8 @@ from gpu_parts import steps as gpu_steps
 from gpu_parts.run import Run
 from tiers import FULL
 
-from radixtrain.bench.arms import OrdinaryArm, RadixArm
 from radixtrain.bench.cells import GivenBatch, build_model
-from radixtrain.bench.work import work_of
+from radixtrain.bench.work import Arm, work_of
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -188,7 +187,7 @@ def test_one_figure_below_its_bar(place: int, measures: dict[str, Any], asked: s
 
 def test_rivals_compute_the_same_gradient() -> None:
     """On sequences of unequal lengths, in float64, also in several micro-batches: or they would be no rivals."""
-    arms = OrdinaryArm(plain_head=True), packed_arm(), RadixArm(attention="cascade", plain_head=True)
+    arms = Arm(plain_head=True), packed_arm(), Arm(attention="cascade", plain_head=True)
     with float64_arithmetic():
         model = build_model(TINY, CPU, torch.float64, "sdpa")
         for batch_size in (None, 2):

@@ -1,10 +1,10 @@
 """What a user would pick instead: Hugging Face on padded batches, and on packed ones with varlen attention.
 
-`padded` is `OrdinaryArm`: `sdpa` without a mask, which is its flash kernel, on sequences sorted by length. `packed` has
-no padding: the sequences of a batch are back to back in one row, and Hugging Face's layers receive `cu_seq_lens_q` as
-its own collator for flattening makes them. It runs on flash-attn 3 or 2 if transformers finds them. Without them it
-runs on the varlen flash kernel inside torch, registered as an attention function of its own. Both arms have the head
-only on labelled tokens, and the fused loss of `fit`.
+`padded` is an `Arm` without a strategy: `sdpa` without a mask, which is its flash kernel, on sequences sorted by
+length. `packed` has no padding: the sequences of a batch are back to back in one row, and Hugging Face's layers receive
+`cu_seq_lens_q` as its own collator for flattening makes them. It runs on flash-attn 3 or 2 if transformers finds them.
+Without them it runs on the varlen flash kernel inside torch, registered as an attention function of its own. Both arms
+have the head only on labelled tokens, and the fused loss of `fit`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from radixtrain.bench.arms import Arm
-from radixtrain.bench.work import MicroBatch, Work
+from radixtrain.bench.work import Arm, Work
 from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
@@ -47,19 +46,13 @@ class PackedArm(Arm):
     def prepare(self, model: PreTrainedModel) -> None:
         restore_model(model).set_attn_implementation(self.implementation)
 
-    def batches(self, work: Work) -> list[MicroBatch]:
-        return work.ordinary
-
     def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
         assert self.plain_head, "the shapes that are measured are Qwen3's"
-        for batch in self.batches(work):
-            rows = self._token_states(model, batch, []).index_select(0, batch.tensors[PREDICTOR_INDICES])
-            predicting = PredictingRows(rows, parts_of(model).head, Targets.of(batch.tensors))
-            yield predicting.loss_sum() / work.num_labels
-
-    def _token_states(self, model: PreTrainedModel, batch: MicroBatch, lengths: list[int]) -> Tensor:
-        inputs = {name: batch.tensors[name] for name in INPUTS}
-        return parts_of(model).backbone(**inputs, use_cache=False).last_hidden_state[0]
+        for batch in work.ordinary.micro_batches:
+            inputs = {name: batch[name] for name in INPUTS}
+            states = parts_of(model).backbone(**inputs, use_cache=False).last_hidden_state[0]
+            rows = states.index_select(0, batch[PREDICTOR_INDICES])
+            yield PredictingRows(rows, parts_of(model).head, Targets.of(batch)).loss_sum() / work.num_labels
 
 
 def packed_implementation(device: torch.device) -> str:
@@ -105,10 +98,8 @@ def as_loaded(model: PreTrainedModel) -> PreTrainedModel:
 def packed_work(work: Work) -> Work:
     """The same work, with the sequences of each ordinary micro-batch back to back instead of padded. On the host."""
     arrays = all_feature_arrays(work.features)
-    batches = [
-        MicroBatch(batch.members, _packed([arrays[index] for index in batch.members])) for batch in work.ordinary
-    ]
-    return replace(work, ordinary=batches)
+    batches = [_packed([arrays[index] for index in members]) for members in work.ordinary.members]
+    return replace(work, ordinary=replace(work.ordinary, micro_batches=batches))
 
 
 def _packed(arrays: Sequence[FeatureArrays]) -> dict[str, Any]:

@@ -23,9 +23,8 @@ from gpu_parts.arms import PackedArm, as_loaded, packed_implementation, packed_w
 from gpu_parts.calibration import calibrate
 from gpu_parts.run import Run
 
-from radixtrain.bench.arms import Arm, OrdinaryArm, RadixArm
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model, features_of_cell
-from radixtrain.bench.work import Work, with_choices, work_of
+from radixtrain.bench.work import Arm, Work, with_choices, work_of
 from radixtrain.errors import UserError
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.timing import peak_bytes, seconds_of
@@ -72,7 +71,7 @@ def rates(run: Run, shape: ModelShape, prompt: int, own: int, number: int) -> No
         return
     model = _built(shape, run.device)
     costs = {"fixed": step_cost_of(model), "measured": calibrate(model)}
-    cell, arm = Cell(shape, prompt, own, number), RadixArm(attention="auto", plain_head=True)
+    cell, arm = Cell(shape, prompt, own, number), Arm(attention="auto", plain_head=True)
     batches = {"equal": (cell, features_of_cell(cell)), "unequal": _unequal(shape, prompt, own, number)}
     for name, batch in batches.items():
         works = {rates: with_choices(work_of(*batch), cost) for rates, cost in costs.items()}
@@ -155,8 +154,8 @@ def _arms(run: Run, work: Work, attention: Sequence[str]) -> Arms:
     packed = PackedArm(plain_head=True, implementation=packed_implementation(run.device))
     run.header["packed arm"] = packed.implementation
     on_device = work.to(run.device)
-    ours = {name: (RadixArm(attention=name, plain_head=True), on_device) for name in attention}
-    padded = OrdinaryArm(plain_head=True)
+    ours = {name: (Arm(attention=name, plain_head=True), on_device) for name in attention}
+    padded = Arm(plain_head=True)
     return {"padded": (padded, on_device), "packed": (packed, packed_work(work).to(run.device)), **ours}
 
 
@@ -204,7 +203,7 @@ def _fitting_work(run: Run, model: Any, cell: Any, features: Features, share: fl
     length = len(longest["input_ids"])
     one = work_of(replace(cell, num_sequences=1), [longest]).to(run.device)
     most = []
-    for arm in (OrdinaryArm(plain_head=True), RadixArm(attention="cascade", plain_head=True)):
+    for arm in (Arm(plain_head=True), Arm(attention="cascade", plain_head=True)):
         _run(model, arm, one)  # leaves gradients, so that what is free after it is free for activations
         peak = max(1, peak_bytes(lambda arm=arm: arm.run_step(model, one), run.device))
         most.append(int(share * _free_bytes(run) * length / peak))

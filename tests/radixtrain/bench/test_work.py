@@ -1,16 +1,25 @@
-"""The work of a step: what is shared, how both arms are cut, and its arithmetic."""
+"""The work of a step: what is shared, how both arms are cut, its arithmetic, and its loss in float64."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from tiny_models import tiny_model
 
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape
 from radixtrain.bench.flops import ordinary_flops, unique_flops
-from radixtrain.bench.work import make_work, with_choices, work_of
+from radixtrain.bench.measure import Settings, measure
+from radixtrain.bench.work import Arm, make_work, step_seconds, with_choices, with_ordinary_batch_size, work_of
 from radixtrain.errors import UserError
+from radixtrain.hf.head import has_plain_head
 from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.verification.oracle import float64_throughout
+
+ORDINARY = Arm(plain_head=True)
+CASCADE = Arm(attention="cascade", plain_head=True)
+BAR = 1e-12
 
 
 class TestCell:
@@ -27,13 +36,13 @@ class TestCell:
     def test_what_is_shared(self, changes: dict[str, Any], num_unique: int, depth: int, flat: Cell) -> None:
         cell = replace(flat, **changes)
         work = make_work(cell)
-        (plan,), (batch,) = work.plans, work.ordinary
+        (plan,), (batch,) = work.plans, work.ordinary.micro_batches
         length = cell.prompt_length + 6
         assert (plan.num_tokens, plan.num_unique_tokens, plan.depth) == (cell.num_sequences * length, num_unique, depth)
-        assert batch.tensors["input_ids"].shape == (cell.num_sequences, length)
-        assert batch.tensors["attention_mask"].all()
+        assert batch["input_ids"].shape == (cell.num_sequences, length)
+        assert batch["attention_mask"].all()
         assert (work.ideal_speedup(cell.model.config()) == 1.0) == (depth == 1)
-        assert work.num_labels == int(work.radix[0].tensors["radix_loss_weights"].sum())
+        assert work.num_labels == int(work.radix.micro_batches[0]["radix_loss_weights"].sum())
         assert all((feature["labels"] != -100).sum() == 6 for feature in work.features)
 
     def test_it_is_the_same_every_time(self, flat: Cell) -> None:
@@ -55,11 +64,11 @@ class TestGivenRows:
 
     def test_how_both_arms_are_cut(self, shape: ModelShape, ragged_features: Any) -> None:
         work = work_of(GivenBatch(shape, "8 of train.jsonl", 8), ragged_features, batch_size=3, max_tokens=40)
-        lengths = [[len(ragged_features[index]["input_ids"]) for index in batch.members] for batch in work.ordinary]
+        lengths = [[len(ragged_features[index]["input_ids"]) for index in members] for members in work.ordinary.members]
         assert lengths == [[27, 26, 26], [25, 25, 24], [24, 23]]
-        assert [tuple(batch.tensors["input_ids"].shape) for batch in work.ordinary] == [(3, 27), (3, 25), (2, 24)]
-        assert [len(batch.members) for batch in work.radix] == [4, 4]
-        assert sorted(index for batch in work.radix for index in batch.members) == list(range(8))
+        assert [tuple(batch["input_ids"].shape) for batch in work.ordinary.micro_batches] == [(3, 27), (3, 25), (2, 24)]
+        assert [*map(len, work.radix.members)] == [4, 4]
+        assert sorted(index for members in work.radix.members for index in members) == list(range(8))
         assert (work.num_tokens, work.num_unique_tokens("cascade")) == (4 * 41 + 2 * 18, 41 + 2 * 18)
 
     def test_the_arithmetic_counts_no_padding_and_every_micro_batch(
@@ -79,11 +88,55 @@ class TestGivenRows:
 
 def test_the_batches_of_auto_are_those_that_the_cost_model_chose(flat: Cell) -> None:
     work = make_work(flat)
-    assert work.radix_batches("auto") is work.radix_batches("path") is work.radix
+    assert work.step("auto") is work.step("path") is work.radix
     rates = Rates(call=1.0, rectangle=0.0, pair=0.0, element=0.0, flop=0.0)
     cost = StepCost(rates=rates, on_host=True, num_heads=4, num_key_value_heads=2, head_dim=8, row_flops=0.0)
     chosen = with_choices(work, replace(cost, strategies=("expand",)))
     assert chosen.choices == "expand/1" and work.choices == ""
-    assert chosen.radix_batches("auto") is chosen.auto is not None
-    assert chosen.radix_batches("path") is chosen.radix
+    assert chosen.step("auto") is chosen.auto is not None
+    assert chosen.step("path") is chosen.radix
     assert chosen.to("cpu").choices == "expand/1" and work.to("cpu").auto is None
+
+
+@pytest.mark.parametrize("keep_mask", [True, False])
+def test_the_loss_in_several_micro_batches(
+    keep_mask: bool, shape: ModelShape, model: Any, ragged_features: Any
+) -> None:
+    work = work_of(GivenBatch(shape, "8 of train.jsonl", 8), ragged_features, max_tokens=40)
+    work = with_ordinary_batch_size(work, 3, keep_mask)
+    assert work.ordinary.micro_batches[0]["attention_mask"].all() == (not keep_mask)
+    labels = [torch.tensor(feature["labels"]) for feature in ragged_features]
+    ids = [torch.tensor(feature["input_ids"])[None] for feature in ragged_features]
+    with float64_throughout(model):
+        total = sum(
+            model(input_ids=i, labels=y[None]).loss * (y[1:] >= 0).sum() for i, y in zip(ids, labels, strict=True)
+        )
+        for arm in (ORDINARY, CASCADE, replace(CASCADE, attention="path")):
+            arm.prepare(model)
+            assert sum(arm.loss_terms(model, work)).item() == pytest.approx(total.item() / work.num_labels, rel=BAR)
+
+
+def test_a_head_that_is_more_than_one_matrix_is_computed_as_a_whole(flat: Cell) -> None:
+    """Granite divides its logits; the fused loss of its matrix would be another loss, in both arms alike."""
+    model, work = tiny_model("GraniteForCausalLM", vocab_size=97, logits_scaling=3.0), make_work(flat)
+    assert not has_plain_head(model)
+    labels = torch.tensor(np.stack([feature["labels"] for feature in work.features]))
+    with float64_throughout(model):
+        truth = model(input_ids=work.ordinary.micro_batches[0]["input_ids"], labels=labels).loss.item()
+        for arm in (Arm(plain_head=False), Arm(attention="cascade", plain_head=False)):
+            arm.prepare(model)
+            (term,) = arm.loss_terms(model, work)
+            assert term.item() == pytest.approx(truth, rel=BAR)
+            (fused,) = replace(arm, plain_head=True).loss_terms(model, work)
+            assert fused.item() != pytest.approx(truth, rel=1e-3), "this model would not show it"
+    (result,) = measure(model, work, Settings(("cascade",), repeats=1))
+    assert result.measured_speedup
+
+
+def test_every_step_starts_without_gradients(model: Any, flat: Cell) -> None:
+    work = make_work(flat)
+    seconds = step_seconds(model, {arm: (arm, work) for arm in (ORDINARY, CASCADE)}, 2)
+    assert [len(turns) for turns in seconds.values()] == [2, 2] and min(map(min, seconds.values())) > 0
+    once = [x.grad.clone() for x in model.parameters()]
+    step_seconds(model, {CASCADE: (CASCADE, work)}, 1)
+    assert all(torch.equal(x.grad, grad) for x, grad in zip(model.parameters(), once, strict=True))
