@@ -11,14 +11,15 @@ be an input of a model is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time, timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.arrays import IntArray, cumulative
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 IGNORE_INDEX = -100
@@ -70,6 +71,11 @@ class FeatureArrays(NamedTuple):
     advantages: FloatArray | None = None
 
     @property
+    def num_labels(self) -> int:
+        """Tokens that bear loss; the first one is never predicted."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
+
+    @property
     def is_counted_from_padding(self) -> bool:
         """Whether Hugging Face would count the positions from the left padding, as it does if none are given."""
         return self.num_left_padding > 0 and self.position_ids is None
@@ -97,13 +103,40 @@ def all_feature_arrays(features: Sequence[Mapping[str, Any]], loss_on_all: bool 
     return arrays
 
 
-def packed_positions(arrays: Sequence[FeatureArrays]) -> IntArray | None:
-    """Positions of all features back to back, from 0 in features that have none; None if no feature has any."""
-    if all(feature.position_ids is None for feature in arrays):
-        return None
-    counted = (np.arange(len(feature.input_ids)) for feature in arrays)
-    given = (feature.position_ids for feature in arrays)
-    return np.concatenate([own if own is not None else from_0 for own, from_0 in zip(given, counted, strict=True)])
+class PackedFeatures(NamedTuple):
+    """Features back to back.
+
+    input_ids, labels: (T,), int64.
+    cu_seqlens: (B+1,), int64. where each begins, and the end.
+    position_ids: (T,), int64, from 0 in features that have none; None if no feature has any.
+    floats: (T,), float32, of each kind that some feature has; 1 in features that have none.
+    """
+
+    input_ids: IntArray
+    labels: IntArray
+    cu_seqlens: IntArray
+    position_ids: IntArray | None
+    floats: dict[str, FloatArray]
+
+
+def packed(arrays: Sequence[FeatureArrays]) -> PackedFeatures:
+    """One feature or more, back to back."""
+    lengths = [len(feature.input_ids) for feature in arrays]
+
+    def column(name: str, default: Callable[[int], np.ndarray] = np.arange) -> Any:
+        columns = [getattr(feature, name) for feature in arrays]
+        if all(values is None for values in columns):
+            return None
+        return np.concatenate([default(n) if x is None else x for x, n in zip(columns, lengths, strict=True)])
+
+    floats = {name: column(name, partial(np.ones, dtype=np.float32)) for name in FLOATS}
+    return PackedFeatures(
+        column("input_ids"),
+        column("labels"),
+        cumulative(np.array(lengths)),
+        column("position_ids"),
+        {name: values for name, values in floats.items() if values is not None},
+    )
 
 
 def _feature_arrays(feature: Mapping[str, Any], index: int, loss_on_all: bool) -> FeatureArrays:
@@ -219,35 +252,36 @@ def _mask(feature: Mapping[str, Any], name: str, ids: IntArray, index: int) -> n
 
 def _integers(feature: Mapping[str, Any], name: str, index: int, kinds: str = "iu") -> IntArray:
     """kinds: NumPy's letters of the dtypes that are accepted."""
-    try:
-        values = np.asarray(feature[name])
-    except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors on a device, or of a dtype of torch's own
-        raise _no_integers(name, kinds, f"a {type(feature[name]).__name__} that NumPy cannot read", index) from None
+    wanted = f"a flat list of {'integers or booleans' if 'b' in kinds else 'integers'}"
+    values = _array(feature, name, wanted, index)
     dtype = values.dtype
     is_wrong = dtype.kind not in kinds or (dtype.kind == "u" and dtype.itemsize == 8)  # int64 does not hold those
     if values.ndim != 1 or (is_wrong and len(values)):
-        raise _no_integers(name, kinds, f"{dtype} {values.shape}", index)
+        raise _wrong_type(name, wanted, f"{dtype} {values.shape}", index)
     return values.astype(np.int64, copy=False)
 
 
-def _no_integers(name: str, kinds: str, came: str, index: int) -> ValueError:
-    wanted = "integers or booleans" if "b" in kinds else "integers"
-    return ValueError(f"feature {index}: {name} must be a flat list of {wanted}, got {came}")
+def _array(feature: Mapping[str, Any], name: str, wanted: str, index: int) -> np.ndarray:
+    try:
+        return np.asarray(feature[name])
+    except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors on a device, or of a dtype of torch's own
+        raise _wrong_type(name, wanted, f"a {type(feature[name]).__name__} that NumPy cannot read", index) from None
+
+
+def _wrong_type(name: str, wanted: str, came: str, index: int) -> ValueError:
+    return ValueError(f"feature {index}: {name} must be {wanted}, got {came}")
 
 
 def _check_not_negative(name: str, arrays: Sequence[FeatureArrays]) -> None:
     """All features at once: checking each by itself took 4 us for each, longer than the prefix plan."""
-    columns = [getattr(feature, name) for feature in arrays]
-    given = {index: values for index, values in enumerate(columns) if values is not None}
-    packed = np.concatenate([*given.values(), np.zeros(0, dtype=np.int64)])
-    is_wrong = (packed < 0) & (packed != IGNORE_INDEX) if name == "labels" else packed < 0
-    if not is_wrong.any():
+    given = {index: values for index, each in enumerate(arrays) if (values := getattr(each, name)) is not None}
+    ignored = IGNORE_INDEX if name == "labels" else 0
+    together = np.concatenate([*given.values(), np.zeros(0, dtype=np.int64)])
+    if not ((together < 0) & (together != ignored)).any():
         return
-    place = int(is_wrong.argmax())
     for index, values in given.items():
-        if place < len(values):
-            raise _negative(name, values, place, arrays[index].num_left_padding, index)
-        place -= len(values)
+        if (is_wrong := (values < 0) & (values != ignored)).any():
+            raise _negative(name, values, int(is_wrong.argmax()), arrays[index].num_left_padding, index)
 
 
 def _check_in_all(name: str, arrays: Sequence[FeatureArrays]) -> None:
@@ -256,7 +290,7 @@ def _check_in_all(name: str, arrays: Sequence[FeatureArrays]) -> None:
     if has is None:
         return
     for index, feature in enumerate(arrays):
-        if getattr(feature, name) is None and (feature.labels[1:] != IGNORE_INDEX).any():
+        if getattr(feature, name) is None and feature.num_labels:
             raise ValueError(f"feature {index} bears loss and has no {name}, but feature {has} has some")
 
 
@@ -285,13 +319,11 @@ def _token_floats(feature: Mapping[str, Any], labels: npt.NDArray[np.int64], ind
 
 
 def _floats(feature: Mapping[str, Any], name: str, labels: npt.NDArray[np.int64], index: int) -> FloatArray:
-    try:
-        values = np.asarray(feature[name])
-    except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors on a device, or of a dtype of torch's own
-        raise _no_numbers(name, f"a {type(feature[name]).__name__} that NumPy cannot read", index) from None
+    wanted = "a flat list of numbers" + (" or one number" if name in ONE_FOR_ALL else "")
+    values = _array(feature, name, wanted, index)
     is_one_for_all = name in ONE_FOR_ALL and values.ndim == 0
     if values.dtype.kind not in "fiu" or not (values.ndim == 1 or is_one_for_all):
-        raise _no_numbers(name, f"{values.dtype} {values.shape}", index)
+        raise _wrong_type(name, wanted, f"{values.dtype} {values.shape}", index)
     if values.ndim == 1 and len(values) != len(labels):
         raise ValueError(f"feature {index}: {name} has {len(values)} entries, input_ids has {len(labels)}")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -301,23 +333,6 @@ def _floats(feature: Mapping[str, Any], name: str, labels: npt.NDArray[np.int64]
         came = values if is_one_for_all else values[place]
         raise ValueError(f"feature {index}: {name} must be finite on labelled tokens: {name}[{place}] = {came}")
     return floats
-
-
-def _no_numbers(name: str, came: str, index: int) -> ValueError:
-    wanted = "a flat list of numbers" + (" or one number" if name in ONE_FOR_ALL else "")
-    return ValueError(f"feature {index}: {name} must be {wanted}, got {came}")
-
-
-def packed_floats(arrays: Sequence[FeatureArrays]) -> dict[str, FloatArray]:
-    """The floats of all features back to back, (T,), of each kind that some feature has; 1 in those that have none."""
-    packed = {}
-    for name in FLOATS:
-        columns = [getattr(feature, name) for feature in arrays]
-        if any(column is not None for column in columns):
-            lengths = (len(feature.labels) for feature in arrays)
-            pairs = zip(columns, lengths, strict=True)
-            packed[name] = np.concatenate([np.ones(n, np.float32) if column is None else column for column, n in pairs])
-    return packed
 
 
 def check_no_floats(arrays: Sequence[FeatureArrays]) -> None:

@@ -133,8 +133,26 @@ class GroupedOrder:
 
     @classmethod
     def choose(cls, groups: PrefixGroups, batch_size: int, seed: int) -> GroupedOrder:
-        """With the smallest `together` that reaches `ENOUGH` of the r of the largest, see `_enough_together`."""
-        return cls(groups, batch_size, _enough_together(groups, batch_size, seed))
+        """With the smallest of 1, ..., batch_size / 4, batch_size / 2 with which r is at least `ENOUGH` of the largest.
+
+        No more than half of a batch, so that it holds two prompts or more.
+        """
+        indices = np.arange(len(groups.group_of))
+
+        def num_unique(together: int) -> int:
+            order = cls(groups, batch_size, together).draw(indices, np.random.default_rng([seed, 0]))
+            return groups.num_unique_tokens(order, batch_size)
+
+        plain = cls(groups, batch_size, 1)
+        if not len(groups) or batch_size == 1:
+            return plain
+        most = num_unique(batch_size) / ENOUGH
+        if num_unique(1) <= most:
+            return plain
+        together = max(2, batch_size // 2)
+        while together > 2 and num_unique(together // 2) <= most:
+            together //= 2
+        return cls(groups, batch_size, together)
 
     def draw(self, indices: IntArray, generator: np.random.Generator) -> IntArray:
         """The items of an epoch in the order in which they are cut into batches.
@@ -216,28 +234,6 @@ def _arranged(whole: IntArray, parts: list[list[int]], batch_size: int, generato
     is_part[covered] = False
     order[is_part] = [item for place in generator.permutation(len(parts)) for item in parts[place]]
     return order
-
-
-def _enough_together(groups: PrefixGroups, batch_size: int, seed: int) -> int:
-    """The smallest of 1, ..., batch_size / 4, batch_size / 2 with which r is at least `ENOUGH` of the largest r.
-
-    No more than half of a batch, so that it holds two prompts or more.
-    """
-    indices = np.arange(len(groups.group_of))
-
-    def num_unique(together: int) -> int:
-        order = GroupedOrder(groups, batch_size, together).draw(indices, np.random.default_rng([seed, 0]))
-        return groups.num_unique_tokens(order, batch_size)
-
-    if not len(groups) or batch_size == 1:
-        return 1
-    most = num_unique(batch_size) / ENOUGH
-    if num_unique(1) <= most:
-        return 1
-    together = max(2, batch_size // 2)
-    while together > 2 and num_unique(together // 2) <= most:
-        together //= 2
-    return together
 
 
 def batches_of(order: IntArray, batch_size: int, num_batches: int | None = None) -> list[list[int]]:

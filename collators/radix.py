@@ -20,8 +20,7 @@ from radixtrain.collators.features import (
     FloatArray,
     all_feature_arrays,
     check_no_floats,
-    packed_floats,
-    packed_positions,
+    packed,
 )
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
 from radixtrain.collators.targets import (
@@ -178,12 +177,10 @@ class RadixCollator:
 
         max_tokens: most unique tokens that `step_cost` may choose, if that is possible.
         """
-        ids, labels = (np.concatenate([getattr(each, name) for each in arrays]) for name in ("input_ids", "labels"))
-        cu_seqlens = np.concatenate([[0], np.cumsum([len(feature.input_ids) for feature in arrays])])
-        plan, chosen = self._plan(ids, cu_seqlens, packed_positions(arrays), max_tokens)
         if not self.merge_labels:
             check_no_floats(arrays)
-        floats = packed_floats(arrays)
+        ids, labels, cu_seqlens, positions, floats = packed(arrays)
+        plan, chosen = self._plan(ids, cu_seqlens, positions, max_tokens)
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
         targets = _merged_entries(predictions, floats) if self.merge_labels else _plain_entries(predictions, plan)
         return {
@@ -265,7 +262,7 @@ def _merged_entries(predictions: Predictions, floats: Mapping[str, FloatArray]) 
 def policy_entries(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Tensor]:
     """The entries that a policy loss reads, if the features have them.
 
-    floats: as `packed_floats` returns them. tokens: (P,). the packed token that bears each label.
+    floats: of `packed`. tokens: (P,). the packed token that bears each label.
     """
     keys = {"old_logprobs": OLD_LOGPROBS, "advantages": ADVANTAGES}
     return {key: torch.from_numpy(floats[name][tokens]) for name, key in keys.items() if name in floats}

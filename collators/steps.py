@@ -25,14 +25,13 @@ from radixtrain.collators.batching import (
 from radixtrain.collators.features import (
     IGNORE_INDEX,
     FeatureArrays,
-    FloatArray,
     all_feature_arrays,
     check_no_floats,
-    packed_floats,
-    packed_positions,
+    packed,
 )
 from radixtrain.collators.radix import RadixCollator, policy_entries
 from radixtrain.collators.targets import check_shared_targets, keep_once
+from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
@@ -128,7 +127,7 @@ class StepCollator:
         return Step(
             micro_batches=batches,
             members=groups + [[] for _ in range(num_missing)],
-            num_labels=sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in arrays),
+            num_labels=sum(feature.num_labels for feature in arrays),
             num_tokens=sum(len(feature.input_ids) for feature in arrays),
             num_computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
             num_unique_tokens=shares.num_unique_tokens,
@@ -143,7 +142,7 @@ class StepCollator:
         if max_tokens is not None:
             max_tokens -= max_tokens % multiple  # padding takes no micro-batch over the budget
         cost = SequenceCost.of(self.step_cost)
-        return share_by_unique_tokens(sequences, self.num_ranks, max_tokens, packed_positions(arrays), cost)
+        return share_by_unique_tokens(sequences, self.num_ranks, max_tokens, packed(arrays).position_ids, cost)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
         """The features with the labels that are to be trained."""
@@ -203,41 +202,31 @@ class PaddedCollator:
 
     def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
         """The batch of features that have been read already."""
-        lengths = np.array([len(feature.input_ids) for feature in arrays])
-        size = len(arrays), int(lengths.max())
-        input_ids = np.full(size, self.pad_token_id, dtype=np.int64)
-        labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
-        positions = np.tile(np.arange(size[1]), (size[0], 1))
-        for index, (feature, length) in enumerate(zip(arrays, lengths, strict=True)):
-            input_ids[index, :length], labels[index, :length] = feature.input_ids, feature.labels
-            if feature.position_ids is not None:
-                positions[index, :length] = feature.position_ids
-            elif feature.is_counted_from_padding:
-                positions[index, :length] += feature.num_left_padding
+        ids, labels, cu_seqlens, given_positions, floats = packed(arrays)
+        lengths = lengths_of(cu_seqlens)
+        is_token = np.arange(lengths.max()) < lengths[:, None]
+        input_ids = np.full(is_token.shape, self.pad_token_id, dtype=np.int64)
+        input_ids[is_token] = ids
+        positions = np.tile(np.arange(is_token.shape[1]), (len(arrays), 1))
+        if given_positions is not None:
+            positions[is_token] = given_positions
+        hidden = np.array([feature.num_left_padding * feature.is_counted_from_padding for feature in arrays])
+        positions += hidden[:, None] * is_token
+        labels[cu_seqlens[:-1]] = IGNORE_INDEX  # the first token is never predicted
+        tokens = np.flatnonzero(labels != IGNORE_INDEX)
+        weights = floats.get("loss_weights", np.ones(len(ids), dtype=np.float32))
         return {
             "input_ids": torch.from_numpy(input_ids),
-            "attention_mask": torch.from_numpy((np.arange(size[1]) < lengths[:, None]).astype(np.int64)),
+            "attention_mask": torch.from_numpy(is_token.astype(np.int64)),
             "position_ids": torch.from_numpy(positions),
-            **_targets(labels, lengths, packed_floats(arrays)),
+            "shift_labels": torch.from_numpy(labels[tokens])[None],
+            PREDICTOR_INDICES: torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
+            PREDICTION_ROWS: torch.arange(len(tokens)),
+            LOSS_WEIGHTS: torch.from_numpy(weights[tokens]),
+            LABEL_INDICES: torch.from_numpy(tokens),
+            CU_SEQLENS: torch.from_numpy(cu_seqlens.astype(np.int32)),
+            **policy_entries(floats, tokens),
         }
-
-
-def _targets(labels: np.ndarray, lengths: np.ndarray, floats: Mapping[str, FloatArray]) -> dict[str, Any]:
-    """labels: (B, L), -100 on padding. lengths: (B,). floats: (T,) each."""
-    labels[:, 0] = IGNORE_INDEX  # it is never predicted
-    sequences, places = np.nonzero(labels != IGNORE_INDEX)
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = cu_seqlens[sequences] + places
-    weights = floats.get("loss_weights", np.ones(int(cu_seqlens[-1]), dtype=np.float32))
-    return {
-        "shift_labels": torch.from_numpy(labels[sequences, places])[None],
-        PREDICTOR_INDICES: torch.from_numpy(sequences * labels.shape[1] + places - 1),
-        PREDICTION_ROWS: torch.arange(len(places)),
-        LOSS_WEIGHTS: torch.from_numpy(weights[tokens]),
-        LABEL_INDICES: torch.from_numpy(tokens),
-        CU_SEQLENS: torch.from_numpy(cu_seqlens.astype(np.int32)),
-        **policy_entries(floats, tokens),
-    }
 
 
 def dummy_features(arrays: Sequence[FeatureArrays], has_weights: bool) -> FeatureArrays:
@@ -263,4 +252,4 @@ def dummy_features(arrays: Sequence[FeatureArrays], has_weights: bool) -> Featur
 
 def _unsuitability(feature: FeatureArrays) -> tuple[bool, int]:
     """Least for a short feature that bears loss: only such a one is sure to have the floats of a policy loss."""
-    return not (feature.labels[1:] != IGNORE_INDEX).any(), len(feature.input_ids)
+    return not feature.num_labels, len(feature.input_ids)

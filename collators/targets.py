@@ -27,8 +27,7 @@ from radixtrain.collators.features import (
     FeatureArrays,
     FloatArray,
     all_feature_arrays,
-    packed_floats,
-    packed_positions,
+    packed,
 )
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -101,11 +100,9 @@ def keep_once(arrays: Sequence[FeatureArrays]) -> list[FeatureArrays]:
     `old_logprobs` and `advantages` there, if they have any: samples of a policy that differ in these are different
     samples. The kept label weighs the mean of the copies' `loss_weights`. No other entry changes.
     """
-    ids, labels = (np.concatenate([getattr(each, name) for each in arrays]) for name in ("input_ids", "labels"))
-    cu_seqlens = np.concatenate([[0], np.cumsum([len(feature.input_ids) for feature in arrays])])
-    floats = packed_floats(arrays)
+    ids, labels, cu_seqlens, positions, floats = packed(arrays)
     weights = floats.pop("loss_weights", None)
-    plan = build_prefix_plan(ids, cu_seqlens, packed_positions(arrays))  # shares all; a batch's plan may share less
+    plan = build_prefix_plan(ids, cu_seqlens, positions)  # shares all; a batch's plan may share less
     listed = list_predictions(plan, labels)
     order, starts = _groups(
         (listed.predictor_indices, listed.labels, *(x[listed.label_indices] for x in floats.values()))

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from radixtrain.bench.cells import Cell, GivenBatch, features_of_cell
 from radixtrain.bench.flops import ordinary_flops, unique_flops
-from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed_positions
+from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.predicting_rows import forward_rows
@@ -149,9 +148,8 @@ def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool
 
 
 def _plan(arrays: Sequence[FeatureArrays]) -> PrefixPlan:
-    ids = [feature.input_ids for feature in arrays]
-    cu_seqlens = np.cumsum([0] + [len(sequence) for sequence in ids])
-    return build_prefix_plan(np.concatenate(ids), cu_seqlens, packed_positions(arrays))
+    together = packed(arrays)
+    return build_prefix_plan(together.input_ids, together.cu_seqlens, together.position_ids)
 
 
 def _padded(arrays: Sequence[FeatureArrays], batch_size: int | None, keep_mask: bool = False) -> Step:

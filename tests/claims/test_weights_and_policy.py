@@ -18,7 +18,7 @@ from torch import Tensor
 import radixtrain.collators.radix
 import radixtrain.collators.steps
 from radixtrain import RadixCollator, prepare_model, restore_model
-from radixtrain.collators.features import packed_floats
+from radixtrain.collators.features import packed
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.targets import keep_once
 from radixtrain.hf.predicting_rows import forward_rows
@@ -184,10 +184,10 @@ class TestTheChecks:
     @pytest.mark.parametrize("name", FLOATS)
     def test_numbers_of_the_token_before(self, model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         def moved(arrays: Any) -> Any:
-            floats = packed_floats(arrays)
-            return {**floats, name: np.roll(floats[name], 1)}
+            together = packed(arrays)
+            return together._replace(floats={**together.floats, name: np.roll(together.floats[name], 1)})
 
-        monkeypatch.setattr(radixtrain.collators.radix, "packed_floats", moved)
+        monkeypatch.setattr(radixtrain.collators.radix, "packed", moved)
         assert worst_error(model, branches(), clipped_ratio) > 0.01
 
     def test_once_of_each_micro_batch(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
