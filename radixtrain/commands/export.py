@@ -16,8 +16,7 @@ from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_folder import locked_model
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.model_card import documents
-from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
+from radixtrain.training.results.model_folder import card_and_settings, check_model_folder, save_hf_folder
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.saved_config import SaveMaskedConfig
 from radixtrain.training.results.summary import RunSummary
@@ -70,7 +69,7 @@ def _documents(checkpoint: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
         "data": _settings(checkpoint.get("datamodule_hyper_parameters", {})),
     }
     results = {"steps": str(checkpoint.get("global_step", ""))}
-    return documents(config, results, {}, has_chat_template=tokenizer.chat_template is not None)
+    return card_and_settings(config, results, {}, has_chat_template=tokenizer.chat_template is not None)
 
 
 def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
-    texts = documents(
+    texts = card_and_settings(
         _written_config(trainer),
         results,
         {"rows": str(data.reports["train"])},

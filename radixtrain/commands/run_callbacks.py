@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
+from radixtrain.errors import UserError, did_you_mean
+from radixtrain.training.answers.metrics import OWN_METRICS
+from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.settings import as_list
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.progress_bar import progress_bar
 from radixtrain.training.results.best import Best, StopEarly
-from radixtrain.training.results.prediction_file import PredictionWriter
 from radixtrain.training.results.summary import RunSummary
-from radixtrain.training.start.preflight import check_judges, check_monitors
+
+# What a run logs. A callback of Lightning may watch one of these.
+METRICS = (
+    *("loss", "grad_norm", "learning_rate", "r", "best_r"),
+    *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
+)
+VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
 
 
 class RunCallbacks:
@@ -79,3 +88,40 @@ def _saver(settings: Any, output_dir: Path, requests: Requests, is_scheduled: bo
 
 def _has(callbacks: list[Any], kind: type) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:
+    """UserError if a callback watches a metric that the run does not log.
+
+    of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.
+    """
+    logged = METRICS if of_answers is None else (*METRICS, of_answers)
+    for callback in callbacks:
+        watched = getattr(callback, "monitor", None)
+        if not isinstance(watched, str):
+            continue
+        ours = getattr(callback, "configured_by", "")  # our own callbacks judge validations
+        key = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
+        if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
+            metric = watched.removeprefix("eval_")
+            raise UserError(f"{key}: {watched} is not logged: set evaluate_generation.metric: {metric}")
+        if watched not in logged:
+            possible = [name for name in logged if not ours or name.startswith("eval_")]
+            meant = did_you_mean(watched, possible, f"; a run logs {', '.join(possible)}")
+            raise UserError(f"{key}: no metric {watched!r}{meant}")
+        if ours and not watched.startswith("eval_"):
+            raise UserError(f"{key}: {watched} is not measured by a validation; {VALIDATION_METRICS}")
+        if watched == "eval_loss" and not has_validation:
+            raise UserError(f"{key}: eval_loss needs rows for it: set data.validation_file or data.val_size")
+
+
+def check_judges(callbacks: Iterable[Any], settings: Any) -> None:
+    """UserError if `save_best` or `early_stopping` is set in a run that does not validate or writes no checkpoint.
+
+    settings: those of `trainer`.
+    """
+    for name in (getattr(callback, "configured_by", "") for callback in callbacks):
+        if name and settings.limit_val_batches == 0:
+            raise UserError(f"{name} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
+        if name == "save_best" and settings.enable_checkpointing is False:
+            raise UserError(f"{name} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")

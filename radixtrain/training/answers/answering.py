@@ -93,19 +93,13 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequenc
     return sorted(ends)
 
 
-class AnswerRow(NamedTuple):
-    """token_ids: with the token that ended it. logprob: of all of them; 0 if it was not asked for."""
-
-    token_ids: list[int]
-    logprob: float
-    finish_reason: str
+Row = tuple[list[int], float, str]
+"""Fields of an `Answer` without its text."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """text: without special tokens. token_ids: with the token that ended it. logprob: of all of them, under the model.
-
-    finish_reason: `stop`, at an end token or a stop string, or `length`.
+class Answer(NamedTuple):
+    """text: without special tokens. token_ids: with the token that ended it. logprob: of all of them, under the model;
+    0 if it was not asked for. finish_reason: `stop`, at an end token or a stop string, or `length`.
     """
 
     text: str
@@ -180,7 +174,7 @@ def answer_prompts(
             fields.update(tokenizer=tokenizer, batch_size=options.batch_size, seed=seed, cache=cache)
             generated = generate(model, ids, **fields)
             columns = zip(generated.token_ids, generated.logprobs, generated.finish_reasons, strict=True)
-            rows = [AnswerRow(tokens, sum(logprobs, 0.0), reason) for tokens, logprobs, reason in columns]
+            rows = [(tokens, sum(logprobs, 0.0), reason) for tokens, logprobs, reason in columns]
             num_computed = generated.stats.num_computed_tokens
         else:
             torch.manual_seed(seed)
@@ -189,7 +183,7 @@ def answer_prompts(
     parts = ranks().gather((rows, num_computed, time.perf_counter() - start))
     pairs = [pair for share, part in zip(shares, parts, strict=True) for pair in zip(share, part[0], strict=True)]
     rows = [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
-    texts = tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
+    texts = tokenizer.batch_decode([tokens for tokens, *_ in rows], skip_special_tokens=True)
     answers = [Answer(text, *row) for text, row in zip(texts, rows, strict=True)]
     num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     return Answers(answers, num_prompt_tokens, sum(part[1] for part in parts), max(part[2] for part in parts))
@@ -206,7 +200,7 @@ def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
 
 def answers_of_padded_rows(
     model: Any, prompts: Sequence[Prompt], tokenizer: Any, fields: Mapping[str, Any], batch_size: int, logprobs: bool
-) -> tuple[list[AnswerRow], int]:
+) -> tuple[list[Row], int]:
     """An answer to each prompt, and the rows that were computed for the prompts, padding among them.
 
     model: not prepared, in evaluation mode. Draws come from torch's generator.
@@ -217,7 +211,7 @@ def answers_of_padded_rows(
     refuses.
     """
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids))
-    answers: dict[int, AnswerRow] = {}
+    answers: dict[int, Row] = {}
     num_computed = 0
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
@@ -230,7 +224,7 @@ def answers_of_padded_rows(
 
 def _generated(
     model: Any, batch: dict[str, Tensor], tokenizer: Any, fields: Mapping[str, Any], logprobs: bool
-) -> list[AnswerRow]:
+) -> list[Row]:
     length = batch["input_ids"].shape[1]
     pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
     wanted = {"return_dict_in_generate": True, "output_logits": logprobs, "pad_token_id": pad}
@@ -242,7 +236,7 @@ def _generated(
     for row, generated in enumerate(out.sequences[:, length:].tolist()):
         tokens, reason = _until_end(generated, fields, tokenizer)
         logits = [step[row] for step in out.logits[: len(tokens)]] if logprobs else []
-        answers.append(AnswerRow(tokens, _logprob(logits, tokens), reason))
+        answers.append((tokens, _logprob(logits, tokens), reason))
     return answers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,22 @@ from radixtrain.training.answers.metrics import Metric, load_metric
 logger = logging.getLogger(__name__)
 
 NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then
+MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
+
+
+class Judged(NamedTuple):
+    """A row of the table, and its columns.
+
+    row: file and line. prompt: all that the model read, with special tokens. answer, target: without them.
+    score: by the metric. finish_reason: `stop`, or `length` for an answer that `max_new_tokens` cut.
+    """
+
+    row: str
+    prompt: str
+    answer: str
+    target: str
+    score: float
+    finish_reason: str
 
 
 class EvaluateGeneration(L.Callback):
@@ -94,8 +110,6 @@ class EvaluateGeneration(L.Callback):
         """
         if self.metric is None:
             return
-        if "validation" not in data.conversations:
-            raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
         self.options = replace(self.options, seed=data.hparams.seed)
         self.prompts = data.validation_prompts(self.num_samples)
         self._check_prompts(self.prompts)
@@ -109,14 +123,15 @@ class EvaluateGeneration(L.Callback):
         """Answer two rows, in one token, and judge them: what fails in this model or metric fails before a step."""
         if self.metric is not None:
             options = replace(self.options, max_new_tokens=1)
-            self._judged(trainer, module, self._prompts(trainer, module)[:NUM_TRIED], options)
+            assert self.prompts is not None, "prepare comes first"
+            self._judged(trainer, module, self.prompts.prompts[:NUM_TRIED], options)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Answer, log, write. Lightning calls this before callbacks look at the metric that they watch."""
-        if self.metric is None or self.logged is None or trainer.sanity_checking:
+        if self.prompts is None or self.logged is None or trainer.sanity_checking:
             return
         is_try = bool(getattr(trainer, "fast_dev_run", False))
-        prompts = self._prompts(trainer, module)
+        prompts = self.prompts.prompts
         judged = self._judged(trainer, module, prompts[:NUM_TRIED] if is_try else prompts, self.options)
         mean = sum(row.score for row in judged) / len(judged)
         module.log(self.logged, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=len(judged))
@@ -124,17 +139,15 @@ class EvaluateGeneration(L.Callback):
             ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
 
     def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
+        """Into a file, which replaces one of its name; and the first rows to every `WandbLogger`."""
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
-        write_table(Path(trainer.default_root_dir) / "answers" / f"{name}.csv", judged)
-        log_table(trainer.loggers, "answers", judged)
-
-    def _prompts(self, trainer: Any, module: Any) -> list[Prompt]:
-        if self.prompts is None:
-            if not isinstance(trainer.datamodule, SFTData):
-                raise UserError("evaluate_generation needs SFTData: prompts and targets are read from its rows")
-            self.prepare(module, trainer.datamodule)
-        assert self.prompts is not None
-        return self.prompts.prompts
+        path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([Judged._fields, *judged])
+        for log in trainer.loggers:
+            if isinstance(log, WandbLogger):
+                log.log_table("answers", columns=list(Judged._fields), data=list(map(list, judged[:MOST_ROWS_LOGGED])))
 
     def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
         """The answers, generated in the precision of the run, and what they are worth."""
@@ -172,35 +185,3 @@ def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
 def _targets(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
     texts: list[str] = tokenizer.batch_decode([prompt.target_ids for prompt in prompts], skip_special_tokens=True)
     return texts
-
-
-MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
-
-
-class Judged(NamedTuple):
-    """A row of the table, and its columns.
-
-    row: file and line. prompt: all that the model read, with special tokens. answer, target: without them.
-    score: by the metric. finish_reason: `stop`, or `length` for an answer that `max_new_tokens` cut.
-    """
-
-    row: str
-    prompt: str
-    answer: str
-    target: str
-    score: float
-    finish_reason: str
-
-
-def write_table(path: Path, rows: Sequence[Judged]) -> None:
-    """Write or replace the file; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([Judged._fields, *rows])
-
-
-def log_table(loggers: Iterable[Any], name: str, rows: Sequence[Judged]) -> None:
-    """Hand the first rows to every `WandbLogger` among the loggers."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.log_table(name, columns=list(Judged._fields), data=[list(row) for row in rows[:MOST_ROWS_LOGGED]])

@@ -1,37 +1,48 @@
-"""The records of `predict`: an answer to each prompt, or scores of each sequence."""
+"""The records of `predict`, an answer to each prompt or scores of each sequence, and `predictions.jsonl`."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 from torch import nn
 
+from radixtrain.checkpoints.atomic import sync_folder
 from radixtrain.collators.steps import Step
 from radixtrain.data.prompts import Prompt
 from radixtrain.data.tokens.decode import next_token_ids
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
+from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
 from radixtrain.hf.scores import Scorer, named_scores
-from radixtrain.training.answers.answering import AnswerOptions, Answers, answer_prompts
+from radixtrain.training.answers.answering import AnswerOptions, answer_prompts
+from radixtrain.training.results.run_progress import print_line
+from radixtrain.training.speed import Speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 65_536  # of prompts and answers that are kept
+NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 
 class PredictedAnswers:
     """Answers batch after batch of prompts. A cache keeps what these share from one batch to the next.
 
-    options: how; the command line sets them. speed: of all answers so far.
+    options: how; the command line sets them. The counts are of all answers so far.
     """
 
     def __init__(self) -> None:
         self.options = AnswerOptions()
-        self.speed = AnswerSpeed()
         self.cache = RadixCache(max_tokens=MAX_TOKENS)
+        self.num_answers = self.num_new_tokens = self.num_prompt_tokens = self.num_computed_tokens = 0
+        self.seconds = 0.0
 
     def records(
         self, model: Any, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, dedup: bool
@@ -40,26 +51,17 @@ class PredictedAnswers:
         longest = max(len(prompt.token_ids) for prompt in prompts)
         cache = self.cache if 2 * longest <= MAX_TOKENS else None
         answers = answer_prompts(model, prompts, tokenizer, self.options, dedup, logprobs=True, cache=cache)
-        self.speed.add(answers)
-        pairs = zip(prompts, answers.answers, strict=True)
-        return [{"row": prompt.where, **answer.record()} for prompt, answer in pairs]
-
-
-class AnswerSpeed:
-    """How many answers were generated, and how much of their prompts was shared."""
-
-    def __init__(self) -> None:
-        self.num_answers = self.num_new_tokens = self.num_prompt_tokens = self.num_computed_tokens = 0
-        self.seconds = 0.0
-
-    def add(self, answers: Answers) -> None:
         self.num_answers += len(answers.answers)
         self.num_new_tokens += sum(len(answer.token_ids) for answer in answers.answers)
         self.num_prompt_tokens += answers.num_prompt_tokens
         self.num_computed_tokens += answers.num_computed_tokens
         self.seconds += answers.seconds
+        pairs = zip(prompts, answers.answers, strict=True)
+        return [{"row": prompt.where, **answer.record()} for prompt, answer in pairs]
 
-    def __str__(self) -> str:
+    @property
+    def speed(self) -> str:
+        """How many answers a second, and how much of their prompts was shared."""
         r = self.num_prompt_tokens / self.num_computed_tokens
         answers, tokens = self.num_answers / self.seconds, self.num_new_tokens / self.seconds
         rates = f"{answers:,.1f} answers/s, {tokens:,.0f} new tokens/s, {self.seconds:.0f} s"
@@ -94,3 +96,69 @@ def _scored(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> I
         scores = scorer(model, batch, plain_head)
         if members:
             yield from zip(members, scores, strict=True)
+
+
+class PredictionWriter(L.Callback):
+    """Writes `predictions.jsonl`: one line for each sequence, with its scores or its answer, in the order of the file.
+
+    {"row": "test.jsonl:1", "tokens": [3, 17], "logprobs": [-0.12, -0.03]}
+    {"row": "test.jsonl:1", "answer": "Shelf two.", "num_tokens": 4, "logprob": -0.31, "finish_reason": "stop"}
+
+    The file appears when it is complete and on the disk; nothing is left of one that is not. Then it prints where it
+    is, r, and sequences and tokens per second.
+    """
+
+    def __init__(self, output_dir: Path):
+        self.path = output_dir / "predictions.jsonl"
+        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        self.num_sequences = 0
+        self.speed = Speed()
+
+    def on_predict_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.speed.start()
+        if not ranks().is_first:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.partial.write_text("", encoding="utf-8")
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        if not ranks().is_first:
+            return
+        with self.partial.open("a", encoding="utf-8") as file:
+            file.writelines(f"{_as_json(record)}\n" for record in outputs)
+        self.num_sequences += len(outputs)
+        if isinstance(batch, Step):
+            self.speed.add(batch)
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        if ranks().is_first:
+            self.partial.unlink(missing_ok=True)
+
+    def on_predict_end(self, trainer: L.Trainer, module: Any) -> None:
+        if not ranks().is_first:
+            return
+        with self.partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(self.partial, self.path)
+        sync_folder(self.path.parent)
+        print_line("predictions", f"{self.path} ({self.num_sequences} sequences)")
+        if module.hparams.generate:
+            print_line("r", module.answers.speed)
+        if self.speed.seconds:
+            effective, computed = self.speed.rates
+            per_second = f"{self.num_sequences / self.speed.seconds:,.1f} sequences/s"
+            rates = f"{per_second}, {effective:,.0f} tokens/s effective, {computed:,.0f} computed"
+            print_line("r", f"{self.speed.r:.2f} tokens per computed token; {rates}, {self.speed.seconds:.0f} s")
+
+
+def _as_json(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:
+        name = next(name for name, value in record.items() if NOT_FINITE.search(json.dumps(value)))
+        raise UserError(
+            f"predict: {name} of {record['row']} is not finite, which JSON cannot hold; 16 bits may overflow, so try "
+            f"model.dtype: float32"
+        ) from None

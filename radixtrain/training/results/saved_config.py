@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.errors import UserError, first_line
 from radixtrain.redaction import masked
-from radixtrain.training.results.model_card import SETTINGS
+from radixtrain.training.results.model_folder import SETTINGS
 from radixtrain.training.results.run_progress import SUMMARY
 
 # How rows are read: what evaluates a model that was trained here reads them as the run did.

@@ -17,8 +17,17 @@ from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress_bar import screen_failure
 from radixtrain.training.results.best import Best, Validation, is_validation
 from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
-from radixtrain.training.results.exit_status import ExitStatus, status_of_error, status_of_run
-from radixtrain.training.results.run_progress import SUMMARY, Exported, RunProgress, inside, print_lines, write_json
+from radixtrain.training.results.run_progress import (
+    SUMMARY,
+    ExitStatus,
+    Exported,
+    RunProgress,
+    inside,
+    print_lines,
+    status_of_error,
+    status_of_run,
+    write_json,
+)
 from radixtrain.training.results.saved_config import log_folder
 from radixtrain.training.speed import Speed
 from radixtrain.versions import versions

@@ -1,11 +1,10 @@
-"""Checks before a row is read: the weights, room on the disk, and the metrics that callbacks watch."""
+"""Checks before a row is read: the weights, room on the disk, and that all ranks start alike."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,10 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from radixtrain.checkpoints.folder import existing
-from radixtrain.errors import UserError, bytes_text, did_you_mean, first_line
+from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.redaction import masked
-from radixtrain.training.answers.metrics import OWN_METRICS
 from radixtrain.versions import versions
 
-# What a run logs. A callback of Lightning may watch one of these.
-METRICS = (
-    *("loss", "grad_norm", "learning_rate", "r", "best_r"),
-    *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
-)
-VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # of each file: other weights differ nearly everywhere
@@ -62,43 +54,6 @@ def check_room(output_dir: Path, num_parameters: int | None, settings: Any, copi
             f"save_total_limit, or set trainer.enable_checkpointing: false to keep only the model"
         )
     return needed
-
-
-def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:
-    """UserError if a callback watches a metric that the run does not log.
-
-    of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.
-    """
-    logged = METRICS if of_answers is None else (*METRICS, of_answers)
-    for callback in callbacks:
-        watched = getattr(callback, "monitor", None)
-        if not isinstance(watched, str):
-            continue
-        ours = getattr(callback, "configured_by", "")  # our own callbacks judge validations
-        key = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
-        if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
-            metric = watched.removeprefix("eval_")
-            raise UserError(f"{key}: {watched} is not logged: set evaluate_generation.metric: {metric}")
-        if watched not in logged:
-            possible = [name for name in logged if not ours or name.startswith("eval_")]
-            meant = did_you_mean(watched, possible, f"; a run logs {', '.join(possible)}")
-            raise UserError(f"{key}: no metric {watched!r}{meant}")
-        if ours and not watched.startswith("eval_"):
-            raise UserError(f"{key}: {watched} is not measured by a validation; {VALIDATION_METRICS}")
-        if watched == "eval_loss" and not has_validation:
-            raise UserError(f"{key}: eval_loss needs rows for it: set data.validation_file or data.val_size")
-
-
-def check_judges(callbacks: Iterable[Any], settings: Any) -> None:
-    """UserError if `save_best` or `early_stopping` is set in a run that does not validate or writes no checkpoint.
-
-    settings: those of `trainer`.
-    """
-    for name in (getattr(callback, "configured_by", "") for callback in callbacks):
-        if name and settings.limit_val_batches == 0:
-            raise UserError(f"{name} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
-        if name == "save_best" and settings.enable_checkpointing is False:
-            raise UserError(f"{name} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")
 
 
 def described_start(settings: Any) -> dict[str, str]:

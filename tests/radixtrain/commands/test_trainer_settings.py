@@ -7,16 +7,19 @@ those of the trainer, on the command line.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 from radixtrain.__main__ import main
 from radixtrain.commands import trainer_settings
 from radixtrain.commands.keys import keys_of
+from radixtrain.commands.run_callbacks import check_monitors
 from radixtrain.commands.trainer_settings import check_interval, check_limits, check_seed
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import Ranks
@@ -161,3 +164,23 @@ def test_an_interval_of_time_is_for_one_device(monkeypatch: pytest.MonkeyPatch) 
     check_interval(by_steps, steps_per_epoch=5)
     with pytest.raises(UserError, match=r"trainer\.val_check_interval: a time works on one device only"):
         check_interval(by_time, steps_per_epoch=5)
+
+
+def test_what_is_monitored():
+    callbacks = [EarlyStopping("eval_loss"), ModelCheckpoint(monitor="r"), ModelCheckpoint(), LearningRateMonitor()]
+    check_monitors(callbacks, has_validation=True)
+    of_answers = EarlyStopping("eval_exact_match", mode="max")
+    check_monitors([of_answers], has_validation=True, of_answers="eval_exact_match")
+    for callback, settings, said in (
+        (ModelCheckpoint(monitor="val_loss"), {}, "ModelCheckpoint: monitor: no metric 'val_loss', did you mean eval"),
+        (EarlyStopping("accuracy"), {}, "no metric 'accuracy'; a run logs loss, grad_norm,"),
+        (of_answers, {}, "eval_exact_match is not logged: set evaluate_generation.metric: exact_m"),
+        (EarlyStopping("eval_words"), {"of_answers": "eval_word"}, "no metric 'eval_words', did you mean eval_word?"),
+        (
+            EarlyStopping("eval_loss"),
+            {"has_validation": False},
+            "eval_loss needs rows for it: set data.validation_file",
+        ),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            check_monitors([callback], **{"has_validation": True, **settings})

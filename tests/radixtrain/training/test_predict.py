@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from radixtrain.__main__ import main
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
+from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.module import RadixModule
-from radixtrain.training.results.prediction_file import PredictionWriter
 from radixtrain.verification.oracle import float64_arithmetic
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4

@@ -130,7 +130,7 @@ def test_records_are_those_of_a_single_batch_and_the_shared_beginning_is_compute
     assert [each["row"] for each in found] == [each.where for each in prompts]
     for one, other in zip(found, expected, strict=True):
         assert one == {**other, "logprob": pytest.approx(other["logprob"], rel=1e-11)}
-    assert predicted.speed.num_computed_tokens == whole.speed.num_computed_tokens
+    assert predicted.num_computed_tokens == whole.num_computed_tokens
 
 
 def test_prompts_that_do_not_fit_twice_leave_the_cache_alone(predicted, model, tokenizer, prompts, monkeypatch):

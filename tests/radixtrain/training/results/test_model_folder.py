@@ -1,9 +1,12 @@
-"""The folder that a model is written to: replaced as a whole, and only if that loses nothing else."""
+"""The folder that a model is written to: replaced as a whole, and only if that loses nothing else. And its card."""
 
+import json
 import re
 
 import pytest
 import torch
+import yaml
+from huggingface_hub import ModelCard
 from killed_in_a_fork import kills_at_file_operations
 from safetensors.torch import load_file
 from tiers import FULL
@@ -12,7 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from radixtrain.__main__ import main
 from radixtrain.checkpoints import atomic
 from radixtrain.errors import UserError
-from radixtrain.training.results.model_folder import check_model_folder, save_hf_folder
+from radixtrain.training.results.model_folder import (
+    CARD,
+    MARK,
+    SETTINGS,
+    card_and_settings,
+    check_model_folder,
+    save_hf_folder,
+)
 
 
 @pytest.fixture
@@ -71,3 +81,76 @@ class Silent:
 
     def save_pretrained(self, folder):
         pass
+
+
+CONFIG = {
+    "model": {"model_name_or_path": "Qwen/Qwen3-0.6B", "learning_rate": 1e-5, "use_peft": True, "lora_r": 8},
+    "data": {"train_file": [{"path": "org/chats", "weight": 2}, "my folder/rows.jsonl"], "batch_size": 32},
+}
+
+
+def test_the_front_matter_is_hugging_faces(tmp_path):
+    card = card_and_settings(CONFIG, {"loss": "2.0 -> 1.0"}, {"rows": "3 rows"}, has_chat_template=True)[CARD]
+    data = ModelCard(card).data
+    assert (data.base_model, data.datasets) == ("Qwen/Qwen3-0.6B", ["org/chats"])
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.tags == ["radixtrain", "sft", "lora"]
+    for text in ("| loss | 2.0 -> 1.0 |", "| files | chats, rows.jsonl |", "| lora_r | 8 |", "apply_chat_template"):
+        assert text in card
+
+
+def test_a_folder_of_this_machine_is_not_named():
+    config = {
+        "model": {"model_name_or_path": "/a/secret place/base"},
+        "data": {"train_file": "/a/secret place/x.jsonl"},
+    }
+    card = card_and_settings(config, {}, {}, has_chat_template=False)[CARD]
+    assert "secret place" not in card and ModelCard(card).data.base_model is None
+    assert "# base, fine-tuned on x.jsonl\n" in card and "apply_chat_template" not in card
+
+
+def test_a_readme_of_ones_own_is_never_lost(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / CARD).write_text("my notes")
+    with pytest.raises(UserError, match=r"holds what is no model \(README\.md\)"):
+        check_model_folder(tmp_path)
+    (tmp_path / CARD).write_text(f"---\n---\n{MARK}\n")
+    check_model_folder(tmp_path)
+
+
+@FULL
+def test_fit_and_export_write_it(arguments, shop, tmp_path, monkeypatch, capsys):
+    """Twice into one folder: the first card is recognised. The code of the card runs in the folder."""
+    flags = {"data__validation_file": shop / "validation.jsonl", "trainer__max_epochs": 1}
+    for _ in range(2):
+        assert main(arguments(**flags, overwrite=True)) == 0
+    folder = tmp_path / "out" / "model"
+    system = json.loads((shop / "train.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
+    card = (folder / CARD).read_text()
+    for text in (
+        f'messages = [{{"role": "system", "content": {system!r}}}, ',
+        "# model, fine-tuned on train.jsonl",
+        "| rows | 20 rows",
+        "| loss | ",
+        "| eval_loss | ",
+        "| r | ",
+        "| learning_rate | 0.01 |",
+    ):
+        assert text in card
+    settings = yaml.safe_load((folder / SETTINGS).read_text())
+    assert settings["trainer"]["max_epochs"] == 1 and settings["data"]["batch_size"] == 4
+    assert {"generation_config.json", "chat_template.jinja", "tokenizer.json"} <= {p.name for p in folder.iterdir()}
+    monkeypatch.chdir(folder)
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    exec(code.replace("max_new_tokens=200", "max_new_tokens=2"), {})
+    checkpoint = tmp_path / "out" / "checkpoints" / "last"
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
+    assert "| batch_size | 4 |" in (tmp_path / "exported" / CARD).read_text()
+    assert yaml.safe_load((tmp_path / "exported" / SETTINGS).read_text())["model"]["learning_rate"] == 0.01
+
+
+def test_no_secret_is_in_it():
+    config = {"model": {"model_name_or_path": "org/name"}, "data": {}, "logger": {"api_key": "letmein"}}
+    data = {"rows": "https://me:letmein@example.com/x: 3 rows"}
+    texts = card_and_settings(config, {"loss": "token=letmein"}, data, has_chat_template=False)
+    assert "letmein" not in "".join(texts.values()) and "https://***@example.com/x: 3 rows" in texts[CARD]

@@ -1,19 +1,17 @@
 """What is refused before a row is read."""
 
 import json
-import re
 import shutil
 from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from safetensors.torch import save_file
 
 from radixtrain.errors import UserError
 from radixtrain.training.start import preflight
-from radixtrain.training.start.preflight import check_monitors, check_room, earlier_run, num_stored_parameters
+from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
 
 LENGTH = b"\x02\0\0\0\0\0\0\0"  # of the header
 Usage = namedtuple("Usage", "total used free")
@@ -96,26 +94,6 @@ class TestRoom:
         with pytest.raises(UserError, match=said):
             check_room(tmp_path, 10**8, self.FULL, 2)
         check_room(tmp_path, None, self.FULL, 2)
-
-
-def test_what_is_monitored():
-    callbacks = [EarlyStopping("eval_loss"), ModelCheckpoint(monitor="r"), ModelCheckpoint(), LearningRateMonitor()]
-    check_monitors(callbacks, has_validation=True)
-    of_answers = EarlyStopping("eval_exact_match", mode="max")
-    check_monitors([of_answers], has_validation=True, of_answers="eval_exact_match")
-    for callback, settings, said in (
-        (ModelCheckpoint(monitor="val_loss"), {}, "ModelCheckpoint: monitor: no metric 'val_loss', did you mean eval"),
-        (EarlyStopping("accuracy"), {}, "no metric 'accuracy'; a run logs loss, grad_norm,"),
-        (of_answers, {}, "eval_exact_match is not logged: set evaluate_generation.metric: exact_m"),
-        (EarlyStopping("eval_words"), {"of_answers": "eval_word"}, "no metric 'eval_words', did you mean eval_word?"),
-        (
-            EarlyStopping("eval_loss"),
-            {"has_validation": False},
-            "eval_loss needs rows for it: set data.validation_file",
-        ),
-    ):
-        with pytest.raises(UserError, match=re.escape(said)):
-            check_monitors([callback], **{"has_validation": True, **settings})
 
 
 def test_an_earlier_run_whose_weights_are_not_taken(tmp_path):

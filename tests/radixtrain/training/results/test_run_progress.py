@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.results.best import StopEarly
-from radixtrain.training.results.exit_status import status_of_error, status_of_run
+from radixtrain.training.results.run_progress import status_of_error, status_of_run
 
 
 def run_at(step: int, **changes: Any) -> tuple[Any, Any]:
