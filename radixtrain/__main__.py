@@ -93,11 +93,24 @@ def _answer(arguments: list[str]) -> int:
         return 0
     if arguments[0] not in COMMANDS:
         return _fail(UsageError(_no_command(arguments[0])))
+    if arguments[0] == "run":  # needs nothing but the core, and leaves the rest of the line to the program
+        return _run_program(arguments[1:])
     topic = topic_of(arguments[1:])
     if topic in (None, "all"):
         return _run(arguments if topic is None else [arguments[0], "--help"])
     sys.stdout.write(help_text(arguments[0], topic))
     return 0
+
+
+def _run_program(arguments: list[str]) -> int:
+    from radixtrain.commands.run import run
+
+    try:
+        return run(arguments)
+    except SystemExit as done:  # of argparse: --help, or a line that it has explained
+        return int(done.code or 0)
+    except UserError as error:
+        return _fail(error)
 
 
 def _run(typed: list[str]) -> int:

@@ -66,15 +66,15 @@ def test_wheel_built_through_the_sdist_holds_everything(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    suffixes = (".py", "py.typed", ".html", ".css", ".js")
+    suffixes = (".py", "py.typed", ".html", ".css", ".js", ".pth")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(suffixes)}
     assert shipped == expected_files()
 
 
 def expected_files() -> set[str]:
-    """The package's own files, and those of the linked folders under `radixtrain/`; nothing at the top of the wheel."""
+    """The package's own files, and those of the linked folders under `radixtrain/`, and what Python reads first."""
     own = {path for path in (ROOT / "radixtrain").rglob("*.py") if not set(path.parts[-2:-1]) & set(LINKED)}
     linked = {Path("radixtrain", path.relative_to(ROOT)) for name in LINKED for path in (ROOT / name).rglob("*.py")}
-    page = {f"radixtrain/report/assets/page.{suffix}" for suffix in ("html", "css", "js")}
-    named = {"radixtrain/py.typed", *page}
+    page = {f"radixtrain/report/assets/page.{suffix}" for suffix in ("html", "css")}
+    named = {"radixtrain/py.typed", "radixtrain-run.pth", "radixtrain/plugins/radixtrain-run.pth", *page}
     return {str(path.relative_to(ROOT)) for path in own} | {str(path) for path in linked} | named

@@ -30,6 +30,12 @@ TABLE = (
     Command("inspect", "lightning", "a micro-batch, or one row of a file, as text with its loss marked"),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
     Command("bench", "bench", "time and memory of a step on this machine, with and without deduplication"),
+    Command(
+        "run",
+        "run",
+        "any training program, with its models sharing prefixes",
+        example="run -- trl sft --config sft.yaml",
+    ),
     Command("doctor", "doctor", "can training run here? versions, devices, kernels, caches, and what is missing"),
 )
 COMMANDS = {command.name: command for command in TABLE}

@@ -119,13 +119,23 @@ class BackboneHooks:
             self.sharing.count(backbone, False, ORDINARY)
             return None
         given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
+        if given is not None and self._is_allowed(backbone, self.padded):
+            self.progress.call = given["radix_call"]
+            self.padded.count(self.progress.call)
         self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
-        if given is None:
-            return None
-        check_adapters((self.model, backbone), self.allow_dropout)
-        check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
-        self.progress.call = given["radix_call"]
-        return (), given
+        return None if self.progress.call is None else ((), given)
+
+    def _is_allowed(self, backbone: nn.Module, padded: PaddedSharing) -> bool:
+        """Refuse adapters and dropouts that compute something else on unique tokens; or say so, if these are left."""
+        try:
+            check_adapters((self.model, backbone), self.allow_dropout)
+            check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
+        except UserError as error:
+            if not padded.leaves_refused:
+                raise
+            padded.report.not_shared[str(error)] += 1
+            return False
+        return True
 
     def _check(
         self, backbone: nn.Module, layout: TreeLayout, entries: Mapping[str, Any], given: Mapping[str, Any]

@@ -140,6 +140,16 @@ def sharing_report(model: Any) -> SharingReport:
     return sharing.report
 
 
+def leave_refused_calls(model: nn.Module) -> None:
+    """A call of a model of `share_prefixes` that would be refused, as for a dropout that draws, runs as it is, counted.
+
+    For programs whose author did not ask for sharing.
+    """
+    sharing = _sharing_of(model)
+    assert sharing is not None
+    sharing.leaves_refused = True
+
+
 def _sharing_of(model: nn.Module) -> PaddedSharing | None:
     state: _State | None = getattr(model_inside(model), STATE, None)
     return None if state is None else state.sharing

@@ -46,6 +46,7 @@ class PaddedSharing:
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
     leaks: why they cannot be shared with position_ids either; empty if they can.
+    leaves_refused: a call that is refused, as for a dropout that draws, runs as it is, too.
     """
 
     attention: str
@@ -58,6 +59,7 @@ class PaddedSharing:
     separates: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
+    leaves_refused: bool = False
 
     def call_on_unique_tokens(
         self, model: nn.Module, backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -96,7 +98,6 @@ class PaddedSharing:
         plan = build_prefix_plan(*packed, min_shared_tokens=self.min_shared_tokens)
         if rows.kept.size < self.min_ratio * plan.num_rows:
             return f"less than min_ratio = {self.min_ratio} to save"
-        self._count(rows, plan)
         return self._arguments(decoder, given, rows, plan)
 
     def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
@@ -107,11 +108,13 @@ class PaddedSharing:
             self.leaks = why_padding_leaks(decoder) or ""
         return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
 
-    def _count(self, rows: PaddedRows, plan: PrefixPlan) -> None:
+    def count(self, call: RadixCall) -> None:
+        """A call that runs on unique tokens."""
+        assert call.places is not None
         self.report.num_shared += 1
-        self.report.num_places += rows.kept.size
-        self.report.num_tokens += plan.num_tokens
-        self.report.num_unique_tokens += plan.num_rows
+        self.report.num_places += call.places.rows.size
+        self.report.num_tokens += call.layout.inverse_indices.shape[0]
+        self.report.num_unique_tokens += call.layout.num_rows
 
     def _arguments(self, decoder: Any, given: Mapping[str, Any], rows: PaddedRows, plan: PrefixPlan) -> dict[str, Any]:
         """The call, with the unique tokens in place of the padded ones."""

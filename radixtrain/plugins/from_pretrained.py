@@ -1,0 +1,150 @@
+"""Share the prefixes of every model that this process loads by `from_pretrained`: the inside of `radixtrain run`.
+
+    RADIXTRAIN=1 --radixtrain-run.pth, as Python starts--> watch() --import transformers--> from_pretrained shares
+
+The file `radixtrain-run.pth` lies beside the installed package. Python reads it in every process of the environment,
+and it does nothing unless RADIXTRAIN is set. RADIXTRAIN_OPTIONS holds the options of `share_prefixes` as JSON, and
+
+    only: names of models to share, by class, by the path that `from_pretrained` got, or by the last part of it;
+    reports: a folder where each process leaves what it shared, for `radixtrain run` to add up. Without it, each prints.
+
+A model that cannot be shared runs as if nothing had been installed. Whatever it is, the last lines name the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from radixtrain.errors import UserError
+
+MODULE = "transformers.modeling_utils"
+
+
+@dataclass
+class LoadedModel:
+    """What became of a model: `report` holds the fields of its SharingReport, `reason` why it was not shared at all."""
+
+    name: str
+    reason: str = ""
+    num_processes: int = 1
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, other: LoadedModel) -> None:
+        """The same model in another process."""
+        self.num_processes += other.num_processes
+        for key, value in other.report.items():
+            self.report[key] = (
+                Counter(self.report[key]) + Counter(value) if key == "not_shared" else (self.report[key] + value)
+            )
+
+    def __str__(self) -> str:
+        processes = f" on {self.num_processes} processes" if self.num_processes > 1 else ""
+        return f"radixtrain: {self.name}{processes}: {f'not shared: {self.reason}' if self.reason else self._calls()}"
+
+    def _calls(self) -> str:
+        num_shared, others = self.report["num_shared"], Counter(self.report["not_shared"])
+        num_calls = num_shared + others.total()
+        if not num_calls:
+            return "its forward pass was not called"
+        ratio = self.report["num_tokens"] / max(1, self.report["num_unique_tokens"])
+        shared = (
+            f"r = {ratio:.2f}, {num_shared} of {num_calls} calls shared"
+            if num_shared
+            else (f"none of {num_calls} calls shared")
+        )
+        return "; ".join([shared, *(f"{count} not: {reason}" for reason, count in others.most_common())])
+
+
+def watch() -> None:
+    """Wrap `from_pretrained` as soon as transformers is imported. Imports neither it nor torch."""
+    if MODULE in sys.modules:
+        _wrap_from_pretrained()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module, as the other finders do, and wraps `from_pretrained` once it has run."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                _wrap_from_pretrained()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap_from_pretrained() -> None:
+    transformers: Any = sys.modules[MODULE]
+    options = json.loads(os.environ.get("RADIXTRAIN_OPTIONS", "{}"))
+    only, folder = options.pop("only", None), options.pop("reports", None)
+    loaded: list[tuple[LoadedModel, Any]] = []
+    atexit.register(_report, loaded, folder)
+    original = transformers.PreTrainedModel.from_pretrained.__func__
+    depth = 0  # a model may load its parts by from_pretrained
+
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            result = original(cls, *args, **kwargs)
+        finally:
+            depth -= 1
+        model = result[0] if isinstance(result, tuple) else result  # output_loading_info=True returns a pair
+        path = str(args[0] if args else kwargs.get("pretrained_model_name_or_path") or model.name_or_path)
+        if not depth and (not only or {type(model).__name__, path, Path(path).name} & set(only)):
+            name = f"{type(model).__name__} of {path}"
+            count = sum(entry.name.partition(" (")[0] == name for entry, _ in loaded)
+            loaded.append(_share(model, f"{name} ({count + 1})" if count else name, options))
+        return result
+
+    transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel, Any]:
+    """The model's entry, and its SharingReport; None if it cannot be shared."""
+    from radixtrain.versions import check_versions
+
+    try:
+        check_versions()
+        from radixtrain.hf.prepare import leave_refused_calls, share_prefixes, sharing_report
+
+        leave_refused_calls(share_prefixes(model, **options))
+        return LoadedModel(name), sharing_report(model)
+    except (UserError, TypeError, ImportError) as error:
+        return LoadedModel(name, str(error)), None
+
+
+def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> None:
+    """At the end of the process: leave the entries for `radixtrain run`, or print them."""
+    for model, report in loaded:
+        model.report = vars(report) if report is not None else {}
+    models = [model for model, _ in loaded]
+    if folder is None:
+        sys.stderr.writelines(f"{model}\n" for model in models)
+    elif Path(folder).is_dir():
+        Path(folder, f"{os.getpid()}.json").write_text(json.dumps([vars(model) for model in models]))
+
+
+if os.environ.get("RADIXTRAIN", "0") not in ("", "0"):
+    watch()

@@ -1,0 +1,167 @@
+"""`radixtrain run -- COMMAND`: a program that knows nothing of radixtrain shares, and trains the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiers import FULL, cases
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+
+from radixtrain.__main__ import main
+from radixtrain.commands.run import NOTHING_LOADED
+from radixtrain.plugins.from_pretrained import LoadedModel
+
+PROGRAM = """\
+import os, sys
+import torch
+from transformers import AutoModelForCausalLM
+
+torch.manual_seed(int(os.environ.get("RANK", 0)))
+prompt = torch.randint(1, 60, (1, 40))
+batches = torch.cat([prompt.expand(4, -1), torch.randint(1, 60, (4, 6))], dim=1), torch.randint(1, 60, (4, 46))
+for path in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for ids in (*batches, *batches):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(path, loss.item(), flush=True)
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Qwen3 that can be shared, a Llama with attention dropout that cannot, and the program."""
+    folder = tmp_path_factory.mktemp("run")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    Qwen3ForCausalLM(Qwen3ForCausalLM.config_class(**sizes, **heads)).save_pretrained(folder / "qwen")
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, attention_dropout=0.1)).save_pretrained(folder / "llama")
+    (folder / "train.py").write_text(PROGRAM)
+    return folder
+
+
+def started(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+
+
+def losses(printed: str, path: str) -> torch.Tensor:
+    lines = (line.split() for line in printed.splitlines())
+    return torch.tensor([float(loss) for name, loss in lines if name == path], dtype=torch.float64)
+
+
+RUN = ("-m", "radixtrain", "run")
+
+
+def test_a_program_shares_and_trains_the_same(folder):
+    ordinary = started(folder, "train.py", "qwen", "llama")
+    shared = started(folder, *RUN, "--", sys.executable, "train.py", "qwen", "llama")
+    assert ordinary.returncode == shared.returncode == 7, shared.stderr
+    assert len(losses(ordinary.stdout, "qwen")) == 4
+    torch.testing.assert_close(losses(shared.stdout, "qwen"), losses(ordinary.stdout, "qwen"), rtol=1e-12, atol=0)
+    first, second, third = shared.stderr.splitlines()[-3:]
+    tokens = 2 * 4 * 46 / (2 * (40 + 4 * 6))
+    assert first == (
+        f"radixtrain: Qwen3ForCausalLM of qwen: r = {tokens:.2f}, 2 of 4 calls shared; "
+        "2 not: less than min_ratio = 1.1 to save"
+    )
+    assert second.startswith("radixtrain: LlamaForCausalLM of llama: not shared: ") and "attention_dropout" in second
+    assert third == "radixtrain: Qwen3ForCausalLM of qwen (2): its forward pass was not called"
+    assert "radixtrain" not in ordinary.stderr
+
+
+def test_one_model_by_the_environment_with_options(folder):
+    """Without the launcher each process prints what it shared."""
+    options = {"only": ["qwen"], "min_ratio": 100}
+    done = started(folder, "train.py", "qwen", "llama", RADIXTRAIN="1", RADIXTRAIN_OPTIONS=json.dumps(options))
+    assert done.returncode == 7
+    lines = [line for line in done.stderr.splitlines() if line.startswith("radixtrain")]
+    assert lines == [
+        "radixtrain: Qwen3ForCausalLM of qwen: none of 4 calls shared; 4 not: less than min_ratio = 100 to save",
+        "radixtrain: Qwen3ForCausalLM of qwen (2): its forward pass was not called",
+    ]
+
+
+@FULL
+def test_two_ranks_are_one_line(folder):
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py", "qwen")
+    done = started(folder, *RUN, "--min-ratio", "1.5", "--", sys.executable, *torchrun)
+    assert "radixtrain: Qwen3ForCausalLM of qwen on 2 processes: r = 2.88, 4 of 8 calls shared" in done.stderr
+
+
+LORA = """\
+import sys, torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+model = get_peft_model(AutoModelForCausalLM.from_pretrained("qwen"), adapter)
+ids = torch.ones(4, 20, dtype=torch.long)
+model.train()(input_ids=ids, labels=ids).loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    cases(
+        [((), "none of 1 calls shared; 1 not: dropout p=0.1"), (("--allow-dropout", "lora_dropout"), "1 of 1 calls")],
+        [((), "none of 1 calls shared; 1 not: dropout p=0.1")],
+    ),
+)
+def test_a_call_that_would_be_refused_runs_as_it_is(folder, options, line):
+    """The adapter comes after `from_pretrained`, and its author did not ask for sharing."""
+    (folder / "lora.py").write_text(LORA)
+    done = started(folder, *RUN, *options, "--", sys.executable, "lora.py")
+    assert done.returncode == 0, done.stderr
+    assert line in done.stderr.splitlines()[-1]
+
+
+def test_a_command_that_loads_no_model(capfd):
+    assert main(["run", "--", sys.executable, "-c", "print('ordinary')"]) == 0
+    printed = capfd.readouterr()
+    assert printed.out == "ordinary\n" and printed.err == f"{NOTHING_LOADED}\n"
+
+
+def test_mistakes_are_one_line(capsys):
+    assert main(["run", "--", "no-such-program", "--x"]) == 2
+    assert capsys.readouterr().err == (
+        "error: radixtrain run: no command 'no-such-program'; after -- stands what you would type without it\n"
+    )
+    assert main(["run", "--min-ratio", "high", "--", "true"]) == 2
+    assert "argument --min-ratio: invalid float value: 'high'" in capsys.readouterr().err
+    assert main(["run"]) == 2
+    assert "the following arguments are required: COMMAND" in capsys.readouterr().err
+
+
+def test_a_signal_reaches_the_command(tmp_path):
+    program = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(9)); print('up', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, *RUN, "--", sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 9
+    process.stdout.close()
+
+
+def test_the_same_model_of_two_processes_adds_up():
+    report = {"num_shared": 2, "num_tokens": 90, "num_unique_tokens": 30, "not_shared": {"a cache": 1}}
+    model = LoadedModel("Llama of x", report=report)
+    model.add(LoadedModel("Llama of x", report={**report, "not_shared": {"a cache": 2, "a hole": 4}}))
+    assert str(model) == (
+        "radixtrain: Llama of x on 2 processes: r = 3.00, 4 of 11 calls shared; 4 not: a hole; 3 not: a cache"
+    )
