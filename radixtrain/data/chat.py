@@ -85,7 +85,7 @@ class ChatEncoder:
 
     def encode_all(
         self,
-        rows: Iterable[Row | UnreadRow | DataError],
+        rows: Iterable[Row | UnreadRow],
         on_error: Callable[[DataError], None] | None = None,
         report: EncodeReport | None = None,
     ) -> list[list[Sample]]:
@@ -108,7 +108,7 @@ class ChatEncoder:
 
     def _encode_block(
         self,
-        rows: list[Row | UnreadRow | DataError],
+        rows: list[Row | UnreadRow],
         on_error: Callable[[DataError], None] | None,
         report: EncodeReport,
     ) -> Iterator[list[Sample]]:
@@ -126,9 +126,7 @@ class ChatEncoder:
                 on_error(error)
             yield samples
 
-    def drafts(
-        self, row: Row | UnreadRow | DataError, report: EncodeReport | None = None
-    ) -> list[Draft | Sample | DataError]:
+    def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | Sample | DataError]:
         """What becomes of a row, before tokenisation: its drafts, its samples if it has tokens, or what is wrong.
 
         report: counts the columns that nothing reads, and system turns that are not `system_prompt`.
@@ -143,13 +141,13 @@ class ChatEncoder:
             report.num_own_system += any(self._has_own_system(each) for each in standard)
         return items
 
-    def chats(self, row: Row | UnreadRow | DataError) -> list[Conversation]:
+    def chats(self, row: Row | UnreadRow) -> list[Conversation]:
         """The chats of a row that has messages, and no prompt of its own. Raises DataError if it cannot be used."""
         chats = [each for each in self._standard(row) if "messages" in each.fields]
         return [self.conversation(each.fields["messages"], each.fields, each.where) for each in chats]
 
-    def _standard(self, row: Row | UnreadRow | DataError) -> list[Row]:
-        return [self._begun(standard_row(plain, self.answered)) for plain in plain_rows(_read(row))]
+    def _standard(self, row: Row | UnreadRow) -> list[Row]:
+        return [self._begun(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
 
     def _begun(self, row: Row) -> Row:
         """The row, after the system prompt if it has no system turn."""
@@ -296,13 +294,6 @@ class ChatEncoder:
     @cached_property
     def tokenize(self) -> DraftTokenizer:
         return DraftTokenizer(self.tokenizer)
-
-
-def _read(row: Row | UnreadRow | DataError) -> Row:
-    outcome = row.read() if isinstance(row, UnreadRow) else row
-    if isinstance(outcome, DataError):
-        raise outcome
-    return outcome
 
 
 def _resolve(item: Draft | Sample | DataError, tokenized: Iterator[Sample]) -> Sample:

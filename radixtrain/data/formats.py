@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-from radixtrain.data.files.rows import Row, UnreadRow, row_of
-from radixtrain.data.files.sources import Found, Source, as_sources, found_in
+from radixtrain.data.files.rows import Row, UnreadRow
+from radixtrain.data.files.sources import Source, as_sources, found_in
 from radixtrain.errors import DataError, UserError
 
 
@@ -25,47 +24,34 @@ def read_rows(
     twice, is not UTF-8, holds half of a surrogate pair, or has another number of fields than the header of its table.
     If a `.json` document stops being JSON it raises DataError even with `on_error`, since no row can follow.
     """
-    return _deliver(open_rows(path), on_error)
+    return _read(open_rows(path), on_error)
 
 
-def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[Row | UnreadRow | DataError]:
-    """As `read_rows`, but lines of JSON are not parsed yet, and a bad row is an item and not raised.
+def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[UnreadRow]:
+    """As `read_rows`, but lines of JSON are not parsed yet, and a bad row raises when it is read.
 
-    So that other processes can parse: an `UnreadRow` is pickled, and its `read()` gives the row or the error.
+    So that other processes can parse: an `UnreadRow` is pickled, and its `read()` gives the row or raises DataError.
     """
     [opened] = as_sources(source)
     return _rows(opened, found_in(opened))
 
 
-def _rows(source: Source, found: Iterable[Found]) -> Iterator[Row | UnreadRow | DataError]:
+def _rows(source: Source, found: Iterable[UnreadRow]) -> Iterator[UnreadRow]:
     is_empty = True
-    for item in found:
+    for row in found:
         is_empty = False
-        if isinstance(item, DataError):
-            yield item
-        elif isinstance(item, UnreadRow):
-            yield item if source.columns is None else item._replace(columns=source.columns)
-        else:
-            yield _mapped(*item, source)
+        yield row._replace(columns=source.columns)
     if is_empty:
         raise UserError(f"no rows in {source.path}; expected at least one")
 
 
-def _mapped(fields: dict[str, Any], where: str, source: Source) -> Row | DataError:
-    try:
-        return row_of(fields, where, source.columns)
-    except DataError as error:
-        return error
-
-
-def _deliver(
-    items: Iterable[Row | UnreadRow | DataError], on_error: Callable[[DataError], None] | None
-) -> Iterator[Row]:
-    for item in items:
-        row = item.read() if isinstance(item, UnreadRow) else item
-        if isinstance(row, Row):
-            yield row
-        elif on_error is None:
-            raise row
+def _read(rows: Iterable[UnreadRow], on_error: Callable[[DataError], None] | None) -> Iterator[Row]:
+    for unread in rows:
+        try:
+            row = unread.read()
+        except DataError as error:
+            if on_error is None:
+                raise
+            on_error(error)
         else:
-            on_error(row)
+            yield row

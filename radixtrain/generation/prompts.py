@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from radixtrain.data.rendering.conversation import Conversation, check_encodable
+from radixtrain.data.files.rows import check_encodable
+from radixtrain.data.rendering.conversation import Conversation
 from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
 from radixtrain.data.rows.messages import check_messages
 from radixtrain.data.tokens.pretokenize import PieceTokenizer

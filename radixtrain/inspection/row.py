@@ -44,9 +44,10 @@ def row_stages(data: SFTData, row: int | str, full: bool = False) -> Iterator[Re
     """
     found = find_row(data, row)
     yield _title(f"{found.where}: row {found.number:,} of data.{found.split}_file")
-    content = found.content.read() if isinstance(found.content, UnreadRow) else found.content
-    if isinstance(content, DataError):
-        yield from _unread(found, content, full)
+    try:
+        content = found.content.read()
+    except DataError as error:
+        yield from _unread(found, error, full)
         return
     yield _fields(content, full)
     encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.hparams.predict_unlabelled))
@@ -70,8 +71,8 @@ def row_stages(data: SFTData, row: int | str, full: bool = False) -> Iterator[Re
 
 
 def _unread(found: FoundRow, error: DataError, full: bool) -> Iterator[RenderableType]:
-    if isinstance(found.content, UnreadRow):
-        line = found.content.line.decode("utf-8", "backslashreplace")
+    if isinstance(found.content.content, bytes):
+        line = found.content.content.decode("utf-8", "backslashreplace")
         yield _indented(_shortened(line, full))
     yield _refused(error)
 
@@ -207,7 +208,7 @@ class FoundRow(NamedTuple):
     split: str
     number: int
     source: Source
-    content: Row | UnreadRow | DataError
+    content: UnreadRow
 
     @property
     def where(self) -> str:
@@ -242,7 +243,7 @@ def _find_named(data: SFTData, row: str) -> FoundRow:
     raise UserError(f"row: no row {row!r} in the files of the configuration; expected a number or file:line")
 
 
-def _rows_of(data: SFTData, split: str) -> Iterator[tuple[Source, Row | UnreadRow | DataError]]:
+def _rows_of(data: SFTData, split: str) -> Iterator[tuple[Source, UnreadRow]]:
     files = data.hparams[f"{split}_file"]
     for source in as_sources(files, data.hparams.columns) if files else ():
         yield from ((source, row) for row in open_rows(source))

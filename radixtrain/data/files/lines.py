@@ -13,7 +13,6 @@ from typing import Any
 from radixtrain.data.files.rows import UnreadRow
 from radixtrain.errors import DataError, UserError, first_line
 
-Fields = dict[str, str]
 UNCLOSED = "look for a quote that is not closed, or raise max_row_bytes of this source in data.train_file"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK = 1 << 20
@@ -42,21 +41,12 @@ def read_jsonl(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Unread
             yield UnreadRow(line, f"{path}:{number}")
 
 
-def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[Fields, str] | DataError]:
-    """Comma-separated values; the first line names the columns. A quoted field may hold line breaks.
+def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES, delimiter: str = ",") -> Iterator[UnreadRow]:
+    """Separated values; the first line names the columns. A quoted field may hold line breaks.
 
-    A row is named by the line that it begins at. A row with another number of fields than the header is a DataError.
+    A row is named by the line that it begins at. A row with another number of fields than the header is bad.
     Raises DataError if the header names a column twice.
     """
-    return _read_table(path, ",", max_row_bytes)
-
-
-def read_tsv(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[Fields, str] | DataError]:
-    """As `read_csv`, with tabs between the fields."""
-    return _read_table(path, "\t", max_row_bytes)
-
-
-def _read_table(path: str, delimiter: str, max_row_bytes: int) -> Iterator[tuple[Fields, str] | DataError]:
     csv.field_size_limit(max_row_bytes)  # of this process; its default refuses a text of more than 131,072 characters
     # A byte that is not UTF-8 becomes half of a surrogate pair, and its row is named: the rows after it can be read.
     found = enumerate(_lines(path, max_row_bytes))
@@ -72,14 +62,14 @@ def _read_table(path: str, delimiter: str, max_row_bytes: int) -> Iterator[tuple
         except csv.Error as error:
             if header is None:
                 raise DataError(where, f"cannot be read as a table: {error}") from None
-            yield DataError(where, f"cannot be read as a table: {error}; {UNCLOSED}")
+            yield UnreadRow(DataError(where, f"cannot be read as a table: {error}; {UNCLOSED}"), where)
             continue
         if not any(values) and len(values) < 2:
             continue
         if header is None:
             header = _header(values, where)
         else:
-            yield _fields(header, values, where)
+            yield UnreadRow(_fields(header, values, where), where)
 
 
 def _header(values: list[str], where: str) -> list[str]:
@@ -90,7 +80,7 @@ def _header(values: list[str], where: str) -> list[str]:
     return names
 
 
-def _fields(header: list[str], values: list[str], where: str) -> tuple[Fields, str] | DataError:
+def _fields(header: list[str], values: list[str], where: str) -> dict[str, Any] | DataError:
     if len(values) != len(header):
         expected = f"expected {len(header)} fields ({', '.join(header)}), found {len(values)}"
         return DataError(where, f"{expected}; put a field that holds a separator or a line break between quotes")
@@ -98,7 +88,7 @@ def _fields(header: list[str], values: list[str], where: str) -> tuple[Fields, s
         _check_utf8(values, where)
     except DataError as error:
         return error
-    return dict(zip(header, values, strict=True)), where
+    return dict(zip(header, values, strict=True))
 
 
 def _check_utf8(values: list[str], where: str) -> None:

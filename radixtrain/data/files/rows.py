@@ -23,31 +23,31 @@ class Row(NamedTuple):
     where: str
     unused: tuple[str, ...] = ()
 
+    def read(self) -> Row:
+        """Itself, as an `UnreadRow` gives it."""
+        return self
+
 
 class UnreadRow(NamedTuple):
-    """A line of JSON that is not parsed yet, so that another process can do it.
+    """A row as a file holds it. A line of JSON is not parsed yet, so that another process can do it.
 
-    line: its bytes. where: `train.jsonl:17`. columns: of the source, see `map_columns`.
+    content: the JSON; or the columns; or what is wrong with the row.
+    where: as in `Row`. columns: of the source, see `map_columns`.
     """
 
-    line: bytes
+    content: bytes | dict[str, Any] | DataError
     where: str
     columns: Mapping[str, str | None] | None = None
 
-    def read(self) -> Row | DataError:
-        """The row, or what is wrong with it."""
-        try:
-            return row_of(read_fields(self.line, self.where), self.where, self.columns)
-        except DataError as error:
-            return error
-
-
-def row_of(fields: dict[str, Any], where: str, columns: Mapping[str, str | None] | None) -> Row:
-    """The row, its columns renamed by the mapping. Raises DataError if it lacks a mapped one."""
-    if columns is None:
-        return Row(fields, where)
-    mapped, unused = map_columns(fields, columns, where)
-    return Row(mapped, where, unused)
+    def read(self) -> Row:
+        """The row, its columns renamed by the mapping. Raises DataError if it is bad, or lacks a mapped column."""
+        if isinstance(self.content, DataError):
+            raise self.content
+        fields = read_fields(self.content, self.where) if isinstance(self.content, bytes) else self.content
+        if self.columns is None:
+            return Row(fields, self.where)
+        mapped, unused = map_columns(fields, self.columns, self.where)
+        return Row(mapped, self.where, unused)
 
 
 def read_fields(line: bytes, where: str) -> dict[str, Any]:
@@ -55,9 +55,6 @@ def read_fields(line: bytes, where: str) -> dict[str, Any]:
     try:
         text = line.decode("utf-8")
         fields = parse(text)
-    except UnicodeDecodeError as error:
-        position = f"byte 0x{line[error.start]:02x} at offset {error.start}"
-        raise DataError(where, f"not valid UTF-8: {position}; save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise DataError(where, explain(error)) from None
     if not isinstance(fields, dict):
@@ -75,9 +72,12 @@ def parse(text: str) -> Any:
 
 
 def explain(error: ValueError | RecursionError) -> str:
-    """What is wrong with a JSON text, in a line."""
+    """What is wrong with a JSON text or its bytes, in a line."""
     if isinstance(error, RecursionError):
         return TOO_DEEP
+    if isinstance(error, UnicodeDecodeError):
+        position = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        return f"not valid UTF-8: {position}; save the file as UTF-8"
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     position = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
@@ -92,13 +92,18 @@ def check_text(text: str, value: Any, where: str) -> None:
     if "\\ud" not in text and "\\uD" not in text:
         return
     try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = ord(error.object[error.start])
-        reason = f"text holds \\u{half:04x}, half of a surrogate pair; write both halves or \\ufffd"
-        raise DataError(where, reason) from None
+        check_encodable(json.dumps(value, ensure_ascii=False), where)
     except RecursionError:
         raise DataError(where, TOO_DEEP) from None
+
+
+def check_encodable(text: str, where: str) -> None:
+    """Raises DataError if a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        reason = f"text holds \\u{ord(text[error.start]):04x}, half of a surrogate pair"
+        raise DataError(where, f"{reason}; write both halves or \\ufffd") from None
 
 
 def kind_of(value: Any) -> str:

@@ -8,14 +8,15 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from radixtrain.data.files.document import read_json
-from radixtrain.data.files.lines import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_jsonl, read_tsv
+from radixtrain.data.files.lines import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_jsonl
 from radixtrain.data.files.rows import UnreadRow, check_columns
 from radixtrain.data.files.tables import hub_dataset, read_arrow, read_dataset, read_parquet, saved_dataset
-from radixtrain.errors import DataError, UserError, did_you_mean
+from radixtrain.errors import UserError, did_you_mean
 from radixtrain.redaction import masked
 
 KEY = "data.train_file"
@@ -86,7 +87,7 @@ def files_of(source: Source) -> list[str]:
     return sorted(file["filename"] for file in hub_dataset(source.path, source.subset, source.split).cache_files)
 
 
-def found_in(source: Source) -> Iterable[Found]:
+def found_in(source: Source) -> Iterable[UnreadRow]:
     """What the files of a source hold, one after the other. Raises UserError at the call if there is no such source."""
     path = _place(source)
     if is_saved(path):
@@ -176,14 +177,12 @@ def _known(files: list[str], source: Source) -> list[str]:
     return files
 
 
-Found = tuple[dict[str, Any], str] | UnreadRow | DataError  # fields and where; or a line to parse; or what is wrong
-
-READERS: dict[str, Callable[[str, int], Iterable[Found]]] = {  # of a path and the longest row, in bytes
+READERS: dict[str, Callable[[str, int], Iterable[UnreadRow]]] = {  # of a path and the longest row, in bytes
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
-    ".tsv": read_tsv,
+    ".tsv": partial(read_csv, delimiter="\t"),
     ".parquet": lambda path, _: read_parquet(path),
     ".arrow": lambda path, _: read_arrow(path),
 }

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from radixtrain.data.files.lines import COMPRESSIONS, open_bytes, unpacked
+from radixtrain.data.files.rows import UnreadRow
 from radixtrain.errors import UserError, first_line
 
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
@@ -16,17 +17,17 @@ BUFFER = 1 << 20  # bytes of a column; without it a file of one row group is rea
 Fields = dict[str, Any]
 
 
-def read_parquet(path: str) -> Iterator[tuple[Fields, str]]:
+def read_parquet(path: str) -> Iterator[UnreadRow]:
     """The rows of a parquet file. Columns of images, audio and video are neither decoded nor read."""
     return _number(path, _reading(path, "parquet", _parquet_batches(path)))
 
 
-def read_arrow(path: str) -> Iterator[tuple[Fields, str]]:
+def read_arrow(path: str) -> Iterator[UnreadRow]:
     """The rows of an Arrow file, of the kind for streams or for files. Media columns as in `read_parquet`."""
     return _number(path, _reading(path, "Arrow", _arrow_batches(path)))
 
 
-def read_dataset(name: str, dataset: Any) -> Iterator[tuple[Fields, str]]:
+def read_dataset(name: str, dataset: Any) -> Iterator[UnreadRow]:
     """The rows of a `datasets.Dataset`. Media columns as in `read_parquet`.
 
     name: what the rows are named after, for errors: `name:row 17`.
@@ -64,9 +65,9 @@ def _dataset_batches(dataset: Any) -> Iterator[list[Fields]]:
         yield decoder.rows(table)
 
 
-def _number(name: str, batches: Iterator[list[Fields]]) -> Iterator[tuple[Fields, str]]:
+def _number(name: str, batches: Iterator[list[Fields]]) -> Iterator[UnreadRow]:
     rows = (fields for batch in batches for fields in batch)
-    return ((fields, f"{name}:row {number}") for number, fields in enumerate(rows, start=1))
+    return (UnreadRow(fields, f"{name}:row {number}") for number, fields in enumerate(rows, start=1))
 
 
 def _reading(name: str, kind: str, batches: Iterator[list[Fields]]) -> Iterator[list[Fields]]:

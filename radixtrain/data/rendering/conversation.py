@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from radixtrain.data.files.rows import check_encodable
 from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -140,15 +141,6 @@ def _reserved_names() -> set[str]:
     from transformers import PreTrainedTokenizerBase
 
     return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
-
-
-def check_encodable(text: str, where: str) -> None:
-    """Raises DataError if a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        reason = f"text holds \\u{ord(text[error.start]):04x}, half of a surrogate pair"
-        raise DataError(where, f"{reason}; write both halves or \\ufffd") from None
 
 
 def text_of(fields: dict[str, Any], name: str, where: str) -> str:

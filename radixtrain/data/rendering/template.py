@@ -76,7 +76,7 @@ def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
-def rewrites_history(encoder: Any, row: Row | UnreadRow | DataError) -> bool:
+def rewrites_history(encoder: Any, row: Row | UnreadRow) -> bool:
     """Whether a chat of this row, up to one of the assistant's turns, is not how the whole chat begins.
 
     encoder: a `ChatEncoder`.
@@ -91,7 +91,7 @@ def rewrites_history(encoder: Any, row: Row | UnreadRow | DataError) -> bool:
         return False
 
 
-def warn_of_rewritten_history(encoder: Any, rows: Iterable[Row | UnreadRow | DataError]) -> None:
+def warn_of_rewritten_history(encoder: Any, rows: Iterable[Row | UnreadRow]) -> None:
     """One line in the log if whole chats are trained and the template rewrites the history of one of these rows."""
     trains_whole_chats = encoder.assistant_only_loss and not encoder.split_turns
     if trains_whole_chats and any(rewrites_history(encoder, row) for row in rows):

@@ -25,7 +25,7 @@ BLOCKS_AHEAD = 3  # for each process: what waits in memory
 LARGE = 8 << 20  # bytes of a file from which on starting processes pays
 MAX_PROCESSES = 16
 
-AnyRow = Row | UnreadRow | DataError
+AnyRow = Row | UnreadRow
 
 
 class Block(NamedTuple):
@@ -80,7 +80,7 @@ def _blocks(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
     num_bytes = 0
     for row in rows:
         block.append(row)
-        num_bytes += len(row.line) if isinstance(row, UnreadRow) else 0
+        num_bytes += len(row.content) if isinstance(row, UnreadRow) and isinstance(row.content, bytes) else 0
         if len(block) == ROWS_PER_BLOCK or num_bytes >= BYTES_PER_BLOCK:
             yield block
             block, num_bytes = [], 0

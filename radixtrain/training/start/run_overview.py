@@ -14,7 +14,7 @@ from rich.text import Text
 
 from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources
-from radixtrain.data.formats import UnreadRow, open_rows
+from radixtrain.data.formats import open_rows
 from radixtrain.data.grouping import (
     Arrangement,
     conversation_groups,
@@ -232,8 +232,7 @@ def _chats(source: Any) -> Iterator[list[dict[str, Any]] | None]:
     """The messages of each row, None if it is no chat, and no messages if it cannot be read."""
     for first in open_rows(source):
         try:
-            row = first.read() if isinstance(first, UnreadRow) else first
-            fields = [] if isinstance(row, DataError) else [standard_row(plain).fields for plain in plain_rows(row)]
+            fields = [standard_row(plain).fields for plain in plain_rows(first.read())]
         except DataError:
             fields = []
         found = [each.get("messages") or each.get("prompt") for each in fields]

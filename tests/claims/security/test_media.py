@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from tiers import cases
 
-from radixtrain.data.files.sources import Source, found_in
+from radixtrain.data.formats import read_rows
 from radixtrain.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")
@@ -96,8 +96,8 @@ def test_nothing_is_fetched_and_nothing_opened(kind: str, watch: Watch, tmp_path
     for place in PLACES:
         for path in (watch.address, watch.file):
             for source in written(tmp_path, kind, place, path):
-                [(fields, where)] = list(found_in(Source(str(source))))
-                assert fields["text"] == "a" and where.endswith(":row 1"), place
+                [row] = read_rows(source)
+                assert row.fields["text"] == "a" and row.where.endswith(":row 1"), place
             assert not watch.found, place
 
 

@@ -13,7 +13,7 @@ from tiers import cases
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint as read_folder
 from radixtrain.checkpoints.folder import write_checkpoint
-from radixtrain.data.files.sources import Source, found_in
+from radixtrain.data.formats import read_rows
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_state import read_checkpoint
@@ -105,8 +105,7 @@ def test_data(tmp_path: Path, mark: Path) -> None:
     for kind in KINDS:
         path = saved(tmp_path / f"a.{kind}", mark)
         with pytest.raises(UserError):
-            for found in found_in(Source(str(path))):
-                raise found if isinstance(found, UserError) else UserError(str(found))
+            list(read_rows(path))
         assert not mark.exists(), kind
 
 
@@ -117,7 +116,7 @@ def test_a_saved_data_set(tmp_path: Path, mark: Path) -> None:
         datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(folder)
         saved(folder / name, mark)
         with pytest.raises(UserError):
-            list(found_in(Source(str(folder))))
+            list(read_rows(folder))
         assert not mark.exists(), name
 
 

@@ -80,9 +80,9 @@ FILES: list[tuple[str, bytes, list[str] | str]] = [
     ("a.json", b'[{"text": "a", "text": "b"}, {"text": "b"}]', ["@:row 1: key 'text' occurs more than once", "learns b"]),
     ("a.json", b'[{"text": NaN}, {"text": "b"}]', ["@:row 1: not valid JSON: NaN is not a JSON number", "learns b"]),
     ("a.json", b'[{"text": "a"}\n{"text": "b"}]', "@: not valid JSON: Expecting ',' delimiter at line 2, column 1"),
-    ("a.json", b'[{"text": "a"}', "@: not valid JSON: Expecting ',' delimiter at line 1, column 15"),
+    ("a.json", b'[{"text": "a"}', "@: not valid JSON: Expecting ',' delimiter at column 15"),
     ("a.json", b'[{"text": "a"},]', "@: not valid JSON: "),
-    ("a.json", b'[{"text": "a"}] {}', "@: not valid JSON: Extra data at line 1, column 17"),
+    ("a.json", b'[{"text": "a"}] {}', "@: not valid JSON: Extra data at column 17"),
     ("a.json", b'[{"text": "\xff"}]', "@: not valid UTF-8: byte 0xff at offset 11"),
     ("a.json", b"[" * 100_000, "@: not valid JSON: nested too deeply"),
     ("a.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "@: expected one array of rows, found 'train', 'test'"),
@@ -230,7 +230,8 @@ def test_lines_are_parsed_by_whoever_reads_them(tmp_path: Path) -> None:
     assert first == UnreadRow(b'{"q": "x"}', f"{path}:1", {"user": "q"})
     first, second = pickle.loads(pickle.dumps([first, second]))
     assert first.read() == Row({"user": "x"}, f"{path}:1")
-    assert str(second.read()).startswith(f"{path}:3: not valid JSON")
+    with pytest.raises(DataError, match=f"^{path}:3: not valid JSON"):
+        second.read()
 
 
 def test_a_mapping_is_applied_to_every_kind_of_file(tmp_path: Path) -> None:
@@ -238,9 +239,10 @@ def test_a_mapping_is_applied_to_every_kind_of_file(tmp_path: Path) -> None:
     lines.write_bytes(b'{"q": "x", "id": 1, "tools": []}\n{"id": 2}')
     table.write_bytes(b"q,id\nx,1\n")
     tokens.write_bytes(b'{"tokens": [1, 2], "labels": [-100, 2], "id": 7}')
-    first, second = (item.read() for item in open_rows(Source(str(lines), columns={"user": "q", "system": "s"})))
-    assert first == Row({"user": "x", "tools": []}, f"{lines}:1", ("id",))
-    assert second.reason == "columns: user: the row has no column 'q'; it has id"
-    assert list(open_rows(Source(str(table), columns={"id": None}))) == [Row({"q": "x"}, f"{table}:2", ("id",))]
+    first, second = open_rows(Source(str(lines), columns={"user": "q", "system": "s"}))
+    assert first.read() == Row({"user": "x", "tools": []}, f"{lines}:1", ("id",))
+    with pytest.raises(DataError, match=":2: columns: user: the row has no column 'q'; it has id"):
+        second.read()
+    assert list(read_rows(Source(str(table), columns={"id": None}))) == [Row({"q": "x"}, f"{table}:2", ("id",))]
     [row] = read_rows(Source(str(tokens), columns={"input_ids": "tokens"}))
     assert row == Row({"input_ids": [1, 2], "labels": [-100, 2]}, f"{tokens}:1", ("id",)), "and what comes with tokens"

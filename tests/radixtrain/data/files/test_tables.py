@@ -18,7 +18,7 @@ ROWS = [{"text": f"é{n}", "n": n, "turns": [{"role": "user", "x": None}]} for n
 
 
 def fields(found: Any) -> list[dict[str, Any]]:
-    return [fields for fields, _ in found]
+    return [row.content for row in found]
 
 
 def test_every_kind_gives_the_same_rows(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_every_kind_gives_the_same_rows(tmp_path: Path) -> None:
         assert fields(read_arrow(str(tmp_path / path))) == ROWS
     found = list(read_dataset("chats", datasets.Dataset.from_list(ROWS).with_format("numpy")))
     assert fields(found) == ROWS
-    assert [where for _, where in found[:2]] == ["chats:row 1", "chats:row 2"]
+    assert [row.where for row in found[:2]] == ["chats:row 1", "chats:row 2"]
 
 
 def test_a_data_set_that_was_filtered(tmp_path: Path) -> None:
