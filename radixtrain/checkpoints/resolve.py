@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,11 +111,11 @@ def _age(path: Path) -> tuple[float, float, str]:
 OURS = re.compile(r"step=\d+")  # what a run names its checkpoints; one of another name is the user's
 
 
-def prune(folder: Path, limit: int, keep: Collection[Path] = ()) -> None:
-    """Delete the oldest checkpoints `step=N` until `limit` are left. Those of `keep` stay, and do not count."""
+def prune(folder: Path, limit: int, keep: Path | None = None) -> None:
+    """Delete the oldest checkpoints `step=N` until `limit` are left. `keep` stays, and does not count."""
     assert limit >= 1, limit
-    kept = {Path(path).resolve() for path in keep}
-    ours = [path for _, path in committed(Path(folder)) if OURS.fullmatch(path.name) and path.resolve() not in kept]
+    kept = keep and keep.resolve()
+    ours = [path for _, path in committed(Path(folder)) if OURS.fullmatch(path.name) and path.resolve() != kept]
     for path in reversed(ours[limit:]):
         remove(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.redaction import masked
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
-from radixtrain.training.devices.gradient_sync import backward, warm_up_buckets
+from radixtrain.training.devices.gradient_sync import backward, rebuild_ddp, warm_up_buckets
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
 from radixtrain.training.fault_tolerance.position import (
     Position,
@@ -43,11 +44,12 @@ from radixtrain.training.fault_tolerance.run_state import (
 from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
-from radixtrain.training.start.verify_first_batch import verify_first_batch
 from radixtrain.tree.cost_model import FIXED_RATES, StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
+
+logger = logging.getLogger(__name__)
 
 
 class RadixModule(L.LightningModule):
@@ -269,7 +271,7 @@ class RadixModule(L.LightningModule):
     def on_train_start(self) -> None:
         check_weights_finite(self, "fit cannot start")
         if self.hparams.verify_first_batch:
-            verify_first_batch(self)
+            self._verify_first_batch()
         seed_per_rank()
         warm_up_buckets(self)
         if self.resumed:
@@ -323,6 +325,21 @@ class RadixModule(L.LightningModule):
             kernel=self.hparams.kernel,
             precision=str(self.trainer.precision),
         )
+
+    def _verify_first_batch(self) -> None:
+        """UserError if the first step, of all ranks, is not that of ordinary Hugging Face. The first one compares."""
+        trainer: Any = self.trainer
+        data = trainer.datamodule
+        if not isinstance(data, SFTData):
+            raise UserError("model.verify_first_batch needs SFTData: it compares with sequences that are not collated")
+        collator = data.step_collator()  # of the whole step
+        report = ranks().broadcast_from_rank0(
+            lambda: self.verify(data.features_of_step(0), collator), long_timeout=True
+        )
+        if not report.passed:
+            raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
+        logger.info("first batch verified:\n%s", report)
+        rebuild_ddp(trainer.strategy)
 
     def _log_step(self, step: Step, metrics: dict[str, Any]) -> None:
         """Log the metrics with how much the step shared and how fast it was, of all ranks."""

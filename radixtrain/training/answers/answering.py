@@ -107,11 +107,6 @@ class Answer(NamedTuple):
     logprob: float
     finish_reason: str
 
-    def record(self) -> dict[str, Any]:
-        """What `predict` writes."""
-        counts = {"num_tokens": len(self.token_ids), "logprob": self.logprob}
-        return {"answer": self.text, **counts, "finish_reason": self.finish_reason}
-
 
 @dataclass(frozen=True)
 class Answers:

@@ -56,8 +56,10 @@ class PredictedAnswers:
         self.num_prompt_tokens += answers.num_prompt_tokens
         self.num_computed_tokens += answers.num_computed_tokens
         self.seconds += answers.seconds
-        pairs = zip(prompts, answers.answers, strict=True)
-        return [{"row": prompt.where, **answer.record()} for prompt, answer in pairs]
+        return [
+            {"row": prompt.where, "answer": text, "num_tokens": len(ids), "logprob": logprob, "finish_reason": reason}
+            for prompt, (text, ids, logprob, reason) in zip(prompts, answers.answers, strict=True)
+        ]
 
     @property
     def speed(self) -> str:

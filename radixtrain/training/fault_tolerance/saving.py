@@ -38,7 +38,7 @@ class SaveCheckpoints(L.Callback):
     requests: what signals and files ask for.
     every_steps: optimizer steps between two checkpoints; None for no such schedule.
     every_minutes: minutes between two checkpoints, the same.
-    total_limit: checkpoints that are kept; those in `keep` do not count.
+    total_limit: checkpoints that are kept; the one in `keep` does not count.
     is_scheduled: False where the user's own callback writes the checkpoints: then only a request to save or to stop,
         and an error, write one.
     is_enabled: False writes none at all.
@@ -60,7 +60,7 @@ class SaveCheckpoints(L.Callback):
         self.is_scheduled, self.is_enabled = is_scheduled, is_enabled
         self.last: Path | None = None
         """The newest one that this run has written, or from which it went on if that is in the same folder."""
-        self.keep: set[Path] = set()
+        self.keep: Path | None = None
         """Never removed."""
         self.on_saved: list[Callable[[Path], None]] = []
         """Called on every rank, with the path of a checkpoint that is whole."""
@@ -76,7 +76,7 @@ class SaveCheckpoints(L.Callback):
 
     @property
     def most_at_once(self) -> int:
-        """Checkpoints that are there while one is written, without those in `keep`."""
+        """Checkpoints that are there while one is written, without the one in `keep`."""
         return self.total_limit + 1 if self.writes else 0
 
     def ask(self) -> None:
@@ -200,17 +200,12 @@ def _write(trainer: Any, path: Path) -> None:
         if not ranks().is_first:
             raise  # the others notice: it is rank 0 that writes
         if ranks().size > 1:
-            _meet(trainer, error)
+            try:
+                trainer.strategy.barrier()  # where the others wait after they have saved
+            except Exception:  # they wait elsewhere, and do not come
+                raise error from None
     if ranks().any(failed is not None):
         raise failed or EndedElsewhere
-
-
-def _meet(trainer: Any, error: Exception) -> None:
-    """Wait where the others wait after they have saved. Raises the error if they wait elsewhere, and do not come."""
-    try:
-        trainer.strategy.barrier()
-    except Exception:
-        raise error from None
 
 
 class FolderCheckpointIO(CheckpointIO):

@@ -55,7 +55,6 @@ class Best(L.Callback):
         self.monitor, self.saver = metric, saver
         self.validation: Validation | None = None
         self.path: Path | None = None
-        self._kept: set[Path] = set()  # until the next best one is written
         self._loaded: dict[str, Any] = {}
         saver.on_saved.append(self._on_saved)
 
@@ -131,10 +130,7 @@ class Best(L.Callback):
 
     def _keep(self, path: Path) -> None:
         """This checkpoint in the place of the previous best one."""
-        self.saver.keep -= self._kept
-        self._kept = {path}
-        self.saver.keep |= self._kept
-        self.path = path
+        self.saver.keep = self.path = path  # until the next best one is written
         if ranks().is_first:
             self.saver.folder.mkdir(parents=True, exist_ok=True)
             point(self.saver.folder, "best", path)

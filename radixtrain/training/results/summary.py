@@ -43,13 +43,13 @@ CUT_COST = 0.2  # share of computed tokens that a cut may add before the last li
 class RunSummary(L.Callback):
     """Collects what a run reaches, over all processes that take part in it.
 
-    output_dir: of the run. saver, best: of the run; None if it has none.
+    output_dir, saver: of the run. best: of the run; None if it has none.
 
     `summary.json` and `loss.png` are written when a checkpoint is, and when the run ends, whatever ends it. The metrics
     of the CSV logger are on the disk before a checkpoint is, and the last step is among them.
     """
 
-    def __init__(self, output_dir: Path, saver: SaveCheckpoints | None = None, best: Best | None = None):
+    def __init__(self, output_dir: Path, saver: SaveCheckpoints, best: Best | None):
         self.output_dir, self.saver, self.best = output_dir, saver, best
         self.progress, self.speed = RunProgress(), Speed()
         self.exported: Exported | None = None
@@ -59,8 +59,7 @@ class RunSummary(L.Callback):
         self._module: Any = None
         self._earlier_seconds = 0.0
         self._drawn_at, self._drawing_seconds = math.inf, FIRST_DRAWING
-        if saver is not None:
-            saver.on_saved.append(self._on_saved)
+        saver.on_saved.append(self._on_saved)
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """After a checkpoint was read, whether or not anything is left to train."""
@@ -129,7 +128,7 @@ class RunSummary(L.Callback):
     def close(self, trainer: Any, module: Any, model_folder: Path) -> None:
         """Once the model is exported: `summary.json`, `loss.png`, and the last lines on the screen."""
         assert self.exported is not None, "choose_weights comes first"
-        last = self.saver.last if self.saver else None
+        last = self.saver.last
         first_step = trainer.global_step if self.first_step is None else self.first_step
         self.status = status_of_run(trainer, module, first_step, has_checkpoint=last is not None)
         self._write()
@@ -195,7 +194,7 @@ class RunSummary(L.Callback):
         if self.best and self.best.validation and self.best.path:
             place = {"step": self.best.validation.step, "path": inside(self.best.path, self.output_dir)}
             best = {"metric": self.best.monitor, "value": self.best.value, **place}
-        last = self.saver.last if self.saver else None
+        last = self.saver.last
         if exported:
             weights = {"path": "model", "weights": exported.kind, "step": exported.step}
         return {

@@ -60,8 +60,6 @@ def with_adapters(model: nn.Module, settings: Any) -> Any:
         from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
     except ImportError:
         raise UserError("model.use_peft needs the package peft: pip install 'radixtrain[peft]'") from None
-    if settings.lora_r < 1:
-        raise UserError(f"model.lora_r must be at least 1, got {settings.lora_r}")
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.lora_r,

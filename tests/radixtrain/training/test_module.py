@@ -240,7 +240,7 @@ class TestUnderTheTrainerOfAUser:
         self, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """And not that of another module that the trainer fits later."""
-        monkeypatch.setattr(logging.getLogger("radixtrain.training.start.verify_first_batch"), "level", logging.INFO)
+        monkeypatch.setattr(logging.getLogger("radixtrain.training.module"), "level", logging.INFO)
         trainer, module, data = self.parts(shop, tmp_path, verify_first_batch=True)
         _, other, _ = self.parts(shop, tmp_path)
         for num_epochs, each in enumerate((module, other), 1):

@@ -38,7 +38,7 @@ class Saver:
         self.folder = folder
         self.last: Path | None = None
         self.on_saved: list[Callable[[Path], None]] = []
-        self.keep: set[Path] = set()
+        self.keep: Path | None = None
         self.num_asked = 0
 
     def ask(self) -> None:
@@ -87,7 +87,7 @@ def test_it_asks_for_the_best_so_far(tmp_path: Path, metric: str, values: list[f
     assert validated(best, saver, tmp_path, values, metric) == asked
     assert best.validation is not None and best.validation.step == asked[-1]
     assert best.path == tmp_path / f"step={asked[-1]}" == (tmp_path / "best").resolve()
-    assert saver.keep == {best.path}
+    assert saver.keep == best.path
 
 
 def test_the_previous_best_is_kept_until_the_new_one_is_written(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_previous_best_is_kept_until_the_new_one_is_written(tmp_path: Path) 
     best = Best("eval_loss", saver)
     validated(best, saver, tmp_path, [3.0])
     best.on_validation_end(trainer_at(2, eval_loss=1.0), torch.nn.Module())
-    assert saver.keep == {tmp_path / "step=1"}
+    assert saver.keep == tmp_path / "step=1"
     assert best.state_dict()["path"] is None  # it is the checkpoint that this state is written into
 
 
