@@ -15,7 +15,7 @@ from radixtrain.checkpoints.resolve import newest_valid
 
 __all__ = [
     *("EXACT", "assert_equal", "assert_nothing_left", "assert_same_run", "assert_same_state", "conclusions"),
-    *("num_batches", "steps_saved", "values"),
+    *("logged", "num_batches", "steps_saved", "summary", "values"),
 ]
 
 # Else a run that is killed before its first checkpoint measures again what is fastest, and may choose another order of
@@ -23,6 +23,16 @@ __all__ = [
 EXACT = {"trainer__deterministic": "true"}
 TIMED = ("tokens_per_second", "computed_tokens_per_second")
 COMPARED = ("global_step", "state_dict", "optimizer_states", "lr_schedulers")
+
+
+def logged(folder: Path, column: str = "loss", version: int = 0) -> dict[int, float]:
+    """A column of the CSV logger by step, of one part of a run."""
+    with (folder / "logs" / f"version_{version}" / "metrics.csv").open() as file:
+        return {int(row["step"]): float(row[column]) for row in csv.DictReader(file) if row[column]}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
 def values(folder: Path) -> dict[tuple[str, int], str]:
@@ -103,7 +113,7 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 
 def conclusions(folder: Path) -> dict[str, Any]:
     """Of the weights in `model/`, of the best ones, why the run ended, and the steps that were left out."""
-    found = json.loads((folder / "summary.json").read_text())
+    found = summary(folder)
     best = {key: value for key, value in (found["best"] or {}).items() if key != "path"}
     skipped = state_of(folder / "checkpoints" / "last")["skipped"]
     return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], **skipped}

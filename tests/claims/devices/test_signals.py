@@ -70,17 +70,3 @@ def check(launched: Launched, codes: list[int], number: int, folder: Path) -> No
     (line,) = launched.errors()
     found = re.search(rf"stopped by {signal.Signals(number).name} after step (\d+), which is saved", line)
     assert found and newest_valid(folder / "checkpoints").path == folder / "checkpoints" / f"step={found[1]}", line
-
-
-def test_the_file_stop(launch, tmp_path):
-    """`touch stop` stops every rank, after the same step."""
-    folder = tmp_path / "run"
-    pauses = {"before": [pause], "environment": {"PAUSE": "step 2"}}
-    launched = launch(folder, ranks=2, strategy="ddp", trainer__max_steps=100_000, **pauses)
-    wait_until_paused(folder, launched, 2)
-    (folder / "stop").touch()
-    go_on_after_pause(folder)
-    assert launched.wait() == [130, 130], launched.said()
-    (line,) = launched.errors()
-    assert "stopped by the file stop after step" in line and not (folder / "stop").exists()
-    assert_nothing_left(folder, tmp_path / "temporary")

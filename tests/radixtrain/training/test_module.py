@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from outcomes import logged
 from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch.utils.data import DataLoader
@@ -205,11 +205,6 @@ class TestUnderTheTrainerOfAUser:
         data = SFTData(str(shop / "train.jsonl"), model_name_or_path=model, **sizes)
         return trainer, RadixModule(model, learning_rate=1e-2, **settings), data
 
-    @staticmethod
-    def losses(folder: Path) -> dict[str, str]:
-        with (folder / "logs" / "version_0" / "metrics.csv").open() as file:
-            return {row["step"]: row["loss"] for row in csv.DictReader(file) if row["loss"]}
-
     def test_it_is_the_run_of_the_command_line(self, shop: Path, tmp_path: Path, arguments: Any) -> None:
         """In every digit: the schedule knows the steps of an epoch, and the data know what sharing costs."""
         trainer, module, data = self.parts(shop, tmp_path / "script")
@@ -217,15 +212,15 @@ class TestUnderTheTrainerOfAUser:
         assert module.steps_per_epoch == data.steps_per_epoch == 5
         assert data.step_cost == module.step_cost
         assert main(arguments()) == 0
-        assert self.losses(tmp_path / "script") == self.losses(tmp_path / "out")
+        assert logged(tmp_path / "script") == logged(tmp_path / "out")
 
     def test_it_resumes_inside_an_epoch(self, shop: Path, tmp_path: Path) -> None:
         trainer, module, data = self.parts(shop, tmp_path / "whole")
         trainer.fit(module, datamodule=data)
         trainer, module, data = self.parts(shop, tmp_path / "resumed")
         trainer.fit(module, datamodule=data, ckpt_path=tmp_path / "whole" / "step=7.ckpt")
-        whole, resumed = self.losses(tmp_path / "whole"), self.losses(tmp_path / "resumed")
-        assert resumed == {step: whole[step] for step in ("7", "8", "9")}
+        whole, resumed = logged(tmp_path / "whole"), logged(tmp_path / "resumed")
+        assert resumed == {step: whole[step] for step in (7, 8, 9)}
 
     @FULL
     def test_loaders_without_a_data_module(self, shop: Path, tmp_path: Path) -> None:
@@ -233,7 +228,7 @@ class TestUnderTheTrainerOfAUser:
         data.setup("fit")
         trainer.fit(module, data.train_dataloader())
         assert module.steps_per_epoch is None and data.step_cost is None
-        assert len(self.losses(tmp_path / "script")) == 10
+        assert len(logged(tmp_path / "script")) == 10
 
     @FULL
     def test_the_first_batch_is_verified(

@@ -1,7 +1,6 @@
 """A bar on a terminal, lines elsewhere, and notices that do not glue onto a bar."""
 
 import io
-import json
 import logging
 import re
 import sys
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from changed_runs import lose_screen
+from outcomes import summary
 from tiers import FULL
 from tqdm import tqdm
 
@@ -135,5 +135,5 @@ def test_a_run_goes_on_without_its_screen(start, arguments, tmp_path):
     """As a reader of the pipe ends, or the disk of the log is full. The summary says so."""
     run = start(arguments(), before=lose_screen)
     assert run.wait() == 0
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["screen"] == "stdout: Broken pipe"
+    assert summary(tmp_path / "out")["screen"] == "stdout: Broken pipe"
     assert (tmp_path / "out" / "model" / "config.json").is_file() and len(list(tmp_path.glob("out/logs/*"))) == 1

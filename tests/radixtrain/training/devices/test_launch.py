@@ -1,6 +1,5 @@
 """`fit --trainer.devices 2` starts its other process, and leaves none, however the run ends."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from datetime import timedelta
 import lightning as L
 import pytest
 from forked_children import fork_children, rank_1_finds_an_error
+from outcomes import summary
 from tiers import FULL
 
 from radixtrain.errors import UserError
@@ -48,7 +48,7 @@ def test_a_run_ends_with_everything_written_once(fit, tmp_path):
     assert not errors(run)
     assert (tmp_path / "out" / "model" / "config.json").is_file()
     assert len(list((tmp_path / "out" / "logs").iterdir())) == 1
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["ranks"] == 2
+    assert summary(tmp_path / "out")["ranks"] == 2
     assert run.printed().count("tokens/s") == 1
     assert "on 2 ranks" in run.printed()
     assert run.said().count("parameters") == 1

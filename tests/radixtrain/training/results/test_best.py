@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import summary
 from safetensors.torch import load_file
 from tiers import FULL
 
@@ -131,10 +132,6 @@ class TestStopEarly:
         stop = StopEarly("eval_loss", 2)
         assert [self.seen(stop, value) for value in (1, 2, 3)][-1] == "eval_loss did not improve in 2 validations"
         assert self.seen(StopEarly("eval_loss", 2), NAN) == "eval_loss was not finite"
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
 def shown_loss(printed: str) -> float:

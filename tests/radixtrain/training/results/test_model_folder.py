@@ -7,13 +7,10 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from killed_in_a_fork import kills_at_file_operations
-from safetensors.torch import load_file
 from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints import atomic
 from radixtrain.errors import UserError
 from radixtrain.training.results.model_folder import (
     CARD,
@@ -54,33 +51,22 @@ def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, c
     assert "is read from there; choose another" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_exchanged", [pytest.param(True, marks=FULL), False])
-def test_a_kill_while_it_is_replaced_leaves_a_whole_model(parts, tmp_path, monkeypatch, is_exchanged):
-    """At each rename and at each file that is deleted afterwards."""
-    if not is_exchanged:
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+def test_a_failure_while_it_is_written_leaves_the_old_model(parts, tmp_path):
+    """So does a kill: see the tests of `writing`."""
+
+    class Broken:
+        def save_pretrained(self, folder):
+            assert (folder / "model.safetensors").exists()
+            raise OSError("no space left")
+
     model, tokenizer = parts
-
-    def replace():
-        torch.nn.init.zeros_(model.model.norm.weight)
-        save_hf_folder(model, Silent(), tmp_path / "model")
-
     save_hf_folder(model, tokenizer, tmp_path / "model")
-    changes = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "ctypes.dlopen")
-    for _ in kills_at_file_operations(replace, changes):
-        check_model_folder(tmp_path / "model")
-        norm = load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"]
-        assert norm.eq(0).all() or norm.ne(0).all()
-        assert (tmp_path / "model" / "tokenizer.json").exists() == bool(norm.ne(0).all())
-        save_hf_folder(model, tokenizer, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    torch.nn.init.zeros_(model.model.norm.weight)
+    with pytest.raises(OSError, match="no space left"):
+        save_hf_folder(model, Broken(), tmp_path / "model")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-class Silent:
-    """A tokenizer that writes nothing, which tells the new folder from the old one."""
-
-    def save_pretrained(self, folder):
-        pass
 
 
 CONFIG = {

@@ -1,7 +1,5 @@
 """What a run leaves and says when it ends, however it ends: its last lines, `summary.json`, metrics, `loss.png`."""
 
-import csv
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from outcomes import logged, summary
 from tiers import FULL
 
 from radixtrain.__main__ import main
@@ -22,14 +21,9 @@ from radixtrain.training.results.summary import RunSummary
 Arguments = Callable[..., list[str]]
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-
-
-def logged_steps(folder: Path, version: int = 0) -> list[int]:
+def logged_steps(folder: Path) -> list[int]:
     """The steps whose loss is in the metrics, from 1 on."""
-    with (folder / "logs" / f"version_{version}" / "metrics.csv").open() as file:
-        return [int(row["step"]) + 1 for row in csv.DictReader(file) if row["loss"]]
+    return [step + 1 for step in logged(folder)]
 
 
 def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
