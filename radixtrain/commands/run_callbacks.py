@@ -69,8 +69,9 @@ class RunCallbacks:
 
     @property
     def most_checkpoints(self) -> int:
-        """That are on the disk at once."""
-        return self.saver.most_at_once + (self.best is not None)
+        """That are on the disk at once: those that are kept, and the one that is being written."""
+        saver = self.saver
+        return (saver.total_limit + 1) * (saver.is_scheduled and saver.is_enabled) + (self.best is not None)
 
 
 def _saver(settings: Any, output_dir: Path, requests: Requests, is_scheduled: bool) -> SaveCheckpoints:

@@ -69,16 +69,6 @@ class SaveCheckpoints(L.Callback):
         self._saved_when = time.monotonic()
         self._asked = self._is_writing = self._has_started = False
 
-    @property
-    def writes(self) -> bool:
-        """Whether checkpoints are written on a schedule."""
-        return self.is_scheduled and self.is_enabled
-
-    @property
-    def most_at_once(self) -> int:
-        """Checkpoints that are there while one is written, without the one in `keep`."""
-        return self.total_limit + 1 if self.writes else 0
-
     def ask(self) -> None:
         """Have a checkpoint written before the next step, or at the end of the run."""
         self._asked = True
