@@ -46,8 +46,8 @@ class ChatEncoder:
     - `prompt` and `completion`, both text or both messages;
     - `text`, loss on every token.
 
-    A run of an agent, as verifiers, prime-rl and ART save it, is several of them: see `plain_rows`. Plain text gets the
-    tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
+    A run of an agent, as verifiers, SkyRL-capture, miles, rLLM and ART save it, is several of them: see `plain_rows`.
+    Plain text gets the tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
     `input_ids [5, 6, 7, 8]` and `labels [-100, -100, 7, 8]`.
 
     vocab_size: rows of the model's embedding, more than any token id. Default: the tokenizer's length.

@@ -12,7 +12,10 @@ from radixtrain.data.files.rows import UnreadRow, explain, kind_of, parse
 from radixtrain.errors import DataError, UserError
 
 BLANKS = re.compile(r"[ \t\n\r]*")
-OF_ONE_ROW = {"messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"}
+OF_ONE_ROW = {
+    *("messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"),
+    *("nodes", "branches", "steps", "deltas", "records"),  # of an agent's run, see rows/trajectories.py
+}
 DECODER = json.JSONDecoder()
 HINT = "; a file of one object per line is named .jsonl"
 

@@ -5,56 +5,107 @@
 | verifiers, prime-rl | `token_ids`, `mask`, `logprobs` of one branch | itself |
 | | `branches`, a list of those | each branch |
 | | `nodes`, a trace: messages with their `parent` and the tokens they add | each path from a root to a leaf |
-| | `traces`, an episode | each of those, of each trace that is `trainable` |
+| | `traces`, an episode | each of those, of each trace that is trainable |
+| SkyRL-capture | `nodes`, a graph of messages with `tokens` | each path from a root to a leaf |
+| | `path_id`, `input_ids`, `loss_mask`: a token sample | itself |
+| miles | `records`, a session: calls of the model | each path of calls that continue each other |
+| | `samples`, a rollout: `tokens`, `response_length`, `loss_mask` | each sample, or itself |
+| rLLM | `steps`, a trajectory: calls of the model | each path of calls that continue each other |
+| | `deltas`, a trace graph of the gateway | each path from a root to a leaf |
+| | `prompt_token_ids`, `completion_token_ids`: a call | itself |
 | ART | `messages_and_choices`, `tools`, `additional_histories`: a trajectory | each history |
-| | `trajectories`, a group | each of those |
+| rLLM, ART | `trajectories`, an episode or a group | each of those |
 
-The branches of one run share most of their tokens, so they belong in one optimizer step. They come from one row.
+The sequences of one run share most of their tokens, so they belong in one optimizer step. They come from one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from radixtrain.data.formats import Row
-from radixtrain.data.sample import check_unweighted
+from radixtrain.data.rows.token_trees import Fields, Store, check_text, list_at, row_of, rows_of_tree
+from radixtrain.data.sample import WEIGHT_NAMES, check_unweighted
 from radixtrain.errors import DataError
 
-Fields = dict[str, Any]
-RIDERS = ("loss_weights", "weights", "advantages")  # of a branch, as the collators read them
+Reader = Callable[[Fields, str], Iterator[Fields]]
+
+NODE = Store("token_ids", "mask", advantages="advantages", parent="parent")
+CAPTURED = Store("tokens.ids", "tokens.sampled_mask", logprobs="tokens.logprobs", parent="parent", id="node_id")
+BRANCH = Store("token_ids", "mask", advantages="advantages")
+STEP = Store("prompt_ids", completion="response_ids", advantages="advantage")
+STEP_DELTA = STEP._replace(tokens="prompt_ids_suffix", parent="parent_step_id", id="id")
+CALL = Store("prompt_token_ids", completion="completion_token_ids")
+CALL_DELTA = CALL._replace(tokens="prompt_ids_suffix", parent="parent_trace_id", id="trace_id")
+SAMPLED = "response.choices.0.meta_info.output_token_logprobs.*"  # SGLang's: log-probability, token, text
+RECORD = Store("request.input_ids", completion=f"{SAMPLED}.1", logprobs=f"{SAMPLED}.0")
+SAMPLE = Store("tokens", "loss_mask", logprobs="rollout_log_probs", tail="response_length")
+SEQUENCES = {
+    ("path_id", "trainable_count"): Store("input_ids", "loss_mask", logprobs="rollout_logprobs"),
+    ("tokens", "response_length"): SAMPLE,
+    ("prompt_ids", "response_ids"): STEP,
+    ("prompt_token_ids", "completion_token_ids"): CALL,
+    ("request", "response", "status_code"): RECORD,
+}
+"""The columns that tell that a row is one sequence of a store."""
+PLAIN = frozenset({"input_ids", "messages", "prompt", "conversations", "text"})
+"""Another row with one of these is no run."""
 
 
 def plain_rows(row: Row) -> list[Row]:
     """The sequences of an agent's run, as rows that any reader of `input_ids` or `messages` takes; or the row itself.
 
-    A branch becomes `input_ids`, `mask` (1 for a token that the model sampled) and, if it has them, `old_logprobs`, as
-    a collator takes them. A branch without a sampled token is left out if others have some. A history of ART becomes
-    `messages`; or `prompt` and `completion`, from its first choice on, because only choices were sampled.
+    Tokens become `input_ids`, `mask` (1 for a token that the model sampled) and, if the store has them, `old_logprobs`
+    and `advantages`, one for each token, as a collator takes them. A sequence without a sampled token is left out if
+    others have some, or if its store says that it trains nothing. A history of ART becomes `messages`; or `prompt` and
+    `completion`, from its first choice on, because only choices were sampled.
 
-    Raises DataError that names what cannot be read: lists of different lengths, a parent that is not an earlier node,
-    images, a trace without tokens or one that stopped with an error, an assistant message after the first choice that
-    is not a choice, exchanges.
+    Raises DataError that names what cannot be read: lists of different lengths, a parent that is not an earlier item,
+    images, a run without tokens or one that stopped with an error, an assistant message after the first choice that is
+    not a choice, exchanges.
     """
-    fields = {key: value for key, value in row.fields.items() if value is not None}
-    reader = next((READERS[key] for key in READERS if key in fields), None)
-    if reader is None or fields.keys() & PLAIN:
-        return [row]
-    return [Row(plain, row.where) for plain in reader(fields, row.where)]
+    fields = _present(row.fields)
+    reader = _reader_of(fields)
+    return [row] if reader is None else [Row(plain, row.where) for plain in reader(fields, row.where)]
+
+
+def _present(fields: Fields) -> Fields:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _reader_of(fields: Fields) -> Reader | None:
+    for columns, store in SEQUENCES.items():
+        if all(name in fields for name in columns) and ("input_ids" not in fields or store.tokens == "input_ids"):
+            return partial(_sequence, store)
+    if fields.keys() & PLAIN:
+        return None
+    return next(
+        (reader for key, (hints, reader) in READERS.items() if key in fields and _has(fields[key], hints)), None
+    )
+
+
+def _has(items: Any, hints: tuple[str, ...]) -> bool:
+    """Whether the first item has one of the columns: other data have lists of these names too."""
+    first = items[0] if isinstance(items, list) and items else None
+    return not hints or (isinstance(first, dict) and any(name in first for name in hints))
+
+
+def _sequence(store: Store, fields: Fields, where: str) -> Iterator[Fields]:
+    plain = row_of(fields, store, where)
+    if any(plain["mask"]):
+        yield plain
 
 
 def _branch(fields: Fields, where: str) -> Iterator[Fields]:
-    """A flat branch. Its log-probabilities are those of all tokens, or of the sampled ones only."""
-    ids = _list(fields, "token_ids", where)
-    name = "sampled_mask" if "mask" not in fields and "sampled_mask" in fields else "mask"
-    mask = _list(fields, name, where, len(ids))
-    for place, value in enumerate(mask):
-        if value not in (0, 1):
-            raise DataError(where, f"{name}: expected true or false, found {value!r} at position {place}")
-    plain: Fields = {"input_ids": ids, "mask": [int(value) for value in mask]}
-    if fields.get("logprobs"):
-        plain["old_logprobs"] = _spread(_list(fields, "logprobs", where), plain["mask"], where)
-    yield plain | {name: fields[name] for name in RIDERS if fields.get(name) is not None}
+    """A flat branch, with the weights of its tokens."""
+    if fields.get("parent") is not None:
+        raise DataError(where, "parent: this is a node of a trace; the row has to be the whole trace")
+    tokens = {name: value for name, value in fields.items() if name not in WEIGHT_NAMES}
+    weights = {name: fields[name] for name in WEIGHT_NAMES if fields.get(name) is not None}
+    mask = "sampled_mask" if "mask" not in fields and "sampled_mask" in fields else "mask"
+    yield row_of(tokens, BRANCH._replace(mask=mask), where) | weights
 
 
 def _branches(fields: Fields, where: str) -> Iterator[Fields]:
@@ -64,33 +115,67 @@ def _branches(fields: Fields, where: str) -> Iterator[Fields]:
     yield from sampled or found
 
 
-def _trace(fields: Fields, where: str) -> Iterator[Fields]:
-    """A graph of messages, each with the tokens that it adds to the sequence."""
-    nodes = _objects(fields, "nodes", where)
-    for part in (fields, *nodes):
-        check_unweighted(part, where)
-    if fields.get("stop_condition") == "error":
-        raise DataError(where, "nodes: this run stopped with an error; leave it out, or set on_bad_row: skip")
-    for number, node in enumerate(nodes):
-        _check_node(node, number, where)
-    if not any(node.get("token_ids") for node in nodes):
-        raise DataError(where, "nodes: none has token_ids: the run was not recorded for training; use its messages")
-    inner = {node.get("parent") for node in nodes}
-    paths = [_path(nodes, leaf) for leaf in range(len(nodes)) if leaf not in inner]
-    yield from _branches({"branches": [_joined(path) for path in paths]}, where)
+def _nodes(fields: Fields, where: str) -> Iterator[Fields]:
+    """A graph of messages."""
+    _check_succeeded(fields, "nodes", where)
+    if not _is_trainable(fields):
+        raise DataError(where, "nodes: this trace is not trainable; leave it out")
+    is_captured = any("node_id" in node for node in _objects(fields, "nodes", where))
+    yield from _tree("nodes", CAPTURED if is_captured else NODE, fields, where)
+
+
+def _steps(fields: Fields, where: str) -> Iterator[Fields]:
+    is_delta = any(STEP_DELTA.tokens in step for step in _objects(fields, "steps", where))
+    check_text(fields.get("message_nodes") or {}, where, "message_nodes: ")  # of a compact episode
+    yield from _tree("steps", STEP_DELTA if is_delta else STEP, fields, where)
+
+
+def _tree(name: str, store: Store, fields: Fields, where: str) -> Iterator[Fields]:
+    check_unweighted(fields, where)
+    yield from rows_of_tree(_objects(fields, name, where), store, name, where)
 
 
 def _episode(fields: Fields, where: str) -> Iterator[Fields]:
     check_unweighted(fields, where)
-    traces = [trace for trace in _objects(fields, "traces", where) if trace.get("trainable", True)]
+    _check_succeeded(fields, "traces", where)
+    traces = [trace for trace in _objects(fields, "traces", where) if _is_trainable(trace)]
     if not traces:
         raise DataError(where, "traces: none of them is trainable")
     for trace in traces:
-        yield from _trace(trace, where)
+        yield from _nodes(trace, where)
+
+
+def _check_succeeded(fields: Fields, name: str, where: str) -> None:
+    if fields.get("stop_condition") == "error" or fields.get("ok") is False:
+        raise DataError(where, f"{name}: this run stopped with an error; leave it out, or set on_bad_row: skip")
+
+
+def _is_trainable(trace: Fields) -> bool:
+    agent = trace.get("agent")
+    return trace.get("trainable", True) and not (isinstance(agent, dict) and agent.get("trainable") is False)
+
+
+def _samples(fields: Fields, where: str) -> Iterator[Fields]:
+    for number, sample in enumerate(_objects(fields, "samples", where)):
+        plain = row_of(sample, SAMPLE, where, f"samples: sample {number}: ")
+        if any(plain["mask"]):
+            yield plain
+
+
+def _trajectories(fields: Fields, where: str) -> Iterator[Fields]:
+    check_unweighted(fields, where)
+    for number, trajectory in enumerate(map(_present, _objects(fields, "trajectories", where))):
+        reader = _reader_of(trajectory)
+        if reader is None:
+            found = ", ".join(trajectory)
+            raise DataError(where, f"trajectories: trajectory {number}: no store has the columns {found}")
+        yield from reader(trajectory, where)
 
 
 def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
     """ART's: the main history, and those of sub-agents or from before a compaction."""
+    if fields.get("exchanges"):
+        _exchanges(fields, where)
     for history in (fields, *_objects({"additional_histories": [], **fields}, "additional_histories", where)):
         check_unweighted(history, where)
         items = _objects(history, "messages_and_choices", where)
@@ -101,13 +186,6 @@ def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
             _check_sampled(messages, is_choice, first, where)
         split = {"prompt": messages[:first], "completion": messages[first:]} if first else {"messages": messages}
         yield {**split, **({"tools": history["tools"]} if history.get("tools") else {})}
-
-
-def _group(fields: Fields, where: str) -> Iterator[Fields]:
-    check_unweighted(fields, where)
-    for trajectory in _objects(fields, "trajectories", where):
-        reader = _exchanges if trajectory.get("exchanges") else _trajectory
-        yield from reader({key: value for key, value in trajectory.items() if value is not None}, where)
 
 
 def _exchanges(fields: Fields, where: str) -> Iterator[Fields]:
@@ -125,69 +203,24 @@ def _check_sampled(messages: list[Fields], is_choice: list[bool], first: int, wh
             )
 
 
-def _check_node(node: Fields, number: int, where: str) -> None:
-    parent = node.get("parent")
-    if parent is not None and (type(parent) is not int or not 0 <= parent < number):
-        raise DataError(where, f"nodes: node {number}: parent: expected an earlier node or null, found {parent!r}")
-    num_tokens, num_masked = (len(node.get(name) or ()) for name in ("token_ids", "mask"))
-    if num_tokens != num_masked:
-        raise DataError(where, f"nodes: node {number}: has {num_tokens} token_ids and {num_masked} values of mask")
-    message = node.get("message")
-    content = message.get("content") if isinstance(message, dict) else None
-    parts = content if isinstance(content, list) else []
-    kinds = [part.get("type", "text") for part in parts if isinstance(part, dict)]
-    if any(kind != "text" for kind in kinds) or node.get("multi_modal_data"):
-        raise DataError(where, f"nodes: node {number}: only text is read, found {', '.join(map(str, kinds))}")
-
-
-def _path(nodes: list[Fields], leaf: int) -> list[Fields]:
-    """From the root to a leaf."""
-    path = [nodes[leaf]]
-    while path[-1].get("parent") is not None:
-        path.append(nodes[path[-1]["parent"]])
-    return path[::-1]
-
-
-def _joined(path: list[Fields]) -> Fields:
-    """The columns of the nodes one after the other. Nodes that were not sampled have no log-probabilities."""
-    return {name: [x for node in path for x in node.get(name) or []] for name in ("token_ids", "mask", "logprobs")}
-
-
-def _spread(logprobs: list[Any], mask: list[int], where: str) -> list[Any]:
-    """One for each token, 0.0 for those that were not sampled."""
-    if len(logprobs) == len(mask):
-        return logprobs
-    if len(logprobs) != sum(mask):
-        expected = f"{sum(mask)} values, as many as sampled tokens, or {len(mask)}, as many as token_ids"
-        raise DataError(where, f"logprobs: expected {expected}; found {len(logprobs)}")
-    remaining = iter(logprobs)
-    return [next(remaining) if sampled else 0.0 for sampled in mask]
-
-
-def _list(fields: Fields, name: str, where: str, length: int | None = None) -> list[Any]:
-    values = fields.get(name)
-    if not isinstance(values, list):
-        raise DataError(where, f"{name}: expected a list, found {'nothing' if values is None else repr(values)[:40]}")
-    if length is not None and len(values) != length:
-        raise DataError(where, f"{name}: expected {length} values, as many as token_ids, found {len(values)}")
-    return values
-
-
 def _objects(fields: Fields, name: str, where: str) -> list[Fields]:
-    values = _list(fields, name, where)
+    values = list_at(fields, name, where)
     if not all(isinstance(value, dict) for value in values):
         raise DataError(where, f"{name}: expected a list of objects, found {repr(values)[:60]}")
     return values
 
 
-PLAIN = frozenset({"input_ids", "messages", "prompt", "conversations", "text"})
-"""A row with one of these is no run."""
-READERS: dict[str, Callable[[Fields, str], Iterator[Fields]]] = {
-    "token_ids": _branch,
-    "branches": _branches,
-    "nodes": _trace,
-    "traces": _episode,
-    "trajectories": _group,
-    "messages_and_choices": _trajectory,
-    "exchanges": _exchanges,
+READERS: dict[str, tuple[tuple[str, ...], Reader]] = {
+    "token_ids": ((), _branch),
+    "branches": ((), _branches),
+    "nodes": ((), _nodes),
+    "traces": ((), _episode),
+    "trajectories": ((), _trajectories),
+    "messages_and_choices": ((), _trajectory),
+    "exchanges": ((), _exchanges),
+    "steps": (("prompt_ids", "prompt_ids_suffix", "chat_completions"), _steps),
+    "deltas": (("prompt_ids_suffix",), partial(_tree, "deltas", CALL_DELTA)),
+    "records": (("request",), partial(_tree, "records", RECORD)),
+    "samples": (("response_length",), _samples),
 }
+"""A column that tells that a row is a run; those of which its first item has to have one; and how it is read."""

@@ -59,7 +59,7 @@ def plain(fields: dict[str, Any]) -> list[dict[str, Any]]:
             {"prompt": [USER], "completion": [PLAIN]}, {"prompt": [USER, USER], "completion": [PLAIN]}]),
         ({"trajectories": []}, []),
         ({"token_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}, [
-            {"input_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}]),
+            {"input_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": [0.0, 0.5]}]),
     ],
 )  # fmt: skip
 def test_the_sequences_of_a_run(fields: dict[str, Any], expected: list[dict[str, Any]]) -> None:
@@ -80,9 +80,9 @@ def test_the_sequences_of_a_run(fields: dict[str, Any], expected: list[dict[str,
             "logprobs: expected 2 values, as many as sampled tokens, or 3, as many as token_ids; found 1",
         ),
         ({"branches": [[5]]}, "branches: expected a list of objects, found [[5]]"),
-        ({"nodes": [{"parent": 0}]}, "nodes: node 0: parent: expected an earlier node or null, found 0"),
+        ({"nodes": [{**NODES[0], "parent": 0}]}, "nodes: node 0: parent: expected an earlier node or null, found 0"),
         (
-            {"nodes": [{"parent": None}, {"parent": "0"}]},
+            {"nodes": [NODES[0], {**NODES[1], "parent": "0"}]},
             "nodes: node 1: parent: expected an earlier node or null, found '0'",
         ),
         (
@@ -186,5 +186,5 @@ def test_weights_of_a_row_without_tokens_are_refused(fields: dict[str, Any]) -> 
 def test_a_mask_of_another_length_than_its_node() -> None:
     """Their sums agree, so only the node itself tells."""
     nodes = [{"token_ids": [1, 2], "mask": [0, 0, 1]}, {"parent": 0, "token_ids": [3, 4], "mask": [1]}]
-    with pytest.raises(DataError, match="node 0: has 2 token_ids and 3 values of mask"):
+    with pytest.raises(DataError, match="nodes: node 0: mask: expected 2 values, as many as token_ids, found 3"):
         plain_rows(Row({"nodes": nodes}, "a.jsonl:1"))
