@@ -16,15 +16,7 @@ from radixtrain.data.rendering.template import renders_developer, template_varia
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
 from radixtrain.data.rows.trajectories import plain_rows
-from radixtrain.data.sample import (
-    EncodeReport,
-    Sample,
-    TooLongError,
-    bears_loss,
-    check_bears_loss,
-    check_vocabulary,
-    sample_from_tokens,
-)
+from radixtrain.data.sample import EncodeReport, Sample, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer
 from radixtrain.data.tokens.tokenization import load_tokenizer as load_tokenizer  # recipes take both from here
 from radixtrain.errors import DataError, UserError
@@ -248,7 +240,7 @@ class ChatEncoder:
         kept = [sample for sample in fitted if sample is not None]
         report.num_samples += len(kept)
         report.num_tokens += sum(len(sample.input_ids) for sample in kept)
-        report.num_labels += sum(int((sample.labels[1:] != IGNORE_INDEX).sum()) for sample in kept)
+        report.num_labels += sum(sample.num_labels for sample in kept)
         report.num_dropped_rows += not kept
         return kept
 
@@ -258,7 +250,9 @@ class ChatEncoder:
         return TooLongError(sample.where, f"{excess}; {hint}")
 
     def _checked(self, sample: Sample) -> Sample:
-        check_bears_loss(sample)
+        if not sample.num_labels:
+            found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
+            raise DataError(sample.where, f"no token bears loss: {found}")
         return sample
 
     def _fit(self, sample: Sample, report: EncodeReport) -> Sample | None:
@@ -267,8 +261,8 @@ class ChatEncoder:
             report.num_dropped_samples += 1
             return None
         assert self.max_length is not None
-        short = sample.truncated(self.max_length)
-        if not bears_loss(short):
+        short = sample.part(0, self.max_length)
+        if not short.num_labels:
             report.num_without_loss += 1
             return None
         report.num_truncated_samples += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -141,30 +141,21 @@ class SFTData(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read, render and tokenise what this stage needs, unless that has been done."""
-        wanted = {
-            "fit": ("train", "validation"),
-            "verify": ("train", "validation"),
-            "inspect": ("train", "validation"),
-            "report": ("train", "validation"),
-            "validate": ("validation",)
-            if self._file("validation") or not self.hparams.val_size
-            else ("train", "validation"),
-            "test": ("test",),
-            "predict": ("predict",),
-        }
-        for split in wanted[stage]:
+        needed = {"validate": "validation", "test": "test", "predict": "predict"}.get(stage)
+        is_taken_out = stage == "validate" and self.hparams.val_size and not self._file("validation")
+        wanted = [needed] if needed and not is_taken_out else ["train", "validation"]
+        for split in wanted:
             if split not in self.conversations and self._file(split):
                 unlabelled = split == "predict" and (self.hparams.predict_unlabelled or self.hparams.predict_prompts)
                 key = f"data.{split}_file"
                 read = partial(load_split, self._file(split), self.hparams, key, unlabelled)
                 self.conversations[split], self.reports[split] = read_together(read, key)
-        if "train" in wanted[stage] and "train" not in self.conversations:
+        if "train" in wanted and "train" not in self.conversations:
             raise UserError("data.train_file is missing: name the file to train on")
-        if "validation" in wanted[stage] and "validation" not in self.conversations and self.hparams.val_size:
+        if "validation" in wanted and "validation" not in self.conversations and self.hparams.val_size:
             self.conversations["train"], self.conversations["validation"] = take_validation(
                 self.conversations["train"], self.hparams.val_size, self.hparams.seed
             )
-        needed = {"validate": "validation", "test": "test", "predict": "predict"}.get(stage)
         if needed and needed not in self.conversations:
             raise UserError(f"data.{needed}_file is missing: name the file to {stage} on")
 
@@ -202,12 +193,22 @@ class SFTData(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of the steps depends on, and a digest of the samples; part of every checkpoint."""
-        return state_of(self.hparams, self.conversations.get("train"))
+        sizes: dict[str, Any] = {name: int(self.hparams[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
+        sizes["group_by_prefix"] = str(self.hparams.group_by_prefix).lower()  # true is not 1
+        corpus = self.conversations.get("train")
+        return {"conversations": len(corpus or ()), **sizes, "digest": corpus.digest if corpus else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UserError if the checkpoint belongs to other data."""
-        if "train" in self.conversations:
-            check_state(state, self.hparams, self.conversations["train"])
+        """UserError if the checkpoint belongs to other data: its place in their order would mean nothing here."""
+        if "train" not in self.conversations:
+            return
+        current = self.state_dict()
+        changed = [f"{name} was {state.get(name)} and is {x}" for name, x in current.items() if state.get(name) != x]
+        if changed:
+            raise UserError(
+                f"ckpt_path: the checkpoint belongs to other steps: {', '.join(changed)}; give the data settings of "
+                f"the run"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -340,34 +341,8 @@ def check_sizes(settings: Any) -> None:
     check_group_by_prefix(settings.group_by_prefix, settings.batch_size, settings.shuffle_dataset)
     for name in ("max_length", "pad_to_multiple_of"):
         if settings[name] is not None and settings[name] > settings.max_tokens:
-            raise UserError(_exceeds_budget(name, settings))
-
-
-def _exceeds_budget(name: str, settings: Any) -> str:
-    what = "a sequence that long has" if name == "max_length" else "rows padded to it have"
-    return (
-        f"data.{name} {settings[name]} exceeds data.max_tokens {settings.max_tokens}: {what} no micro-batch to go "
-        f"into; raise max_tokens or lower {name}"
-    )
-
-
-def state_of(settings: Any, corpus: Corpus | None) -> dict[str, Any]:
-    """What the order of the steps depends on, and a digest of the samples.
-
-    settings: of an `SFTData`. corpus: of training; None before it is read.
-    """
-    sizes: dict[str, Any] = {name: int(settings[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
-    sizes["group_by_prefix"] = str(settings.group_by_prefix).lower()  # true is not 1
-    if corpus is None:
-        return {"conversations": 0, **sizes, "digest": ""}
-    return {"conversations": len(corpus), **sizes, "digest": corpus.digest}
-
-
-def check_state(state: Mapping[str, Any], settings: Any, corpus: Corpus) -> None:
-    """UserError if the state is not that of these data: its place in their order would mean nothing here."""
-    current = state_of(settings, corpus)
-    changed = [f"{name} was {state.get(name)} and is {now}" for name, now in current.items() if state.get(name) != now]
-    if changed:
-        raise UserError(
-            f"ckpt_path: the checkpoint belongs to other steps: {', '.join(changed)}; give the data settings of the run"
-        )
+            what = "a sequence that long has" if name == "max_length" else "rows padded to it have"
+            raise UserError(
+                f"data.{name} {settings[name]} exceeds data.max_tokens {settings.max_tokens}: {what} no micro-batch to "
+                f"go into; raise max_tokens or lower {name}"
+            )

@@ -73,7 +73,7 @@ def whole_chats(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     Of a chat that is split into its turns this is one, as long as the last turn with all before it. Anything else is
     there as it is.
     """
-    counts = [(len(sample.input_ids), int((sample.labels[1:] != IGNORE_INDEX).sum())) for sample in samples]
+    counts = [(len(sample.input_ids), sample.num_labels) for sample in samples]
     return [(counts[-1][0], sum(labels for _, labels in counts))] if is_split(samples) else counts
 
 

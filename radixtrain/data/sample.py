@@ -30,9 +30,10 @@ class Sample:
     where: str
     loss_weights: np.ndarray | None = None
 
-    def truncated(self, max_length: int) -> Sample:
-        """Its first tokens."""
-        return self.part(0, max_length)
+    @property
+    def num_labels(self) -> int:
+        """Tokens that bear loss. The first one is never predicted, so its label does not count."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
     def part(self, start: int, end: int) -> Sample:
         """Its tokens from `start` to `end`."""
@@ -79,28 +80,15 @@ def _whole_sample(fields: dict[str, Any], where: str, completion_only_loss: bool
 def check_vocabulary(sample: Sample, vocab_size: int) -> None:
     """Raises DataError at the first token id or label that is outside the vocabulary."""
     known = f"the vocabulary (0..{vocab_size - 1})"
-    outside = (sample.input_ids < 0) | (sample.input_ids >= vocab_size)
-    if outside.any():
-        position = int(outside.argmax())
-        reason = f"token id {sample.input_ids[position]} at position {position} is outside {known}"
-        raise DataError(sample.where, reason)
-    outside = ((sample.labels < 0) | (sample.labels >= vocab_size)) & (sample.labels != IGNORE_INDEX)
-    if outside.any():
-        position = int(outside.argmax())
-        reason = f"label {sample.labels[position]} at position {position} is neither {IGNORE_INDEX} nor in {known}"
-        raise DataError(sample.where, reason)
-
-
-def bears_loss(sample: Sample) -> bool:
-    """Whether anything can be learned: the first token is never predicted, so its label does not count."""
-    return bool((sample.labels[1:] != IGNORE_INDEX).any())
-
-
-def check_bears_loss(sample: Sample) -> None:
-    """Raises DataError if nothing can be learned."""
-    if not bears_loss(sample):
-        found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
-        raise DataError(sample.where, f"no token bears loss: {found}")
+    is_ignored = sample.labels == IGNORE_INDEX
+    for what, ids, allowed, fault in (
+        ("token id", sample.input_ids, False, f"outside {known}"),
+        ("label", sample.labels, is_ignored, f"neither {IGNORE_INDEX} nor in {known}"),
+    ):
+        outside = ((ids < 0) | (ids >= vocab_size)) & ~np.asarray(allowed)
+        if outside.any():
+            position = int(outside.argmax())
+            raise DataError(sample.where, f"{what} {ids[position]} at position {position} is {fault}")
 
 
 class TooLongError(DataError):
@@ -190,6 +178,9 @@ class EncodeReport:
     bad_rows: list[str] = field(default_factory=list)
     unused_columns: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        self.unused_columns = Counter(self.unused_columns)  # JSON has read a dict
+
     def add_bad_row(self, error: DataError) -> None:
         self.num_bad_rows += 1
         self.bad_rows = [*self.bad_rows, str(error)][:NUM_SHOWN]
@@ -208,13 +199,6 @@ class EncodeReport:
         for name, value in vars(other).items():
             if name.startswith("num_"):
                 setattr(self, name, getattr(self, name) + value)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "unused_columns": dict(self.unused_columns)}
-
-    @classmethod
-    def of_dict(cls, values: dict[str, Any]) -> EncodeReport:
-        return cls(**{**values, "unused_columns": Counter(values["unused_columns"])})
 
     def lines(self) -> list[str]:
         """What was left out, for the log: a total and the first few."""

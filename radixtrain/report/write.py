@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from radixtrain.bench.environment import environment
-from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError
@@ -172,7 +171,7 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         "num_epoch_tokens": _num_epoch_tokens(corpus),
         "splitting": splitting(epoch),
         "num_unique_tokens": round(num_distinct * num_tokens / num_sorted),
-        "num_labels": sum(int((sample.labels[1:] != IGNORE_INDEX).sum()) for chat in corpus for sample in chat),
+        "num_labels": sum(sample.num_labels for chat in corpus for sample in chat),
         "num_prompts": num_shared_prompts(epoch.groups),
         "length_quantiles": length_quantiles(corpus.lengths),
         "max_length": data.hparams.max_length,

@@ -161,7 +161,7 @@ def _encode(
         raise UserError(f"{source.label}: none of its {report.num_rows} rows can be used; {report}{shown}")
     with _written_to(options.folder):
         checksum = digest_of_file(folder / SAMPLES).xxh3_128
-        about = {"digest": digest, "report": report.as_dict(), "checksum": checksum}
+        about = {"digest": digest, "report": vars(report), "checksum": checksum}
         write_about(folder, about)
 
 
@@ -175,7 +175,7 @@ def _opened(
     source: Source, folder: Path, hint: str, owned: tempfile.TemporaryDirectory[str] | None = None
 ) -> Tokenized:
     store = TokenStore(folder, owned).opened()
-    report = EncodeReport.of_dict(store.about["report"])
+    report = EncodeReport(**store.about["report"])
     logger.info("%s: %s, %s tokens%s", source.label, report, f"{report.num_tokens:,}", hint)
     for line in report.lines():
         logger.warning("%s", line)
