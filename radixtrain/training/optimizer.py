@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import lightning as L
@@ -12,32 +11,25 @@ from transformers import get_scheduler
 
 from radixtrain.errors import UserError
 
-# Name, least and most. No layer has more than 65,536 inputs, and an adapter of a higher rank is larger than the layer.
-INTEGERS = (("max_skipped_steps", 0, 2**31 - 1), ("lora_r", 1, 2**16), ("lora_alpha", 1, 2**31 - 1))
-
 LARGEST = 1e38  # below the largest float32, which torch converts these numbers to
+# No layer has more than 65,536 inputs, and an adapter of a higher rank is larger than the layer.
+LIMITS = {
+    **dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), (0, LARGEST)),
+    **{"max_skipped_steps": (0, 2**31 - 1), "lora_r": (1, 2**16), "lora_alpha": (1, 2**31 - 1)},
+}
 
 
 def check_settings(settings: Any) -> None:
     """UserError for numbers that AdamW, the schedule and adapters cannot take. settings: of a `RadixModule`."""
-    for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"):
-        if not math.isfinite(settings[name]):
-            raise UserError(f"model.{name} must be a finite number, got {settings[name]}")
-        if settings[name] < 0:
-            raise UserError(f"model.{name} must not be negative, got {settings[name]}")
-        if settings[name] > LARGEST:
-            raise UserError(f"model.{name} must be at most {LARGEST}, got {settings[name]}")
+    for name, (least, most) in LIMITS.items():
+        if not least <= settings[name] <= most:  # nor is NaN
+            raise UserError(f"model.{name} must be from {least:,} to {most:,}, got {settings[name]}")
     for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
         if not 0 <= settings[name] < 1:
             raise UserError(f"model.{name} must be at least 0 and below 1, got {settings[name]}")
     step_size = settings.learning_rate / (1 - settings.adam_beta1)  # of AdamW's first step
     if step_size > LARGEST:
         raise UserError(f"model.learning_rate {settings.learning_rate} is too large: AdamW computes with float32")
-    for name, least, most in INTEGERS:
-        if not settings[name] >= least:
-            raise UserError(f"model.{name} must be at least {least}, got {settings[name]}")
-        if not settings[name] <= most:
-            raise UserError(f"model.{name} must be at most {most}, got {settings[name]}")
 
 
 def adamw(module: nn.Module, settings: Any) -> torch.optim.AdamW:

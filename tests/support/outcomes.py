@@ -15,7 +15,7 @@ from radixtrain.checkpoints.resolve import newest_valid
 
 __all__ = [
     *("EXACT", "assert_equal", "assert_nothing_left", "assert_same_run", "assert_same_state", "conclusions"),
-    *("logged", "num_batches", "steps_saved", "summary", "values"),
+    *("logged", "names", "num_batches", "steps_saved", "summary", "values"),
 ]
 
 # Else a run that is killed before its first checkpoint measures again what is fastest, and may choose another order of
@@ -33,6 +33,10 @@ def logged(folder: Path, column: str = "loss", version: int = 0) -> dict[int, fl
 
 def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def values(folder: Path) -> dict[tuple[str, int], str]:

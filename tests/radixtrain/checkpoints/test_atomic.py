@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from killed_in_a_fork import kills_at_file_operations
+from outcomes import names
 from tiers import FULL
 
 from radixtrain.checkpoints import atomic
@@ -27,10 +28,6 @@ def replace(target, text):
 
 def content(target):
     return (target / "deep" / "file").read_text()
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_new_and_replaced(tmp_path, how):

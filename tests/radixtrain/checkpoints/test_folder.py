@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_in_a_fork import kills_at_calls
+from outcomes import names
 from tiers import TRIES
 
 from radixtrain.checkpoints import folder as folders
@@ -25,10 +26,6 @@ from radixtrain.checkpoints.packing import MODEL, STATE
 from radixtrain.checkpoints.resolve import newest_valid
 from radixtrain.checkpoints.tensors import digest_of_file, read_tensors
 from radixtrain.errors import UserError
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_state_comes_back(tmp_path, make_state, text_of, monkeypatch):

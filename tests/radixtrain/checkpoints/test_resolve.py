@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from outcomes import names
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
@@ -138,10 +139,6 @@ class TestResolve:
             UserError, match=r"no whole checkpoint in .*step=5: model.*; .*step=3: state\.json is missing"
         ):
             resolve("last", folder)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 class TestPrune:

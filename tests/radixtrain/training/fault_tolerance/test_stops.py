@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from outcomes import names
 from tiers import FULL, cases
 
 from radixtrain.__main__ import main
@@ -39,10 +40,6 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def left(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 @pytest.mark.parametrize(("number", "code"), cases(CODES, CODES[:1]))
 def test_a_signal_saves(
     arguments: Arguments, at_step: Any, tmp_path: Path, capsys: Any, number: signal.Signals, code: int
@@ -52,7 +49,7 @@ def test_a_signal_saves(
     message = f"stopped by {number.name} after step 2, which is saved; go on with --ckpt_path"
     assert message in capsys.readouterr().err
     out = tmp_path / "out"
-    assert left(out / "checkpoints") == ["last", "step=2"] and not [*out.glob(".*")]
+    assert names(out / "checkpoints") == ["last", "step=2"] and not [*out.glob(".*")]
 
 
 def test_files_save_and_stop(arguments: Arguments, at_step: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -61,7 +58,7 @@ def test_files_save_and_stop(arguments: Arguments, at_step: Any, tmp_path: Path,
     at_step(2, (out / "save").touch)
     at_step(4, (out / "stop").touch)
     assert main(arguments(trainer__max_steps=9)) == 130
-    assert left(out / "checkpoints") == ["last", "step=2", "step=4"]
+    assert names(out / "checkpoints") == ["last", "step=2", "step=4"]
     assert not (out / "save").exists() and not (out / "stop").exists()
 
 
@@ -79,8 +76,8 @@ def test_overwrite_keeps_the_old_run_until_the_first_checkpoint(
     after = {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert after == before
     assert main(arguments(trainer__max_steps=3, overwrite=True)) == 0
-    assert left(out / "checkpoints") == ["last", "step=3"] and (out / "notes.txt").is_file()
-    assert left(out / "logs") == ["version_0"] and not [*out.glob(".*")]
+    assert names(out / "checkpoints") == ["last", "step=3"] and (out / "notes.txt").is_file()
+    assert names(out / "logs") == ["version_0"] and not [*out.glob(".*")]
 
 
 @FULL
