@@ -414,12 +414,6 @@ def test_three_sequences():
     assert not {"labels", "radix_old_logprobs", "radix_advantages"} & {*batch}
 
 
-def test_the_padded_collator_has_the_same():
-    batch = PaddedCollator()(FEATURES)
-    assert batch["shift_labels"].tolist() == [[8, 9, 8, 5, 8]]
-    assert batch["radix_loss_weights"].tolist() == [-2.0, 0.5, 2.0, 3.0, 1.0]
-
-
 def test_of_a_policy():
     features = [
         {"input_ids": [7, 8, 9], "labels": [N, 8, 9], "old_logprobs": [0.0, -0.5, -1.5], "advantages": 2},

@@ -8,10 +8,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import FULL
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -31,7 +29,7 @@ def rows() -> list[list[int]]:
     return [rows[index] for index in generator.permutation(200)]
 
 
-def small_batches(order, batch_size=SMALL):
+def in_batches(order, batch_size):
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
@@ -56,7 +54,7 @@ def test_every_kind_of_data_has_the_same_order(rows, form):
     order = list(sampler)
     assert sorted(order) == list(range(200))
     assert order == list(PrefixGroupedSampler(rows, SMALL, together=4, seed=3))
-    assert max(prompts_of(small_batches(order), rows)) == 2
+    assert max(prompts_of(in_batches(order, SMALL), rows)) == 2
 
 
 def test_a_column_of_prompts(rows):
@@ -64,7 +62,7 @@ def test_a_column_of_prompts(rows):
     prompts = [row[:64] for row in rows]
     data = datasets.Dataset.from_dict({"prompt_ids": prompts, "chosen_ids": rows})
     sampler = PrefixGroupedSampler(data, SMALL, seed=3, column="prompt_ids")
-    assert sampler.together == 4 and max(prompts_of(small_batches(list(sampler)), rows)) == 2
+    assert sampler.together == 4 and max(prompts_of(in_batches(list(sampler), SMALL), rows)) == 2
     assert PrefixGroupedSampler(prompts, SMALL, seed=3).together == 1
 
 
@@ -99,7 +97,7 @@ def test_plain_loaders_of_one_process_and_of_two(rows):
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
 
-    batches = small_batches(list(PrefixGroupedSampler(rows, SMALL)))
+    batches = in_batches(list(PrefixGroupedSampler(rows, SMALL)), SMALL)
     loader = DataLoader(rows, SMALL, sampler=PrefixGroupedSampler(rows, SMALL), collate_fn=list)
     assert list(loader) == [[rows[index] for index in batch] for batch in batches]
     first, second = (
@@ -159,29 +157,9 @@ def test_hugging_face_trainer(rows, tiny_qwen3, tmp_path):
         return collator.seen
 
     sampler = PrefixGroupedSampler(rows, SMALL, seed=7)
-    expected = [[tuple(rows[index]) for index in batch] for _ in range(2) for batch in small_batches(list(sampler))]
+    expected = [[tuple(rows[index]) for index in batch] for _ in range(2) for batch in in_batches(list(sampler), SMALL)]
     assert batches() == expected and len(expected) == 10
     assert batches(str(tmp_path / "checkpoint-7"))[-3:] == expected[7:]
-
-
-@FULL
-def test_trl(rows, tiny_qwen3, tmp_path):
-    trl = pytest.importorskip("trl", reason="pip install trl")
-
-    class GroupedSFTTrainer(trl.SFTTrainer):
-        def _get_train_sampler(self, dataset=None):
-            return PrefixGroupedSampler(self.train_dataset, self.args.train_batch_size, seed=self.args.seed)
-
-    collator = Recorder()
-    GroupedSFTTrainer(
-        model=prepare_model(tiny_qwen3()),
-        args=trl.SFTConfig(**arguments(tmp_path, num_train_epochs=1), max_length=128, bf16=False),
-        train_dataset=datasets.Dataset.from_dict({"input_ids": rows, "labels": rows}),
-        data_collator=collator,
-        processing_class=byte_tokenizer(),
-    ).train()
-    assert sorted(row for batch in collator.seen for row in batch) == sorted(map(tuple, rows))
-    assert max(len({row[0] for row in batch}) for batch in collator.seen) == 2
 
 
 PROMPT, OWN, BATCH = 280, 30, 32  # a batch of one prompt has r = 32 * 310 / (280 + 32 * 30) = 8.0
@@ -210,10 +188,6 @@ def drawn(sequences, together, batch_size=BATCH, seed=1):
     return GroupedOrder(groups, batch_size, together).draw(np.arange(len(sequences)), rng(seed))
 
 
-def in_batches(order, batch_size=BATCH):
-    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-
-
 def assert_mean(found, expected):
     error = np.std(found, ddof=1) / len(found) ** 0.5
     assert abs(np.mean(found) - expected) <= 5 * error + 1e-12, f"{np.mean(found)} +- {error}, expected {expected}"
@@ -229,7 +203,7 @@ def test_the_choice_mixes_prompts_and_reaches_most(twenty):
     order = GroupedOrder.choose(find_prefix_groups(sequences), BATCH, 0)
     assert order.together == 16
     drawn_order = order.draw(np.arange(len(sequences)), rng())
-    prompts = [Counter(which[batch].tolist()) for batch in in_batches(drawn_order)]
+    prompts = [Counter(which[batch].tolist()) for batch in in_batches(drawn_order, BATCH)]
     assert all(max(batch.values()) in (16, 32) for batch in prompts)
     assert_mean([len(batch) == 1 for batch in prompts], 9 / 199)  # the second of 200 runs is one of 9
     assert ratio(sequences, drawn_order) > ENOUGH * 8.0

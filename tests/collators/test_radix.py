@@ -10,14 +10,12 @@ import torch
 from batch_contents import as_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import radixtrain.collators.radix
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.layout import TreeLayout
 
 N = -100
 LAYOUT_KEYS = {
@@ -244,13 +242,3 @@ def test_features_are_left_alone():
 def test_another_kind_of_tensors_is_refused():
     with pytest.raises(ValueError, match=r"^RadixCollator returns torch tensors; return_tensors='np' is not avail"):
         RadixCollator(return_tensors="np")
-
-
-def test_in_the_workers_of_a_data_loader():
-    features = [{"input_ids": [7, 8, n], "labels": [N, N, n]} for n in range(8)]
-    collator = RadixCollator()
-    batches = list(DataLoader(features, batch_size=3, collate_fn=collator, num_workers=2))
-    assert [as_python(batch) for batch in batches] == [
-        as_python(collator(features[start : start + 3])) for start in (0, 3, 6)
-    ]
-    assert [TreeLayout.from_batch(batch).num_rows for batch in batches] == [5, 5, 4]

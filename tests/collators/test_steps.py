@@ -218,27 +218,6 @@ def test_two_sequences():
     }
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), ragged_batches(), st.sampled_from([0, 3, 9]))
-def test_every_labelled_token_is_predicted_by_the_token_before_it(data, sequences, pad_token_id):
-    labels = [[data.draw(st.sampled_from([N, 0, 1, 2])) for _ in ids] for ids in sequences]
-    features = [{"input_ids": ids, "labels": row} for ids, row in zip(sequences, labels, strict=True)]
-    batch = PaddedCollator(pad_token_id=pad_token_id)(features)
-    longest = max(map(len, sequences))
-    assert batch["input_ids"].tolist() == [ids + [pad_token_id] * (longest - len(ids)) for ids in sequences]
-    assert batch["attention_mask"].tolist() == [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
-    assert predictions_of(batch, sequences) == Counter(
-        (tuple(ids[:place]), row[place])
-        for ids, row in zip(sequences, labels, strict=True)
-        for place in range(1, len(ids))
-        if row[place] != N
-    )
-    assert batch["radix_prediction_rows"].tolist() == list(range(batch["shift_labels"].shape[1]))
-    packed = [label for row in labels for label in row]
-    assert [packed[token] for token in batch["radix_label_indices"].tolist()] == batch["shift_labels"][0].tolist()
-    assert batch["radix_cu_seqlens"].diff().tolist() == list(map(len, sequences))
-
-
 SHORT = {"input_ids": [1, 2, 3], "labels": [N, 2, 3]}
 LONG = {"input_ids": [1, 2, 4, 5, 6], "labels": [N, N, 4, 5, 6]}
 ARMS = {
