@@ -129,26 +129,9 @@ DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refus
 
 
 OURS = (
-    "messages",
-    "prompt",
-    "completion",
-    "user",
-    "assistant",
-    "system",
-    "instruction",
-    "input",
-    "output",
-    "history",
-    "conversations",
-    "text",
-    "tools",
-    "chat_template_kwargs",
-    "input_ids",
-    "labels",
-    "completion_mask",
-    "assistant_masks",
-    "mask",
-    "loss_weights",
+    *("messages", "prompt", "completion", "user", "assistant", "system", "instruction", "input", "output", "history"),
+    *("conversations", "text", "tools", "chat_template_kwargs"),
+    *("input_ids", "labels", "completion_mask", "assistant_masks", "mask", "loss_weights"),
 )
 OF_TOKENS = (
     *("labels", "completion_mask", "assistant_masks", "mask", "loss_mask", "assistant_mask", "prompt_mask"),

@@ -197,18 +197,8 @@ def kind_of_file(path: str) -> str:
 
 
 BESIDE_DATA = {".md", ".txt", ".yaml", ".yml", ".py", ".toml", ".gitattributes"}
-SPLITS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-    "eval": "test",
-    "evaluation": "test",
-}
+WORDS = {"train": "training", "validation": "valid val dev", "test": "testing eval evaluation"}
+SPLITS = {word: split for split, words in WORDS.items() for word in (split, *words.split())}
 
 
 def is_saved(path: str) -> bool:

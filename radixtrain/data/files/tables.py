@@ -19,12 +19,12 @@ Fields = dict[str, Any]
 
 def read_parquet(path: str) -> Iterator[UnreadRow]:
     """The rows of a parquet file. Columns of images, audio and video are neither decoded nor read."""
-    return _number(path, _reading(path, "parquet", _parquet_batches(path)))
+    return _read(path, "parquet", _parquet_batches(path))
 
 
 def read_arrow(path: str) -> Iterator[UnreadRow]:
     """The rows of an Arrow file, of the kind for streams or for files. Media columns as in `read_parquet`."""
-    return _number(path, _reading(path, "Arrow", _arrow_batches(path)))
+    return _read(path, "Arrow", _arrow_batches(path))
 
 
 def read_dataset(name: str, dataset: Any) -> Iterator[UnreadRow]:
@@ -32,7 +32,7 @@ def read_dataset(name: str, dataset: Any) -> Iterator[UnreadRow]:
 
     name: what the rows are named after, for errors: `name:row 17`.
     """
-    return _number(name, _reading(name, "a data set", _dataset_batches(dataset)))
+    return _read(name, "a data set", _dataset_batches(dataset))
 
 
 def _parquet_batches(path: str) -> Iterator[list[Fields]]:
@@ -65,14 +65,12 @@ def _dataset_batches(dataset: Any) -> Iterator[list[Fields]]:
         yield decoder.rows(table)
 
 
-def _number(name: str, batches: Iterator[list[Fields]]) -> Iterator[UnreadRow]:
-    rows = (fields for batch in batches for fields in batch)
-    return (UnreadRow(fields, f"{name}:row {number}") for number, fields in enumerate(rows, start=1))
-
-
-def _reading(name: str, kind: str, batches: Iterator[list[Fields]]) -> Iterator[list[Fields]]:
+def _read(name: str, kind: str, batches: Iterator[list[Fields]]) -> Iterator[UnreadRow]:
+    """name: what rows are named after. kind: for the error."""
     try:
-        yield from batches
+        rows = (fields for batch in batches for fields in batch)
+        for number, fields in enumerate(rows, start=1):
+            yield UnreadRow(fields, f"{name}:row {number}")
     except UserError:
         raise
     except Exception as error:  # from a missing magic number to a page that cannot be decompressed
@@ -161,15 +159,13 @@ def saved_dataset(path: str, split: str | None) -> tuple[str, Any]:
         if split is not None:
             raise UserError(f"{path}: holds one data set without splits; remove split: {split}")
         return path, dataset
-    if split is not None and split in dataset:
-        return os.path.join(path, split), dataset[split]
-    if split is not None:
+    if split is None and len(dataset) > 1:
+        splits = ", ".join(os.path.join(path, str(name)) for name in dataset)
+        raise UserError(f"{path}: holds several splits; name one of them: {splits}")
+    name = split or str(next(iter(dataset)))
+    if name not in dataset:
         raise UserError(f"{path}: has no split {split!r}; it has {', '.join(map(str, dataset))}")
-    if len(dataset) == 1:
-        [(name, only)] = dataset.items()
-        return os.path.join(path, str(name)), only
-    splits = ", ".join(os.path.join(path, str(name)) for name in dataset)
-    raise UserError(f"{path}: holds several splits; name one of them: {splits}")
+    return os.path.join(path, name), dataset[name]
 
 
 def hub_dataset(name: str, subset: str | None, split: str | None) -> Any:
