@@ -17,11 +17,12 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
@@ -32,6 +33,7 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import sequences_of
 
 CONFIG = Path(__file__).parent.parent / "configs" / "banking77.yaml"
+MOST_ROWS = 20_000  # that a tokenizer is learnt from
 
 
 def main() -> None:
@@ -58,15 +60,21 @@ def main() -> None:
     print(f"exact match after: {exact_match(options.output_dir / 'sft' / 'model', test):.1%}")
 
 
-def make_start(train: Path, folder: Path) -> None:
+def make_start(train: Path, folder: Path, layers: int = 2, hidden: int = 128) -> None:
     """Write tokenizer and random weights; the folder appears when all of it is written."""
-    texts = {message["content"] for row in read_rows(train) for message in row.fields["messages"]}
-    tokenizer = tiny.train_tokenizer(sorted(texts), 4096)
+    tokenizer = learnt_tokenizer(train)
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    tiny.tiny_qwen3(tokenizer, layers=2, hidden=128, seed=0).save_pretrained(partial)
+    for path in (partial, folder):
+        shutil.rmtree(path, ignore_errors=True)
+    tiny.tiny_qwen3(tokenizer, layers=layers, hidden=hidden).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(folder)
+
+
+def learnt_tokenizer(train: Path) -> PreTrainedTokenizerBase:
+    """Of 4,096 entries, learnt from the messages of the first rows."""
+    rows = islice(read_rows(train), MOST_ROWS)
+    return tiny.train_tokenizer(sorted({turn["content"] for row in rows for turn in row.fields["messages"]}), 4096)
 
 
 def fit(train: Path, start: Path, output_dir: Path, *flags: str) -> None:

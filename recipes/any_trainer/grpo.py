@@ -19,7 +19,7 @@ def likeness(completions: list, answer: list[str], **columns: object) -> list[fl
     return [SequenceMatcher(None, c[0]["content"], a).ratio() for c, a in zip(completions, answer, strict=True)]
 
 
-def train(trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
+def train(trainer_class: type = GRPOTrainer, config_class: type = GRPOConfig) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/demo/model")
     parser.add_argument("--train_file", default="runs/demo/train.jsonl")
@@ -31,7 +31,7 @@ def train(trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
     chats = load_dataset("json", data_files=options.pop("train_file"), split="train")
     rows = chats.map(lambda row: {"prompt": row["messages"][:-1], "answer": row["messages"][-1]["content"]})
     sizes = {"num_generations": 4, "max_completion_length": 16, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    arguments = GRPOConfig(per_device_train_batch_size=4, bf16=torch.cuda.is_available(), **sizes, **options)
+    arguments = config_class(per_device_train_batch_size=4, bf16=torch.cuda.is_available(), **sizes, **options)
     trainer_class(model, likeness, arguments, rows.remove_columns("messages")).train()
     print(sharing_report(model))
 

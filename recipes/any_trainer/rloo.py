@@ -1,40 +1,11 @@
-"""RLOO with TRL; the rows of a group share their prompt: one line differs from an ordinary script.
+"""RLOO with TRL; the rows of a group share their prompt: one line differs from grpo.py.
 
 make fit && python recipes/any_trainer/rloo.py            # on the demo's chats and starting model
 python recipes/any_trainer/rloo.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 1e-6
 """
 
-import argparse
-from difflib import SequenceMatcher
-
-import torch
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM
+from grpo import train
 from trl import RLOOConfig, RLOOTrainer
 
-from radixtrain import share_prefixes, sharing_report
-
-
-def likeness(completions: list, answer: list[str], **columns: object) -> list[float]:
-    return [SequenceMatcher(None, c[0]["content"], a).ratio() for c, a in zip(completions, answer, strict=True)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="runs/demo/model")
-    parser.add_argument("--train_file", default="runs/demo/train.jsonl")
-    parser.add_argument("--output_dir", default="runs/demo/rloo")
-    parser.add_argument("--max_steps", type=int, default=10)
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="high: the demo's weights are random")
-    options = vars(parser.parse_args())
-    model = share_prefixes(AutoModelForCausalLM.from_pretrained(options.pop("model")))  # <- was the model itself
-    chats = load_dataset("json", data_files=options.pop("train_file"), split="train")
-    rows = chats.map(lambda row: {"prompt": row["messages"][:-1], "answer": row["messages"][-1]["content"]})
-    sizes = {"num_generations": 4, "max_completion_length": 16, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    arguments = RLOOConfig(per_device_train_batch_size=4, bf16=torch.cuda.is_available(), **sizes, **options)
-    RLOOTrainer(model, likeness, arguments, rows.remove_columns("messages")).train()
-    print(sharing_report(model))
-
-
 if __name__ == "__main__":
-    main()
+    train(RLOOTrainer, RLOOConfig)  # <- was GRPOTrainer, GRPOConfig

@@ -18,8 +18,10 @@ import sys
 import time
 from pathlib import Path
 
+from radixtrain.cores import num_cores
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tiny import tiny_qwen3, train_tokenizer
+import banking77
 
 TOPICS = ["tools", "paper", "fruit", "maps", "lamps", "ropes", "tea", "shoes", "stamps", "clocks"]
 VERBS = ["keep", "sell", "repair", "lend", "wrap", "count", "clean", "send", "label", "store"]
@@ -43,26 +45,10 @@ def write_rows(path: Path, rows: int, prompts: int, prompt_sentences: int) -> in
     return path.stat().st_size
 
 
-def write_model(folder: Path, path: Path) -> None:
-    with path.open(encoding="utf-8") as lines:
-        chats = [json.loads(line)["messages"] for _, line in zip(range(2000), lines, strict=False)]
-    tokenizer = train_tokenizer({turn["content"] for chat in chats for turn in chat}, 4096)
-    tiny_qwen3(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def one_step(folder: Path, path: Path, *options: str) -> dict[str, float]:
     """Run `fit` for one step. Seconds to its end, and its peak memory in MiB."""
-    command = [
-        sys.executable,
-        "-m",
-        "radixtrain",
-        "fit",
-        "--output_dir",
-        str(folder / "out"),
-        "--trainer.max_steps",
-        "1",
-    ]
+    command = [sys.executable, "-m", "radixtrain", "fit", "--overwrite", "--trainer.max_steps", "1"]
+    command += ["--output_dir", str(folder / "out")]
     command += ["--model.model_name_or_path", str(folder / "model"), "--data.train_file", str(path)]
     command += ["--data.cache_dir", str(folder / "cache"), *options]
     start = time.perf_counter()
@@ -88,13 +74,13 @@ def main() -> None:
     arguments.folder.mkdir(parents=True)
     path = arguments.folder / "chats.jsonl"
     size = write_rows(path, arguments.rows, arguments.prompts, arguments.prompt_sentences)
-    write_model(arguments.folder / "model", path)
+    banking77.make_start(path, arguments.folder / "model")
     small = arguments.folder / "one_row.jsonl"
     with path.open(encoding="utf-8") as lines:
         small.write_text(next(lines), encoding="utf-8")
     base = one_step(arguments.folder, small)  # what `fit` takes on one row: imports, calibration, a step, the export
     first, second = (one_step(arguments.folder, path) for _ in range(2))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     about = f"{arguments.rows:,} rows, {size >> 20:,} MiB, {arguments.prompts} prompts"
     print(f"{about}, {first['tokens']:,.0f} tokens, {cores} cores")
     print(f"{'run':<12}{'seconds of fit with one step':>30}{'without those of one row':>28}{'MiB':>8}")

@@ -46,6 +46,9 @@ from radixtrain.data.formats import read_rows
 from radixtrain.errors import UserError
 from radixtrain.generation.prompts import token_ids_of
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import banking77
+
 SHARED, BATCHES = (0, 256, 1024, 4096), (1, 8, 32, 128)  # as in the figures of the Hydragen paper
 OWN_APART, BATCHES_APART = (16, 128, 512), (1, 8, 32)
 VOCAB_SIZE = 4096
@@ -136,7 +139,9 @@ def real_work(options: argparse.Namespace) -> tuple[Any, Work]:
         raise UserError("real: --model and --file are needed")
     rows = [row.fields["messages"] for row in read_rows(options.file)][: options.prompts or None]
     with tempfile.TemporaryDirectory() as folder:
-        model_folder = made_start(options.file, Path(folder)) if options.model == "start" else options.model
+        if options.model == "start":
+            banking77.make_start(options.file, Path(folder) / "start")
+        model_folder = Path(folder) / "start" if options.model == "start" else options.model
         tokenizer = load_tokenizer(model_folder)
         model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa").eval()
     prompts = [ids.tolist() for ids in token_ids_of([messages[:-1] for messages in rows], tokenizer)]
@@ -144,14 +149,6 @@ def real_work(options: argparse.Namespace) -> tuple[Any, Work]:
     return model, Work(
         f"{len(prompts)} of {options.file.stem}", prompts, options.max_new_tokens or 24, targets, tokenizer
     )
-
-
-def made_start(file: Path, folder: Path) -> Path:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import banking77
-
-    banking77.make_start(file, folder / "start")
-    return folder / "start"
 
 
 def random_works(options: argparse.Namespace) -> Iterator[Work]:

@@ -1,7 +1,7 @@
 """What `group_by_prefix` changes: loss curves, r, speed and the noise of the gradient.
 
     OMP_NUM_THREADS=1 python recipes/benchmarks/group_by_prefix.py path/to/gsm8k_many_prompts_train.jsonl
-    python recipes/benchmarks/group_by_prefix.py rows.jsonl --together 1 8 32 --seeds 0 1 2 --epochs 4 --csv curves.csv
+    python recipes/benchmarks/group_by_prefix.py rows.jsonl --together 1 8 32 --seeds 0 1 2 --epochs 4
 
 A tiny Qwen3 with random weights is trained on the file, once for each seed and each number of rows that stay together:
 1 is a plain shuffle. All runs have the same weights at the start, the same rows and learning rates, and as many steps.
@@ -15,7 +15,6 @@ uncertain as one of 16 in that order.
 """
 
 import argparse
-import csv
 import sys
 import tempfile
 import time
@@ -59,19 +58,16 @@ def main(argv: list[str]) -> None:
         options.together = options.together or [1, GroupedOrder.choose(groups, options.batch_size, 0).together]
         print(f"{len(rows)} rows in {len(groups)} groups, {len(held_out)} held out; steps of {options.batch_size}")
         orders = [GroupedOrder(groups, options.batch_size, together) for together in options.together]
-        table, model = [], None
+        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+        model = None
         for seed in options.seeds:
             for order in orders:
-                trained, lines = train(start, rows, held_out, order, seed, options)
+                trained = train(start, rows, held_out, order, seed, options)
                 model = model or trained
-                table += lines
-                show(lines, header=len(table) == len(lines))
         assert model is not None
         noises = [noise(model, rows, order, options) for order in orders]
     for order, each in zip(orders, noises, strict=True):
         print(f"{order.together} together: noise of the gradient {each / noises[0]:.2f}")
-    if options.csv:
-        write(options.csv, table)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -83,7 +79,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--max_tokens", type=int, default=16384)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--csv", type=Path)
     return parser.parse_args(argv)
 
 
@@ -97,14 +92,14 @@ def steps_of(rows: Any, order: GroupedOrder, seed: int, epoch: int, max_tokens: 
 
 def train(
     start: Path, rows: list[list[Sample]], held_out: Any, order: GroupedOrder, seed: int, options: Any
-) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """The trained model, and the lines of its table."""
+) -> nn.Module:
+    """The trained model; prints its lines of the table."""
     model = prepare_model(AutoModelForCausalLM.from_pretrained(start).train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     num_steps = options.epochs * -(-len(rows) // options.batch_size)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_steps // 20, num_steps)
     stops = [round(num_steps * (line + 1) / LINES) for line in range(LINES)]
-    lines, losses, seconds, num_tokens, num_computed = [], [], 0.0, 0, 0
+    losses, seconds, num_tokens, num_computed = [], 0.0, 0, 0
     epochs = (steps_of(rows, order, seed, epoch, options.max_tokens) for epoch in range(options.epochs))
     for number, step in enumerate((step for epoch in epochs for step in epoch), 1):
         began = time.process_time()
@@ -116,11 +111,14 @@ def train(
         seconds += time.process_time() - began
         num_tokens, num_computed = num_tokens + step.num_tokens, num_computed + step.num_computed_tokens
         if number in stops:
-            values = [np.mean(losses), evaluate(model, held_out, options), num_tokens / num_computed]
-            found = [order.together, seed, number, *values, num_tokens / seconds]
-            lines.append(dict(zip(COLUMNS, found, strict=True)))
+            held_out_loss = evaluate(model, held_out, options)
+            print(
+                f"| {order.together} | {seed} | {number} | {np.mean(losses):.3f} | {held_out_loss:.3f} "
+                f"| {num_tokens / num_computed:.2f} | {num_tokens / seconds:,.0f} |",
+                flush=True,
+            )
             losses = []
-    return model, lines
+    return model
 
 
 def backward(model: nn.Module, step: Step) -> float:
@@ -149,24 +147,6 @@ def noise(model: nn.Module, rows: Any, order: GroupedOrder, options: Any) -> flo
         gradient = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
         total, squares, count = total + gradient, squares + float(gradient.double().square().sum()), count + 1
     return squares / count - float((total.double() / count).square().sum())
-
-
-def show(lines: list[dict[str, Any]], header: bool) -> None:
-    if header:
-        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for line in lines:
-        print(
-            "| {together} | {seed} | {step} | {train_loss:.3f} | {held_out_loss:.3f} | {r:.2f} | "
-            "{tokens_per_cpu_second:,.0f} |".format(**line),
-            flush=True,
-        )
-
-
-def write(path: Path, table: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What shuffling costs in GRPO: r of the micro-batches when the rows of a group scatter over them, and when not.
 
-    python recipes/benchmarks/grpo_groups.py                     # of the plans only: seconds
-    python recipes/benchmarks/grpo_groups.py --trainer           # also of TRL's GRPOTrainer with a tiny model: a minute
+    python recipes/benchmarks/grpo_groups.py                     # of the plans, without a model: seconds
 
 TRL's GRPOTrainer and RLOOTrainer generate a batch of `steps_per_generation` micro-batches at once, shuffle its rows and
 cut it. A micro-batch computes a prompt once, however many rows of its group it holds. So a group of n rows with one
@@ -16,13 +15,9 @@ random tokens. In one setting all prompts begin alike.
 """
 
 import argparse
-import logging
 import math
-import sys
-import tempfile
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,22 +61,16 @@ SETTINGS = (
     Setting(4, 512, 64, 8, 4),
     Setting(8, 512, 64, 8, 4, common=256),
 )
-OF_THE_TRAINER = (SETTINGS[0], SETTINGS[5], SETTINGS[7])
-
-
-def random_prompts(rng: np.random.Generator, setting: Setting) -> Rows:
-    """One of each group. Tokens below 3 have other uses in the tokenizer."""
-    head = rng.integers(3, VOCAB_SIZE, setting.common)
-    shape = setting.num_rows // setting.num_generations, setting.prompt - setting.common
-    return [np.concatenate([head, own]) for own in rng.integers(3, VOCAB_SIZE, shape)]
 
 
 def generation_batch(rng: np.random.Generator, setting: Setting) -> Rows:
-    """Groups back to back, as a trainer generates them."""
+    """Groups back to back, as a trainer generates them: a prompt each, before random completions."""
+    head = rng.integers(0, VOCAB_SIZE, setting.common)
+    shape = setting.num_rows // setting.num_generations, setting.prompt - setting.common
     rows = []
-    for prompt in random_prompts(rng, setting):
-        completions = rng.integers(3, VOCAB_SIZE, (setting.num_generations, setting.completion))
-        rows += [np.concatenate([prompt, completion]) for completion in completions]
+    for own in rng.integers(0, VOCAB_SIZE, shape):
+        completions = rng.integers(0, VOCAB_SIZE, (setting.num_generations, setting.completion))
+        rows += [np.concatenate([head, own, completion]) for completion in completions]
     return rows
 
 
@@ -108,71 +97,6 @@ def of_the_plans(rng: np.random.Generator, setting: Setting, draws: int) -> Rati
     return np.mean(ratios, axis=0)
 
 
-def of_the_trainer(rng: np.random.Generator, setting: Setting, folder: str) -> Ratios:
-    """r of the three arms in one optimizer step of TRL's GRPOTrainer, as `sharing_report` has it."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "any_trainer"))
-    from grpo_whole_groups import GroupedGRPOTrainer
-    from trl import GRPOTrainer
-
-    prompts = [" ".join(map(str, prompt)) for prompt in random_prompts(rng, setting)]
-    small, large = (setting.batch_size, setting.steps), (setting.num_rows, 1)
-    for trainer_class, sizes in ((GRPOTrainer, small), (GroupedGRPOTrainer, small), (GRPOTrainer, large)):
-        yield ratio_of_a_step(trainer_class, setting, prompts, sizes, folder)
-
-
-def ratio_of_a_step(
-    trainer_class: Any, setting: Setting, prompts: list[str], sizes: tuple[int, int], folder: str
-) -> float:
-    """sizes: rows of a micro-batch, micro-batches."""
-    from datasets import Dataset
-    from transformers import PrinterCallback
-    from trl import GRPOConfig
-
-    from radixtrain import share_prefixes, sharing_report
-
-    model, tokenizer = tiny_model()
-    batch_size, steps = sizes
-    arguments = GRPOConfig(
-        folder,
-        max_steps=1,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=steps,
-        num_generations=setting.num_generations,
-        max_completion_length=setting.completion,
-        generation_kwargs={"min_new_tokens": setting.completion},
-        bf16=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    trainer = trainer_class(share_prefixes(model), lengths, arguments, rows, processing_class=tokenizer)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    return sharing_report(model).compression_ratio
-
-
-def lengths(completions: list[str], **columns: Any) -> list[float]:
-    """A reward."""
-    return [float(len(completion)) for completion in completions]
-
-
-def tiny_model() -> tuple[Any, Any]:
-    """A Qwen3 of one layer, and a tokenizer whose words are numbers."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    special = ["<pad>", "<end>", "<unknown>"]
-    vocabulary = {word: n for n, word in enumerate([*special, *map(str, range(3, VOCAB_SIZE))])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token=special[2]))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, pad_token_id=0, eos_token_id=1))
-    return model, PreTrainedTokenizerFast(tokenizer_object=words, **names)
-
-
 def expected_spread(setting: Setting) -> float:
     """m: over how many micro-batches a group is spread on average if its rows are drawn at random."""
     others = setting.num_rows - setting.num_generations
@@ -187,33 +111,24 @@ def formula(setting: Setting) -> float:
     return (setting.num_rows * setting.prompt + completions) / (own + setting.steps * setting.common + completions)
 
 
-def print_table(title: str, arms: Callable[[Setting], Ratios], settings: Iterable[Setting]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=100, help="generation batches of each setting")
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
     print(
-        f"\n| {title} | prompt + completion | rows x steps | m | formula | shuffled | whole groups | one micro-batch |"
+        "| generations | prompt + completion | rows x steps | m | formula | shuffled | whole groups | one micro-batch |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for setting in settings:
+    for setting in SETTINGS:
         common = f" ({setting.common} common)" if setting.common else ""
-        ratios = " | ".join(f"{ratio:.2f}" for ratio in arms(setting))
+        ratios = " | ".join(f"{ratio:.2f}" for ratio in of_the_plans(rng, setting, options.draws))
         print(
-            f"| {setting.num_generations} generations | {setting.prompt}{common} + {setting.completion} "
+            f"| {setting.num_generations} | {setting.prompt}{common} + {setting.completion} "
             f"| {setting.batch_size} x {setting.steps} | {expected_spread(setting):.2f} | {formula(setting):.2f} "
             f"| {ratios} |",
             flush=True,
         )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=100, help="generation batches of each setting")
-    parser.add_argument("--trainer", action="store_true", help="run TRL's GRPOTrainer with a tiny model too")
-    options = parser.parse_args()
-    rng = np.random.default_rng(0)
-    print_table("plans", lambda setting: of_the_plans(rng, setting, options.draws), SETTINGS)
-    if options.trainer:
-        logging.disable(logging.WARNING)
-        with tempfile.TemporaryDirectory() as folder:
-            print_table("GRPOTrainer", lambda setting: of_the_trainer(rng, setting, folder), OF_THE_TRAINER)
 
 
 if __name__ == "__main__":

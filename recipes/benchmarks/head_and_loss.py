@@ -13,10 +13,7 @@ gradient is the one that autograd adds to it. The gradient of a 16-bit head coun
 """
 
 import argparse
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from radixtrain import loss as fused
+from radixtrain.bench.environment import header
 from radixtrain.timing import peak_bytes
 
 CPU = torch.device("cpu")
@@ -145,15 +143,12 @@ def ratios(taken: Samples, plain: Samples) -> list[float]:
     return [statistics.median(x[i] / y[i] for x, y in zip(taken, plain, strict=True)) for i in range(2)]
 
 
-def header(shape: Shape, dtype: torch.dtype) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    print(
-        f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {str(dtype).removeprefix('torch.')}, "
-        f"torch {torch.__version__}\n"
-        f"V = {shape.vocab_size:,}, D = {shape.hidden_size:,}, P = {shape.num_predictions:,}: the logits are "
-        f"{shape.num_predictions * shape.vocab_size * 4 / 1e6:,.1f} MB in float32, the head's gradient is "
-        f"{shape.vocab_size * shape.hidden_size * dtype.itemsize / 1e6:,.1f} MB"
+def described(shape: Shape, dtype: torch.dtype) -> str:
+    num_predictions, hidden_size, vocab_size = shape
+    return (
+        f"V = {vocab_size:,}, D = {hidden_size:,}, P = {num_predictions:,}: the logits are "
+        f"{num_predictions * vocab_size * 4 / 1e6:,.1f} MB in float32, the head's gradient is "
+        f"{vocab_size * hidden_size * dtype.itemsize / 1e6:,.1f} MB"
     )
 
 
@@ -167,7 +162,7 @@ def main() -> None:
     parser.add_argument("--chunk_rows", type=int, nargs="*", default=[], help="other sizes of a chunk to measure")
     args = parser.parse_args()
     shape, dtype = Shape(args.predictions, args.hidden_size, args.vocab_size), getattr(torch, args.dtype)
-    header(shape, dtype)
+    print(header(CPU, args.dtype, args.repeats), described(shape, dtype), sep="\n")
     run(shape, dtype, args.repeats, args.chunk_rows)
 
 

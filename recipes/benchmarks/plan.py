@@ -13,17 +13,16 @@ only our columns are printed.
 """
 
 import argparse
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from radixtrain.bench.environment import environment
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
@@ -187,12 +186,9 @@ def line(plan: PrefixPlan, timing: Timing) -> str:
 
 
 def header() -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     rust = "not installed" if compute_fold_and_scatter is None else version("radix-mlp")
-    print(
-        f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}, radix-mlp {rust}"
-    )
+    facts = environment(torch.device("cpu"), "int64") | {"numpy": np.__version__, "radix-mlp": rust}
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if compute_fold_and_scatter is None:
         print("radix-mlp is not installed, so its columns are empty: pip install radix-mlp==0.0.2")
 

@@ -19,7 +19,6 @@ that of a layer of Qwen3-0.6B, counted in floating-point operations.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -34,9 +33,10 @@ from radixtrain.data.steps import StepSampler
 from radixtrain.tree.arrays import IntArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import tiny
+import banking77
 
 WEIGHTLESS_ROWS = 2  # of a micro-batch of weight zero
+MEANS = ("imbalance", "num_weightless")
 
 
 class Divided(NamedTuple):
@@ -50,28 +50,6 @@ class Divided(NamedTuple):
     @property
     def imbalance(self) -> float:
         return max(self.costs) * len(self.costs) / sum(self.costs)
-
-
-class Line(NamedTuple):
-    """A line of the table: the means of an epoch, except `cut`, a median."""
-
-    name: str
-    batch_size: int
-    num_ranks: int
-    num_steps: int
-    imbalance: float
-    r: float
-    relative_r: float
-    speed_up: float
-    num_weightless: float
-    milliseconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"| {self.name} | {self.batch_size:,} | {self.num_ranks} | {self.num_steps} | {self.imbalance:.3f} "
-            f"| {self.r:.2f} | {self.relative_r:.3f} | {self.speed_up:.2f}x | {self.num_weightless:.1f} "
-            f"| {self.milliseconds:.1f} |"
-        )
 
 
 HEAD = """\
@@ -101,9 +79,7 @@ def main(argv: list[str]) -> None:
 
 def read_conversations(file: Path) -> list[list[IntArray]]:
     """The token ids of the samples of each conversation."""
-    rows = [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
-    tokenizer = tiny.train_tokenizer(sorted({turn["content"] for row in rows for turn in row["messages"]}), 4096)
-    encoded = ChatEncoder(tokenizer).encode_all(read_rows(file))
+    encoded = ChatEncoder(banking77.learnt_tokenizer(file)).encode_all(read_rows(file))
     return [[sample.input_ids for sample in samples] for samples in encoded]
 
 
@@ -113,24 +89,19 @@ def steps_of(conversations: list[list[IntArray]], batch_size: int, seed: int) ->
         yield [sequence for index in indices for sequence in conversations[index]]
 
 
-def line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]], options: argparse.Namespace) -> Line:
-    """How an epoch divides."""
+def line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]], options: argparse.Namespace) -> str:
+    """Of the table: how an epoch divides. The means of its steps, except for the cut, a median."""
     cost = SequenceCost(row=options.pairs_per_row, pair=1)
     one = [divided(step, 1, options.max_tokens, cost) for step in steps]
     found = [divided(step, num_ranks, options.max_tokens, cost) for step in steps]
     num_tokens = sum(len(sequence) for step in steps for sequence in step)
     rows, rows_of_one = (sum(step.rows for step in each) for each in (found, one))
-    return Line(
-        name=name,
-        batch_size=size,
-        num_ranks=num_ranks,
-        num_steps=len(steps),
-        imbalance=statistics.mean(step.imbalance for step in found),
-        r=num_tokens / rows,
-        relative_r=rows_of_one / rows,
-        speed_up=sum(step.costs[0] for step in one) / sum(max(step.costs) for step in found),
-        num_weightless=statistics.mean(step.num_weightless for step in found),
-        milliseconds=statistics.median(step.milliseconds for step in found),
+    imbalance, weightless = (statistics.mean(getattr(step, name) for step in found) for name in MEANS)
+    speed_up = sum(step.costs[0] for step in one) / sum(max(step.costs) for step in found)
+    return (
+        f"| {name} | {size:,} | {num_ranks} | {len(steps)} | {imbalance:.3f} | {num_tokens / rows:.2f} "
+        f"| {rows_of_one / rows:.3f} | {speed_up:.2f}x | {weightless:.1f} "
+        f"| {statistics.median(step.milliseconds for step in found):.1f} |"
     )
 
 

@@ -13,24 +13,27 @@ Without `--tokenizer` one of 4,096 entries is learnt from the messages of the fi
 """
 
 import argparse
+import math
+import statistics
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from fastest_ordinary import fastest_ordinary
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.bench.cells import GivenBatch, ModelShape, build_model, check_options, strategies
 from radixtrain.bench.environment import environment, header
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.table import print_table, write_csv
-from radixtrain.bench.work import Work, with_choices, work_of
+from radixtrain.bench.work import Arm, Work, step_seconds, with_choices, with_ordinary_batch_size, work_of
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
+from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.step_cost import step_cost_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -118,14 +121,50 @@ def measure_file(
     return measure(model, work, settings)
 
 
+def fastest_ordinary(
+    model: PreTrainedModel, work: Work, batch_sizes: Sequence[int | None]
+) -> tuple[Work, dict[int, float]]:
+    """The work with its ordinary arm cut the fastest way, and the seconds of a step for each size of a micro-batch.
+
+    Few sequences have little padding, many keep the cores busy: a user would try several. The median of two turns.
+
+    batch_sizes: numbers of sequences to try; None for all in one batch. The seconds of a number that memory does not
+        hold are infinite.
+
+    Raises UserError if memory holds none of them.
+    """
+    device = next(model.parameters()).device
+    # sdpa is fastest without a mask; other kernels skip the padding that a mask shows them
+    keep_mask = model.config._attn_implementation != "sdpa"
+    sizes = dict.fromkeys(min(size or len(work.lengths), len(work.lengths)) for size in batch_sizes)
+    works = {size: with_ordinary_batch_size(work, size, keep_mask).to(device) for size in sizes}
+    arm = Arm(plain_head=has_plain_head(model))
+    runs = {size: (arm, each) for size, each in works.items() if fits(model, arm, each)}
+    if not runs:
+        raise UserError(f"{work.cell}: the device's memory holds no ordinary micro-batch of {list(sizes)} sequences")
+    turns = step_seconds(model, runs, repeats=2)
+    seconds = {size: statistics.median(turns[size]) if size in turns else math.inf for size in sizes}
+    return works[min(seconds, key=lambda size: seconds[size])], seconds
+
+
+def fits(model: PreTrainedModel, arm: Arm, work: Work) -> bool:
+    """The turn that is not timed."""
+    arm.prepare(model)
+    try:
+        arm.run_step(model, work)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+    return True
+
+
 def learnt_tokenizer(file: Path, rows: list[Row]) -> Any:
     """The same as in recipes/banking77.py."""
     for row in rows:
         if "messages" not in row.fields:
             raise UserError(f"{row.where}: a tokenizer is learnt from messages, and there are none; give --tokenizer")
-    with tempfile.TemporaryDirectory() as folder:
-        banking77.make_start(file, Path(folder) / "start")
-        return load_tokenizer(Path(folder) / "start")
+    return banking77.learnt_tokenizer(file)
 
 
 def described(work: Work) -> str:

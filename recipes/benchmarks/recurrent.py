@@ -57,8 +57,6 @@ def qwen3_5(hidden: int) -> PreTrainedConfig:
     heads = hidden // HEAD_DIM
     return Qwen3_5TextConfig(
         **common(hidden),
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
         head_dim=HEAD_DIM,
         linear_num_key_heads=heads,
         linear_num_value_heads=heads,
@@ -71,8 +69,6 @@ def bamba(hidden: int) -> PreTrainedConfig:
     heads = hidden // HEAD_DIM
     return BambaConfig(
         **common(hidden),
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
         attn_layer_indices=[LAYERS - 1],
         mamba_n_heads=2 * heads,
         mamba_d_head=HEAD_DIM,
@@ -81,11 +77,8 @@ def bamba(hidden: int) -> PreTrainedConfig:
 
 
 def lfm2(hidden: int) -> PreTrainedConfig:
-    heads = hidden // HEAD_DIM
     return Lfm2Config(
         **common(hidden),
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
         layer_types=["conv"] * (LAYERS - 1) + ["full_attention"],
         block_auto_adjust_ff_dim=False,
     )
@@ -96,6 +89,8 @@ def common(hidden: int) -> dict[str, Any]:
         "hidden_size": hidden,
         "intermediate_size": 3 * hidden,
         "num_hidden_layers": LAYERS,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_key_value_heads": max(1, hidden // HEAD_DIM // 4),
         "vocab_size": VOCAB,
         "bos_token_id": None,
         "eos_token_id": None,

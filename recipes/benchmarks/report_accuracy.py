@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import tiny
+import banking77
 
 WARM_UP = 3  # steps that do not count
 REAL = ("banking77", "gsm8k_many_prompts")
@@ -99,7 +99,7 @@ def nested_chats(departments: int = 5, documents: int = 8, questions: int = 30) 
 def measured(path: Path, options: argparse.Namespace) -> Found:
     """Predict, then train with and without deduplication."""
     folder = options.output_dir / f"{path.stem}-{options.layers}x{options.hidden}"
-    make_start(path, folder / "start", options)
+    banking77.make_start(path, folder / "start", options.layers, options.hidden)
     common = {
         "model.model_name_or_path": folder / "start",
         "data.train_file": path,
@@ -114,14 +114,6 @@ def measured(path: Path, options: argparse.Namespace) -> Found:
     found = Found(path.stem, r, float(predicted[1].replace(",", "")), fast / slow)
     print(f"{found.name}: predicted {found.predicted:.2f}x, measured {found.measured:.2f}x", flush=True)
     return found
-
-
-def make_start(path: Path, folder: Path, options: argparse.Namespace) -> None:
-    """A tokenizer learnt from the rows, and a model with random weights."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    tokenizer = tiny.train_tokenizer(sorted({m["content"] for row in rows for m in row["messages"]}), 4096)
-    tiny.tiny_qwen3(tokenizer, layers=options.layers, hidden=options.hidden).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def tokens_per_second(

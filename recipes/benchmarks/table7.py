@@ -11,10 +11,6 @@ The paper describes the patterns in words; the sequences below are ours, with it
 """
 
 import argparse
-import os
-import platform
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +18,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
 from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain.bench.environment import environment
 
 Sequences = list[list[int]]
 Batch = dict[str, Any]
@@ -250,12 +246,8 @@ def main() -> None:
 
 
 def print_header() -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    print(
-        f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, float32, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
-    )
+    facts = environment(torch.device("cpu"), "float32")
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
 
 
 def print_alive(model: Qwen3ForCausalLM) -> None:
