@@ -46,10 +46,10 @@ EXAMPLES = [pytest.param(*found, id=found[1][:50]) for found in EXAMPLE.findall(
 
 
 @cache
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """A token for each byte, and a stock chat template of Qwen3."""
+def stock_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and Qwen3's stock chat template."""
     trl = pytest.importorskip("trl", reason="carries a copy of Qwen3's stock chat template: pip install trl")
-    stock = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
+    stock = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
     return byte_tokenizer(stock)
 
 
@@ -66,7 +66,7 @@ def options_of(info: str) -> dict[str, Any]:
 def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[Sample]]:
     """The samples of a row that stands on a line of its own in chats.jsonl."""
     (folder / "chats.jsonl").write_text(" ".join(row.split("\n")), encoding="utf-8")
-    tokenizer = tokenizer_of(options.pop("template", "qwen3"))
+    tokenizer = stock_tokenizer()
     source = Source("chats.jsonl", columns=options.pop("columns", None))
     encoder = (UnlabelledEncoder if options.pop("unlabelled", False) else ChatEncoder)(tokenizer, **options)
     return tokenizer, [sample for samples in encoder.encode_all(read_rows(source)) for sample in samples]
@@ -99,7 +99,7 @@ def test_every_row_of_the_page_is_tried() -> None:
     assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS), re.MULTILINE)) > 15
     outcomes = "".join(example.values[2] for example in EXAMPLES)
     formats = "".join(example.values[1] for example in EXAMPLES)
-    assert outcomes.count("error: ") > 5 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
+    assert outcomes.count("error: ") > 3 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
     for key in ("messages", "conversations", "prompt", "text", "input_ids", "reasoning_content", "tool_calls"):
         assert f'"{key}"' in formats
 

@@ -206,6 +206,7 @@ def test_rows(fit: Any, tmp_path: Path) -> None:
         ([json.dumps(GOOD), '{"messages": ['], f"{path}:2: not valid JSON"),
         ([json.dumps(GOOD), json.dumps(GOOD), json.dumps(ROBOT)], f"{path}:3: messages: turn 1: unknown role 'robot'"),
         (['{"input_ids": [1, 2], "labels": [-100, -100]}'], f"{path}:1: no token bears loss"),
+        (['{"input_ids": [1, 2], "labels": [1, 2], "advantages": 1}'], f"{path}:1: advantages: the loss here is a cro"),
         (['{"input_ids": [1, 2, 70000]}'], f"{path}:1: token id 70000 at position 2 is outside the vocabulary"),
     ):
         path.write_text("".join(f"{row}\n" for row in rows))
