@@ -50,9 +50,9 @@ class Counts(NamedTuple):
     predictions: rows for which the head computes logits.
     """
 
-    rows: float
+    rows: int
     attention: float
-    predictions: float
+    predictions: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +75,19 @@ class CountedStep:
     @property
     def num_rows(self) -> int:
         """That the radix arm computes."""
-        return round(sum(counts.rows for counts in self.radix))
+        return sum(counts.rows for counts in self.radix)
 
 
 def counted_step(
     features: Features,
     collator: StepCollator,
     step_cost: StepCost | None,
-    whole: Sequence[tuple[int, int]] | None = None,
+    whole: Sequence[tuple[int, int]],
 ) -> CountedStep:
     """Collate the sequences of a step as `fit` does, and count. The padded arms are counted without being collated.
 
     collator: with `dedup`. step_cost: of one layer; None without one.
-    whole: tokens and labels of the whole chats of the step; None if the sequences are no turns of chats.
+    whole: tokens and labels of the whole chats of the step.
     """
     start = time.perf_counter()
     step = collator(features)
@@ -95,7 +95,6 @@ def counted_step(
     assert step.num_unique_tokens is not None
     micro_batches = zip(step.micro_batches, plans_of(features, step), strict=True)
     rows = [(len(each["input_ids"]), int((np.asarray(each["labels"])[1:] != IGNORE_INDEX).sum())) for each in features]
-    whole = rows if whole is None else whole
     return CountedStep(
         num_tokens=step.num_tokens,
         num_whole_tokens=sum(length for length, _ in whole),
@@ -174,17 +173,13 @@ class SampledSteps:
         return self.num_tokens / sum(step.num_rows for step in self.steps)
 
     @property
-    def num_whole_tokens(self) -> int:
-        return sum(step.num_whole_tokens for step in self.steps)
-
-    @property
-    def whole_r(self) -> float:
-        """Tokens of whole chats per computed token."""
-        return self.num_whole_tokens / sum(step.num_rows for step in self.steps)
+    def whole_share(self) -> float:
+        """Tokens of whole chats for each token of the rows."""
+        return sum(step.num_whole_tokens for step in self.steps) / self.num_tokens
 
     @property
     def best_r(self) -> float:
-        """The same if every step were one micro-batch, and every branch taken."""
+        """r if every step were one micro-batch, and every branch taken."""
         return self.num_tokens / sum(step.num_unique_tokens for step in self.steps)
 
 
@@ -248,8 +243,8 @@ class Epoch:
         cross |= {(own.batch_size, budget) for budget in budgets if budget >= least_max_tokens}
         together = own.group_by_prefix or True
         grouped = {size for size in sizes if self.shuffle and self._grouping(size, together)}
-        draws = [Draw(size, budget, together) for size, budget in cross if size in grouped]
-        return sorted({own, *draws, *(Draw(size, budget) for size, budget in cross)})
+        draws = {Draw(size, budget, together) for size, budget in cross if size in grouped}
+        return sorted({own} | draws | {Draw(size, budget) for size, budget in cross})
 
     def batches(self, draw: Draw) -> list[list[int]]:
         """The conversations of some full steps."""

@@ -6,6 +6,7 @@ import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,10 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
     epoch = _epoch(data, step_cost)
     together = hparams.group_by_prefix
     own = Draw(hparams.batch_size, hparams.max_tokens, together if together is True or together > 1 else False)
-    sampled = _sampled(epoch, own, hparams.max_length)
+    logger.info("looking for prompts that %d conversations share", len(epoch.conversations))
+    grid = epoch.settings_grid(own, hparams.max_length or int(epoch.lengths.max()))
+    logger.info("counting what the steps of %d settings share", len(grid))
+    sampled = {draw: epoch.sampled(draw) for draw in grid}
     num_steps, epoch_steps = len(sampled[own].steps), -(-epoch.size // own.batch_size)
     if num_steps < epoch_steps:
         notes.append(
@@ -69,7 +73,10 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
     prediction = None
     if not why_not:
         try:
-            prediction = _predicted(setup, epoch, own, hparams.dataloader_num_workers, max_seconds)
+            steps = [epoch.features(batch) for batch in epoch.batches(own)[:TIMED_STEPS]]
+            cases = cases_of(steps, epoch.collator, step_cost)
+            logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
+            prediction = predict_seconds(setup, cases, hparams.dataloader_num_workers, max_seconds)
         except UserError as error:
             why_not = str(error)
     if prediction is None:
@@ -85,7 +92,7 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
                 f"Measured beside other programs: they took {1 - prediction.cpu_share:.0%} of the time, so seconds are "
                 f"too long and the speed-up is uncertain. Run it again when the machine is idle. r is not affected."
             )
-    settings = {draw: _setting(sampled[draw], prediction) for draw in sorted(sampled)}
+    settings = {draw: _setting(sampled[draw], prediction) for draw in grid}
     best = best_setting(settings[own], settings.values(), free_bytes(setup.device)) if prediction else None
     about = _about_data(data, epoch, notes)
     return DataReport(
@@ -96,7 +103,11 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
         settings=tuple(settings.values()),
         best=best,
         command=command_to_paste(typed, settings[own], best or settings[own]),
-        environment=_environment(setup),
+        environment={
+            name: str(value)
+            for name, value in environment(setup.device, str(setup.dtype).removeprefix("torch.")).items()
+            if value
+        },
         notes=tuple(notes),
         hints=tuple(hints(settings[own], list(settings.values()), about["splitting"])),
     )
@@ -105,48 +116,28 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
 def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
     """As `fit` draws and collates it, with deduplication."""
     hparams, corpus = data.hparams, data.conversations["train"]
-    data.step_cost = None if step_cost is None else lambda: step_cost
-    dedup, hparams.dedup = hparams.dedup, True
-    try:
-        collator = data.step_collator()
-    finally:
-        hparams.dedup = dedup
+    chosen_by = step_cost if hparams.min_shared_tokens == "auto" else None
     return Epoch(
         conversations=corpus,
         lengths=corpus.lengths,
         seed=hparams.seed,
         shuffle=hparams.shuffle_dataset,
-        collator=collator,
+        collator=replace(data.step_collator(), dedup=True, step_cost=chosen_by),
         step_cost=step_cost,
         weights=corpus.weights,
     )
 
 
-def _sampled(epoch: Epoch, own: Draw, max_length: int | None) -> dict[Draw, SampledSteps]:
-    """Some steps of the user's own setting and of others."""
-    logger.info("looking for prompts that %d conversations share", len(epoch.conversations))
-    grid = epoch.settings_grid(own, max_length or int(epoch.lengths.max()))
-    logger.info("counting what the steps of %d settings share", len(grid))
-    return {draw: epoch.sampled(draw) for draw in grid}
-
-
-def _predicted(setup: RunSetup, epoch: Epoch, own: Draw, num_workers: int, max_seconds: float) -> Prediction:
-    steps = [epoch.features(batch) for batch in epoch.batches(own)[:TIMED_STEPS]]
-    cases = cases_of(steps, epoch.collator, epoch.step_cost)
-    logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
-    return predict_seconds(setup, cases, num_workers, max_seconds)
-
-
 def _setting(sampled: SampledSteps, prediction: Prediction | None) -> Setting:
-    draw, is_split = sampled.draw, sampled.num_whole_tokens != sampled.num_tokens
+    draw, is_split = sampled.draw, sampled.whole_share != 1
     speedup, whole_speedup = (None, None) if prediction is None else prediction.speedups(sampled)
     return Setting(
         batch_size=draw.batch_size,
         max_tokens=draw.max_tokens,
         group_by_prefix=bool(draw.group_by_prefix),
         r=sampled.r,
-        best_r=sampled.best_r * (sampled.num_whole_tokens / sampled.num_tokens),
-        whole_r=sampled.whole_r if is_split else None,
+        best_r=sampled.best_r * sampled.whole_share,
+        whole_r=sampled.r * sampled.whole_share if is_split else None,
         speedup=speedup,
         whole_speedup=whole_speedup if is_split else None,
         seconds_per_epoch=None if prediction is None else prediction.seconds_per_epoch(sampled),
@@ -163,6 +154,9 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         notes.append(
             f"Distinct tokens and turns are counted on {num_sorted:,} of the tokens; the former are an upper bound."
         )
+    sources: Counter[str] = Counter()  # conversations of each
+    for part, size in zip(corpus.parts, np.diff(corpus.bounds).tolist(), strict=True):
+        sources[part.name] += size
     logger.info("looking for what breaks sharing")
     return {
         "num_rows": rows.num_rows,
@@ -177,7 +171,7 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         "max_length": data.hparams.max_length,
         "num_over_length": rows.num_long_samples,
         "longest": max(rows.longest, int(corpus.lengths.max())),
-        "sources": _sources(corpus),
+        "sources": dict(sources),
         "tree": prefix_tree(_some_sequences(epoch), tokenizer, TREE_NODES),
         "breaks": find_breaks(corpus, tokenizer, data.hparams.batch_size),
     }
@@ -196,24 +190,10 @@ def _some_sequences(epoch: Epoch) -> list[IntArray]:
     return [sample.input_ids for place in places.tolist() for sample in epoch.conversations[place]][:TREE_SAMPLES]
 
 
-def _sources(corpus: Any) -> dict[str, int]:
-    """Conversations of each source that is named."""
-    counts: Counter[str] = Counter()
-    for part, size in zip(corpus.parts, np.diff(corpus.bounds).tolist(), strict=True):
-        counts[part.name] += size
-    return dict(counts)
-
-
 def _name_of(train_file: Any) -> str:
     """What the configuration says, for the title."""
     listed = train_file if isinstance(train_file, list) else [train_file]
     return ", ".join(str(each["path"] if isinstance(each, dict) else each) for each in listed)
-
-
-def _environment(setup: RunSetup) -> dict[str, str]:
-    """Machine and versions, those that are known."""
-    known = environment(setup.device, str(setup.dtype).removeprefix("torch."))
-    return {name: str(value) for name, value in known.items() if value}
 
 
 def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -> Setting:

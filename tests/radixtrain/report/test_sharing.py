@@ -142,6 +142,7 @@ def test_quantiles() -> None:
 
 
 COLLATOR = StepCollator(max_tokens=60)
+WHOLE = [(28, 8)]  # tokens and labels of a whole chat
 RATES = Rates(call=1e-6, rectangle=1e-7, pair=1e-9, element=1e-9, flop=1e-10)
 COST = StepCost(rates=RATES, on_host=True, num_heads=4, num_key_value_heads=2, head_dim=8, row_flops=100.0)
 HYBRID = replace(COST, rates=replace(RATES, runs=RunCost()), attention_share=0.25, mixer_share=0.75)
@@ -164,7 +165,7 @@ def test_both_arms_are_counted_as_they_are_collated(
     two_prompts: list[dict[str, Any]], step_cost: StepCost | None
 ) -> None:
     collator = replace(COLLATOR, step_cost=step_cost)
-    counted = counted_step(two_prompts, collator, step_cost)
+    counted = counted_step(two_prompts, collator, step_cost, WHOLE)
     radix, ordinary = collator(two_prompts), replace(collator, dedup=False)(two_prompts)
     assert [counts.rows for counts in counted.radix] == [batch["input_ids"].numel() for batch in radix.micro_batches]
     assert list(counted.ordinary) == [ordinary_counts(batch) for batch in ordinary.micro_batches]
@@ -174,7 +175,7 @@ def test_both_arms_are_counted_as_they_are_collated(
 
 
 def test_a_padded_batch(two_prompts: list[dict[str, Any]]) -> None:
-    (counts,) = counted_step(two_prompts, StepCollator(), None).ordinary
+    (counts,) = counted_step(two_prompts, StepCollator(), None, WHOLE).ordinary
     assert counts == (8 * 28, 8 * 28 * 28, 2 * (4 + 5 + 6 + 8))
 
 
@@ -183,7 +184,7 @@ def test_attention_without_a_cost_is_pairs() -> None:
         {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
         {"input_ids": [1, 2, 4, 5], "labels": [-100, 2, 4, 5]},
     ]
-    (counts,) = counted_step(sequences, StepCollator(), None).radix
+    (counts,) = counted_step(sequences, StepCollator(), None, WHOLE).radix
     # unique tokens at depths 1, 2, 3 and 3, 4; the second token predicts 3 and 4, the first 2, and 4 predicts 5
     assert counts == (5, 1 + 2 + 3 + 3 + 4, 3)
 
