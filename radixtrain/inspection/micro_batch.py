@@ -21,17 +21,13 @@ from radixtrain.tree.layout import INVERSE_INDICES, LABEL_INDICES, LOSS_WEIGHTS
 class MicroBatch:
     """What the model receives at once, and where it comes from.
 
-    step, num_steps: which optimizer step of the first epoch, from 0, and how many there are.
-    index, num_micro_batches: which part of the step, from 0, and how many there are.
+    place: which part of which optimizer step of the first epoch, counted from 0, as a person reads it.
     samples: its sequences, in the order of `radix_cu_seqlens`.
     batch: as `RadixCollator` makes it for radixtrain's own loss.
     num_step_labels: labelled tokens of the whole step, by which its loss is divided.
     """
 
-    step: int
-    num_steps: int
-    index: int
-    num_micro_batches: int
+    place: str
     samples: Sequence[Sample]
     batch: dict[str, Any]
     num_step_labels: int
@@ -75,21 +71,10 @@ def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:
     parts = zip(collated.members, collated.micro_batches, strict=True)
     return [
         MicroBatch(
-            step=step,
-            num_steps=len(steps),
-            index=index,
-            num_micro_batches=len(collated.micro_batches),
+            place=f"step {step} of {len(steps)}, micro-batch {index} of {len(collated.members)}",
             samples=[samples[member] for member in members],
             batch=batch,
             num_step_labels=collated.num_labels,
         )
         for index, (members, batch) in enumerate(parts)
     ]
-
-
-def micro_batch_of(data: SFTData, step: int, index: int) -> MicroBatch:
-    """One micro-batch of a step, from 0. Raises UserError as `micro_batches`, and if the step has no such part."""
-    parts = micro_batches(data, step)
-    if not 0 <= index < len(parts):
-        raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
-    return parts[index]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -158,23 +157,13 @@ def _computed(data: SFTData, where: str) -> Iterator[RenderableType]:
         return
     if not locations:
         yield _indented(Text("not trained: data.val_size took the row for validation"))
-    for location in locations:
-        part = location.part
-        yield _indented(
-            f"step {part.step} of {part.num_steps}, micro-batch {part.index} of {part.num_micro_batches}, sequence "
-            f"{location.sequence} of {len(part.samples)}, counted from 0"
-        )
-        yield _indented(_indented(_shared(location)))
-
-
-def _shared(location: SampleLocation) -> Table:
-    """A line for each run of computed tokens: how many, and who shares them."""
-    table = Table.grid(padding=(0, 2))
-    for shared in location.shared:
-        first, end = shared.rows
-        others = f"shared with {len(shared.others)}: {named_rows(shared.others)}" if shared.others else "its own"
-        table.add_row(f"tokens {first}-{end - 1}", f"{end - first:,}", others)
-    return table
+    for part, sequence in locations:
+        yield _indented(f"{part.place}, sequence {sequence} of {len(part.samples)}, counted from 0")
+        table = Table.grid(padding=(0, 2))
+        for first, last, names in shared_rows(part, sequence):
+            others = f"shared with {len(names)}: {named_rows(names)}" if names else "its own"
+            table.add_row(f"tokens {first}-{last}", f"{last + 1 - first:,}", others)
+        yield _indented(_indented(table))
 
 
 def _refused(error: DataError) -> Text:
@@ -249,56 +238,33 @@ def _rows_of(data: SFTData, split: str) -> Iterator[tuple[Source, UnreadRow]]:
         yield from ((source, row) for row in open_rows(source))
 
 
-@dataclass(frozen=True)
-class SharedRows:
-    """Neighbouring rows of a sample that the same sequences share.
-
-    rows: the first, and one past the last. others: the other sequences, by `file:line`; empty if they are its own.
-    """
-
-    rows: tuple[int, int]
-    others: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class SampleLocation:
-    """One sample of a row in the first epoch. sequence: its index in the micro-batch. shared: its rows, in order."""
-
-    part: MicroBatch
-    sequence: int
-    shared: tuple[SharedRows, ...]
-
-
-def sample_locations(data: SFTData, where: str) -> list[SampleLocation]:
-    """Where the samples of a row are computed in the first epoch; none if it is not trained on.
+def sample_locations(data: SFTData, where: str) -> list[tuple[MicroBatch, int]]:
+    """The samples of a row in the first epoch, each by its micro-batch and its index there; none if it is not trained.
 
     data: after `setup("inspect")`. where: `file:line` of the row.
     """
-    conversation = _conversation_of(data, where)
-    steps = enumerate(data.train_steps())
-    step = next((number for number, members in steps if conversation in members), None)
+    conversations = data.conversations["train"]
+    conversation = next((i for i in range(len(conversations)) if conversations[i][0].where == where), None)
+    step = next((number for number, members in enumerate(data.train_steps()) if conversation in members), None)
     if step is None:
         return []
     return [
-        SampleLocation(part, sequence, tuple(_shared_rows(part, sequence)))
+        (part, sequence)
         for part in micro_batches(data, step)
         for sequence, sample in enumerate(part.samples)
         if sample.where == where
     ]
 
 
-def _conversation_of(data: SFTData, where: str) -> int | None:
-    conversations = data.conversations["train"]
-    return next((i for i in range(len(conversations)) if conversations[i][0].where == where), None)
+def shared_rows(part: MicroBatch, sequence: int) -> Iterator[tuple[int, int, list[str]]]:
+    """First and last of neighbouring rows of a sample, and the other sequences that share them, by `file:line`.
 
-
-def _shared_rows(part: MicroBatch, sequence: int) -> Iterator[SharedRows]:
-    """A run ends where the rows jump or where other sequences share them."""
+    A run ends where the rows jump or where other sequences share them.
+    """
     paths = paths_of(part)
     own = paths[sequence]
     has = np.stack([np.isin(own, path) for path in paths])
     ends = np.flatnonzero((np.diff(own) != 1) | (has[:, 1:] != has[:, :-1]).any(axis=0)) + 1
     for start, end in pairwise([0, *ends.tolist(), len(own)]):
-        others = [i for i in np.flatnonzero(has[:, start]).tolist() if i != sequence]
-        names = tuple(part.samples[other].where for other in others)
-        yield SharedRows((int(own[start]), int(own[end - 1]) + 1), names)
+        others = (i for i in np.flatnonzero(has[:, start]).tolist() if i != sequence)
+        yield int(own[start]), int(own[end - 1]), [part.samples[other].where for other in others]

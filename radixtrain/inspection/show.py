@@ -11,7 +11,7 @@ from rich.text import Text
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
-from radixtrain.inspection.micro_batch import MicroBatch, micro_batch_of
+from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
 from radixtrain.inspection.picture import asked_for, draw
 from radixtrain.inspection.row import row_stages
 from radixtrain.inspection.runs import RunTree, run_tree
@@ -19,6 +19,11 @@ from radixtrain.inspection.tokens import LOSS
 from radixtrain.tree.layout import PREDICTOR_INDICES, PREFIX
 
 MOST_STRAYS = 8
+LEGEND = Text.assemble(
+    ("\n×3 sequences that pass   ", "dim"),
+    ("⟦loss⟧", LOSS),
+    ("×2 that learn it, if not all   ↵ line break   ⋯ left out\n", "dim"),
+)
 
 
 def show(
@@ -45,28 +50,18 @@ def show(
 
 def _micro_batch(data: SFTData, step: int, index: int, full: bool) -> Iterator[RenderableType]:
     data.setup("inspect")
-    part = micro_batch_of(data, step, index)
+    parts = micro_batches(data, step)
+    if index >= len(parts):
+        raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
+    part = parts[index]
     tree = run_tree(part, load_tokenizer(data.hparams.model_name_or_path))
-    yield _title(part)
+    yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
     yield numbers(part, tree)
     if data.hparams.min_shared_tokens == "auto":
         yield Text("data.min_shared_tokens is auto: fit may leave out small branches", style="dim")
-    yield _legend()
+    yield LEGEND
     yield draw(tree, [sample.where for sample in part.samples], full)
     yield from _strays(tree)
-
-
-def _title(part: MicroBatch) -> Text:
-    places = f"step {part.step} of {part.num_steps}, micro-batch {part.index} of {part.num_micro_batches}"
-    return Text.assemble((places, "bold"), (", counted from 0", "dim"))
-
-
-def _legend() -> Text:
-    return Text.assemble(
-        ("\n×3 sequences that pass   ", "dim"),
-        ("⟦loss⟧", LOSS),
-        ("×2 that learn it, if not all   ↵ line break   ⋯ left out\n", "dim"),
-    )
 
 
 def _strays(tree: RunTree) -> Iterator[Text]:
@@ -81,20 +76,10 @@ def _strays(tree: RunTree) -> Iterator[Text]:
 
 def numbers(part: MicroBatch, tree: RunTree) -> Table:
     """A line for each number: its name, its value, its meaning."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right", style="bold")
-    table.add_column(style="dim")
-    for name, value, meaning in _lines(part, tree):
-        table.add_row(name, value, meaning)
-    return table
-
-
-def _lines(part: MicroBatch, tree: RunTree) -> list[tuple[str, str, str]]:
     batch, padding = part.batch, part.num_padding
     num_rows = len({sample.where for sample in part.samples})
     computed = f"U, unique tokens; and {padding} of padding" if padding else "U, unique tokens"
-    return [
+    lines = [
         ("sequences", f"{len(part.samples):,}", f"from {num_rows:,} rows of the file"),
         ("tokens", f"{part.num_tokens:,}", "T, of all sequences"),
         ("computed tokens", f"{part.num_unique_tokens:,}", computed),
@@ -106,3 +91,10 @@ def _lines(part: MicroBatch, tree: RunTree) -> list[tuple[str, str, str]]:
         ("depth", f"{len(batch[PREFIX + 'levels']) + 1:,}", "segments on the longest way through the tree"),
         ("roots", f"{len(tree.roots):,}", "different first tokens"),
     ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right", style="bold")
+    table.add_column(style="dim")
+    for line in lines:
+        table.add_row(*line)
+    return table

@@ -47,10 +47,7 @@ def part_of() -> Callable[..., MicroBatch]:
         step = StepCollator(**options)(features_of(samples))  # type: ignore[arg-type]
         assert step.members == [list(step.members[0])]
         return MicroBatch(
-            step=0,
-            num_steps=1,
-            index=0,
-            num_micro_batches=1,
+            place="step 0 of 1, micro-batch 0 of 1",
             samples=[samples[member] for member in step.members[0]],
             batch=step.micro_batches[0],
             num_step_labels=step.num_labels,

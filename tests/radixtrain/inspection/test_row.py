@@ -10,7 +10,7 @@ from rich.console import Group
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.inspection.row import find_row, row_stages, sample_locations
+from radixtrain.inspection.row import find_row, row_stages, sample_locations, shared_rows
 
 
 @pytest.fixture
@@ -165,13 +165,11 @@ def test_what_a_sample_shares_adds_up_to_its_tokens(data_of: Callable[..., SFTDa
     data = data_of(*(pair(answer) for answer in ("a b", "a c", "d", "a b")), shuffle_dataset=False)
     data.setup("inspect")
     for conversation in data.conversations["train"]:
-        [place] = sample_locations(data, conversation[0].where)
-        rows = [row for shared in place.shared for row in range(*shared.rows)]
-        ids = place.part.batch["input_ids"][0][rows]
-        assert ids.tolist() == conversation[0].input_ids.tolist()
-        assert [len(shared.others) for shared in place.shared] == sorted(
-            (len(shared.others) for shared in place.shared), reverse=True
-        )
+        [(part, sequence)] = sample_locations(data, conversation[0].where)
+        firsts, lasts, others = zip(*shared_rows(part, sequence), strict=True)
+        rows = [row for first, last in zip(firsts, lasts, strict=True) for row in range(first, last + 1)]
+        assert part.batch["input_ids"][0][rows].tolist() == conversation[0].input_ids.tolist()
+        assert sorted(map(len, others), reverse=True) == [*map(len, others)]
 
 
 def test_it_is_printed_stage_by_stage(data_of: Callable[..., SFTData]) -> None:
