@@ -122,11 +122,8 @@ def _predictions(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> dict[t
     weights: dict[tuple[int, int], float] = defaultdict(float)
     for row, label, weight in zip(rows, labels, batch[LOSS_WEIGHTS].tolist(), strict=True):
         weights[row, label] += weight
-    return {(row, label): Prediction(row, _text_of(label, tokenizer), each) for (row, label), each in weights.items()}
-
-
-def _text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    return token_texts([token], tokenizer)[0]
+    texts = {label: token_texts([label], tokenizer)[0] for label in labels}
+    return {(row, label): Prediction(row, texts[label], each) for (row, label), each in weights.items()}
 
 
 def _row_tokens(

@@ -81,13 +81,13 @@ def marked(
         text.append_text(_run(run, limit, usual_weight))
     if first < last:
         left_out = [token for run in runs[first:last] for token in run]
-        text.append_text(hidden(len(left_out), sum(token.bears_loss for token in left_out)))
+        text.append_text(_hidden(len(left_out), sum(token.bears_loss for token in left_out)))
     for run in runs[last:]:
         text.append_text(_run(run, limit, usual_weight))
     return text if breaks else Text("").join(text.split("\n"))
 
 
-def hidden(num_tokens: int, num_labelled: int = 0) -> Text:
+def _hidden(num_tokens: int, num_labelled: int = 0) -> Text:
     """What stands in place of tokens that are not shown."""
     plural = "" if num_tokens == 1 else "s"
     labelled = f", {num_labelled:,} with loss" if num_labelled else ""
@@ -105,21 +105,16 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
 
 
-def shorten(run: Sequence[Token], max_chars: int) -> tuple[Sequence[Token], int, Sequence[Token]]:
-    """The first tokens, how many are left out, and the last tokens; all are first ones if they are short enough."""
-    if _num_chars(run) <= max_chars:
-        return run, 0, []
-    head = max(1, _num_that_fit(iter(run), max_chars // 2))
-    tail = min(len(run) - head, _num_that_fit(reversed(run), max_chars // 2))
-    return run[:head], len(run) - head - tail, run[len(run) - tail :]
-
-
 def _run(run: Sequence[Token], limit: int | None, usual_weight: float) -> Text:
-    """Tokens that all bear loss, or none."""
-    head, num_hidden, tail = (run, 0, []) if limit is None else shorten(run, limit)
-    body = _joined(head)
-    if num_hidden:
-        body.append_text(hidden(num_hidden)).append_text(_joined(tail))
+    """Tokens that all bear loss, or none; shortened in their middle if they have more characters than the limit."""
+    if limit is None or _num_chars(run) <= limit:
+        body = _joined(run)
+    else:
+        head = max(1, _num_that_fit(iter(run), limit // 2))
+        tail = min(len(run) - head, _num_that_fit(reversed(run), limit // 2))
+        num_hidden = len(run) - head - tail
+        body = _joined(run[:head]).append_text(_hidden(num_hidden) if num_hidden else Text())
+        body.append_text(_joined(run[len(run) - tail :]))
     if not run[0].bears_loss:
         return body
     return Text.assemble((OPEN, LOSS), body, (CLOSE, LOSS), (_weight(run, usual_weight), LOSS))

@@ -69,37 +69,22 @@ class _Drawing:
         return set(np.argsort(-below, kind="stable")[:max_nodes].tolist())
 
     def root(self) -> TreeNode:
-        """Built from the leaves up: a conversation of 1,000 turns is 1,000 deep."""
+        """Built from the leaves up: a conversation of 1,000 turns is 1,000 deep. -1 is the node above all runs."""
         nodes: dict[int, TreeNode] = {}
-        for run in sorted(self.shown, reverse=True):
-            nodes[run] = self._node(run, nodes)
-        return self._above(-1, nodes, text="", num_tokens=0, num_sequences=self.plan.num_sequences)
-
-    def _node(self, run: int, nodes: dict[int, TreeNode]) -> TreeNode:
-        start, end = int(self.starts[run]), int(self.starts[run + 1])
-        return self._above(
-            run,
-            nodes,
-            text=shortened(self._text(start, end), MAX_CHARACTERS),
-            num_tokens=end - start,
-            num_sequences=int(self.passing[run]),
-        )
-
-    def _above(
-        self, run: int, nodes: dict[int, TreeNode], *, text: str, num_tokens: int, num_sequences: int
-    ) -> TreeNode:
-        """The node of a run, given those of its children that are kept."""
-        below = sorted(self.children.get(run, []), key=lambda child: -self.passing[child])
-        hidden = np.array([child for child in below if child not in nodes], dtype=np.int64)
-        return TreeNode(
-            text=text,
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
-            children=tuple(nodes[child] for child in below if child in nodes),
-            num_hidden_children=len(hidden),
-            num_hidden_sequences=int(self.passing[hidden].sum()),
-            num_hidden_tokens=int((self.ends[hidden] - self.starts[hidden]).sum()),
-        )
+        for run in [*sorted(self.shown, reverse=True), -1]:
+            start, end = (int(self.starts[run]), int(self.starts[run + 1])) if run >= 0 else (0, 0)
+            below = sorted(self.children.get(run, []), key=lambda child: -self.passing[child])
+            hidden = np.array([child for child in below if child not in nodes], dtype=np.int64)
+            nodes[run] = TreeNode(
+                text=shortened(self._text(start, end), MAX_CHARACTERS) if end else "",
+                num_tokens=end - start,
+                num_sequences=int(self.passing[run]) if end else self.plan.num_sequences,
+                children=tuple(nodes[child] for child in below if child in nodes),
+                num_hidden_children=len(hidden),
+                num_hidden_sequences=int(self.passing[hidden].sum()),
+                num_hidden_tokens=int((self.ends[hidden] - self.starts[hidden]).sum()),
+            )
+        return nodes[-1]
 
     def _text(self, start: int, end: int) -> str:
         """Of unique tokens, from the first sequence that has them."""

@@ -183,21 +183,25 @@ class Rung:
     @property
     def worst_ordinary(self) -> float:
         """The largest relative error of the ordinary arm."""
-        return max((_nan_as_inf(tensor.ordinary) for tensor in self.alive), default=0.0)
+        return self._errors("ordinary")[-1]
 
     @cached_property
     def upper_quartile_ordinary(self) -> float:
         """A quarter of the ordinary arm's tensors have a larger relative error."""
-        errors = sorted(_nan_as_inf(tensor.ordinary) for tensor in self.alive)
-        return errors[3 * (len(errors) - 1) // 4] if errors else 0.0
+        errors = self._errors("ordinary")
+        return errors[3 * (len(errors) - 1) // 4]
 
     @property
     def median_radix(self) -> float:
-        return statistics.median([_nan_as_inf(tensor.radix) for tensor in self.alive] or [0.0])
+        return statistics.median(self._errors("radix"))
 
     @property
     def median_ordinary(self) -> float:
-        return statistics.median([_nan_as_inf(tensor.ordinary) for tensor in self.alive] or [0.0])
+        return statistics.median(self._errors("ordinary"))
+
+    def _errors(self, arm: str) -> list[float]:
+        """Relative errors of an arm in the gradients that are alive, the smallest first; a zero if none is."""
+        return sorted(_nan_as_inf(getattr(tensor, arm)) for tensor in self.alive) or [0.0]
 
     @property
     def median_ratio(self) -> float:
