@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.formats import Row, UnreadRow
@@ -63,6 +63,8 @@ class ChatEncoder:
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
+    answered: ClassVar[bool] = True
+    """Whether a row needs an answer to learn from."""
 
     def __post_init__(self) -> None:
         if self.excess_length_strategy not in ("raise", "drop", "truncate"):
@@ -229,14 +231,18 @@ class ChatEncoder:
 
     def _finish(self, samples: list[Sample], report: EncodeReport) -> list[Sample]:
         """The samples that are trained, within `max_length`."""
+        vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
         for sample in samples:
-            check_vocabulary(sample, self.num_known_tokens)
+            check_vocabulary(sample, vocab_size)
         long = [sample for sample in samples if self.max_length is not None and len(sample.input_ids) > self.max_length]
         for sample in long:
             report.add_long_sample(len(sample.input_ids), sample.where)
-        for sample in long[: self.excess_length_strategy == "raise"]:
-            raise self._too_long(sample)
-        fitted = [self._fit(sample, report) if sample in long else self._checked(sample) for sample in samples]
+        if self.excess_length_strategy == "drop":
+            report.num_dropped_samples += len(long)
+            samples = [sample for sample in samples if sample not in long]
+        elif long and not (self.answered and self.excess_length_strategy == "truncate"):
+            raise self._too_long(long[0])
+        fitted = [self._truncated(sample, report) if sample in long else self._checked(sample) for sample in samples]
         kept = [sample for sample in fitted if sample is not None]
         report.num_samples += len(kept)
         report.num_tokens += sum(len(sample.input_ids) for sample in kept)
@@ -255,11 +261,8 @@ class ChatEncoder:
             raise DataError(sample.where, f"no token bears loss: {found}")
         return sample
 
-    def _fit(self, sample: Sample, report: EncodeReport) -> Sample | None:
-        """A sample that is too long, cut; None if it is dropped."""
-        if self.excess_length_strategy == "drop":
-            report.num_dropped_samples += 1
-            return None
+    def _truncated(self, sample: Sample, report: EncodeReport) -> Sample | None:
+        """Its first tokens; None if no label is left."""
         assert self.max_length is not None
         short = sample.part(0, self.max_length)
         if not short.num_labels:
@@ -268,11 +271,6 @@ class ChatEncoder:
         report.num_truncated_samples += 1
         return short
 
-    @property
-    def answered(self) -> bool:
-        """Whether a row needs an answer to learn from."""
-        return True
-
     @cached_property
     def template_variables(self) -> frozenset[str] | None:
         return template_variables(self.tokenizer)
@@ -280,10 +278,6 @@ class ChatEncoder:
     @cached_property
     def renders_developer(self) -> bool:
         return renders_developer(self.tokenizer)
-
-    @cached_property
-    def num_known_tokens(self) -> int:
-        return len(self.tokenizer) if self.vocab_size is None else self.vocab_size
 
     @cached_property
     def tokenize(self) -> DraftTokenizer:

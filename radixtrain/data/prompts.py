@@ -47,11 +47,11 @@ class Prompts:
         return len(self.prompts)
 
 
+@dataclass(eq=False)
 class PromptDataset(Dataset[list[Prompt]]):
     """Maps a list of conversation indices to their prompts; a sample whose tokens are all labels is one as a whole."""
 
-    def __init__(self, conversations: Sequence[Sequence[Sample]]):
-        self.conversations = conversations
+    conversations: Sequence[Sequence[Sample]]
 
     def __len__(self) -> int:
         return len(self.conversations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from radixtrain.data.workers import blocked_signals, end_with_parent
 from radixtrain.tree.arrays import IntArray
 
 
+@dataclass(eq=False)
 class StepDataset(Dataset[Step]):
     """Maps a list of conversation indices to the collated optimizer step; runs in the DataLoader worker.
 
@@ -28,9 +29,8 @@ class StepDataset(Dataset[Step]):
     A step knows the file and line that each of its sequences came from.
     """
 
-    def __init__(self, conversations: Sequence[Sequence[Sample]], collator: StepCollator):
-        self.conversations = conversations
-        self.collator = collator
+    conversations: Sequence[Sequence[Sample]]
+    collator: StepCollator
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -52,6 +52,7 @@ def features_of(samples: Iterable[Sample], weighted: bool = True) -> list[dict[s
     return [{name: column for name, column in given.items() if column is not None} for given in columns]
 
 
+@dataclass(eq=False)
 class StepSampler(Sampler[list[int]]):
     """Lists of conversation indices, one for each step. The order depends only on `seed` and the number of the epoch.
 
@@ -62,25 +63,19 @@ class StepSampler(Sampler[list[int]]):
     is_fixed: every epoch has the order of the first one.
     """
 
-    def __init__(
-        self,
-        num_conversations: int,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        grouping: GroupedOrder | None = None,
-        weights: np.ndarray | None = None,
-        is_fixed: bool = False,
-    ):
-        self.num_conversations, self.batch_size = num_conversations, batch_size
-        self.shuffle, self.seed, self.grouping, self.weights = shuffle, seed, grouping, weights
-        self.is_fixed = is_fixed
-        self.epoch_size = num_conversations if weights is None else epoch_size(weights)
-        self.epoch = 0
-        self.start = 0
+    num_conversations: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    grouping: GroupedOrder | None = None
+    weights: np.ndarray | None = None
+    is_fixed: bool = False
+    epoch: int = field(default=0, init=False)
+    start: int = field(default=0, init=False)
 
     def __len__(self) -> int:
-        return -(-self.epoch_size // self.batch_size)
+        size = self.num_conversations if self.weights is None else epoch_size(self.weights)
+        return -(-size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The iterator of a list, not a generator: `start` is for one pass only, so it is read now."""

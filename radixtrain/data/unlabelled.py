@@ -11,7 +11,7 @@ from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.conversation import text_of
-from radixtrain.data.sample import EncodeReport, Sample, TooLongError
+from radixtrain.data.sample import Sample, TooLongError
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError
 
@@ -30,9 +30,7 @@ class UnlabelledEncoder(ChatEncoder):
     `assistant_only_loss`, `completion_only_loss` and `split_turns` have no effect.
     """
 
-    @property
-    def answered(self) -> bool:
-        return False
+    answered = False
 
     def _draft(self, row: Row) -> list[Draft] | list[Sample]:
         fields, where = row.fields, row.where
@@ -57,13 +55,6 @@ class UnlabelledEncoder(ChatEncoder):
         if not len(sample.input_ids):
             raise DataError(sample.where, "no token to read; expected a text that is not empty")
         return sample
-
-    def _fit(self, sample: Sample, report: EncodeReport) -> Sample | None:
-        """None: the end of a row is what is read, so it is never truncated."""
-        if self.excess_length_strategy == "drop":
-            report.num_dropped_samples += 1
-            return None
-        raise self._too_long(sample)
 
     def _too_long(self, sample: Sample) -> TooLongError:
         return TooLongError(
