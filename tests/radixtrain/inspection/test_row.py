@@ -38,22 +38,6 @@ def pair(answer: str) -> dict[str, str]:
     return {"prompt": "Where are the nails?\n", "completion": answer}
 
 
-def test_every_stage_of_a_row(data_of: Callable[..., SFTData], shown: Callable[..., str], tmp_path: Path) -> None:
-    lines = shown(data_of(pair("Here."), pair("There."), pair("There.")), 2).splitlines()
-    assert lines[1] == f"{tmp_path}/chats.jsonl:2: row 2 of data.train_file"
-    assert lines[2:4] == ["  prompt      Where are the nails?↵", "  completion  There."]
-    assert lines[lines.index("rendered: plain text") + 1 :][:2] == [
-        "  prompt  Where are the nails?↵",
-        "  target  There.",
-    ]
-    tokens = next(place for place, line in enumerate(lines) if line.startswith("tokens: "))
-    assert lines[tokens + 1 : tokens + 3] == ["  Where are the nails?↵", "  ⟦There.<|im_end|>⟧"]
-    computed = lines.index("computed, in the first epoch")
-    assert lines[computed + 1].startswith("  step 0 of 1, micro-batch 0 of 1, sequence ")
-    assert lines[computed + 2].endswith("shared with 2: chats.jsonl:1, chats.jsonl:3")
-    assert lines[computed + 3].endswith("shared with 1: chats.jsonl:3")
-
-
 def test_tokens_have_their_ids_labels_and_weights(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
     row = {"input_ids": [40, 41, 42, 43], "labels": [-100, -100, 42, 50], "loss_weights": [1, 1, 1, 0.5]}
     line = next(line for line in shown(data_of(row), 1).splitlines() if line.split()[:2] == ["0", "40"])

@@ -23,21 +23,6 @@ def texts(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[tuple[st
     return [("".join(token.text for token in run.tokens), len(run.sequences), run.children) for run in runs]
 
 
-def test_a_tree_of_two_levels(tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part) -> None:
-    part = part_of([sample_of("Is it? ", answer) for answer in ("Yes", "Yes", "Yet", "No")])
-    assert texts(part, tokenizer) == [
-        ("Is it? ", 4, [1, 2]),
-        ("No", 1, []),
-        ("Ye", 3, [3, 4]),
-        ("s", 2, []),
-        ("t", 1, []),
-    ]
-    first, _, yes, *_ = run_tree(part, tokenizer).runs
-    assert [(one.row, one.text, one.weight) for one in first.predictions] == [(6, "N", 1), (6, "Y", 3)]
-    assert [(token.bears_loss, token.weight) for token in yes.tokens] == [(True, 3), (True, 3)]
-    assert not any(token.bears_loss for token in first.tokens)
-
-
 def test_a_character_that_branches_inside_is_whole_in_each_branch(
     tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part
 ) -> None:

@@ -112,11 +112,6 @@ def test_one_row(command: Callable[..., tuple[int, str, str]], shown: Callable[.
     assert out.splitlines()[4:20] == shown(row=7).splitlines()[4:20]
 
 
-def test_a_bad_row_is_no_failure(shown: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"text": 5}\n', encoding="utf-8")
-    assert "refused: " in shown(row=1, train_file=str(tmp_path / "bad.jsonl"))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
