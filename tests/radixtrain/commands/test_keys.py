@@ -48,7 +48,8 @@ def test_the_names_of_other_tools():
 
 
 def test_every_key_has_a_meaning_and_values():
-    for key in (key for command in COMMANDS for key in keys_of(command)):
+    read = COMMANDS.keys() - {"run"}  # it reads its line itself
+    for key in (key for command in read for key in keys_of(command)):
         assert key.help and key.help[-1] in ".`)", key
         assert key.kind or key.name == "print_config"
 

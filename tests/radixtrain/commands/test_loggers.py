@@ -39,7 +39,7 @@ def says(arguments, shop, capsys, monkeypatch):
     return run
 
 
-def test_short_names_and_other_loggers(tmp_path, nobody):
+def test_short_names_and_other_loggers(tmp_path, nobody, monkeypatch):
     for asked, kinds in (
         (None, ["CSVLogger"]),
         (True, ["CSVLogger"]),
@@ -59,9 +59,6 @@ def test_short_names_and_other_loggers(tmp_path, nobody):
     assert named.name == "logs" and last is own
     with pytest.raises(UserError, match=r"trainer\.logger: none stands alone, not in a list"):
         loggers_of(["none", own], tmp_path)
-
-
-def test_the_project_of_the_environment(tmp_path, nobody, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     assert loggers_of("wandb", tmp_path)[1].name == "theirs"
 

@@ -25,7 +25,7 @@ def test_variables_that_were_meant_for_us(caplog: Any) -> None:
     assert sorted(caplog.messages) == sorted(f"{PREFIX}{name} is not read{text}" for name, text in told.items())
 
 
-def test_the_variables_of_the_documentation_and_of_others_are_none(caplog: Any) -> None:
+def test_documented_variables_and_those_of_others_are_not_warned_of(caplog: Any) -> None:
     documented = re.findall(r"`(RADIXTRAIN_\w+)", DOCS.read_text(encoding="utf-8").partition("## Environment")[2])
     assert {f"{PREFIX}{name}" for name in VARIABLES} < set(documented)
     others = [name for name in documented if name != "RADIXTRAIN_MODEL__DTYPE"]  # the example of a key
