@@ -208,18 +208,15 @@ def _place(staging: Path, entry: Path) -> None:
 def _delete_unused(folder: Path) -> None:
     """Entries that were not used for long, and what runs that were killed left a day ago or earlier."""
     for entry in folder.iterdir() if folder.is_dir() else ():
-        about = entry / ABOUT
         is_left = entry.name.startswith(".")
         with suppress(FileNotFoundError):  # another run deletes it too
-            if is_left or about.is_file():
-                days = (time.time() - (_last_written(entry) if is_left else about.stat().st_mtime)) / 86400
-                if days > (1 if is_left else DAYS_KEPT):
-                    shutil.rmtree(entry, ignore_errors=True)
+            if (is_left or (entry / ABOUT).is_file()) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
+                shutil.rmtree(entry, ignore_errors=True)
 
 
-def _last_written(folder: Path) -> float:
-    """When the newest of its files was: that of a run that still encodes is young, however long ago it began."""
-    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+def _days_unused(folder: Path) -> float:
+    """Of the newest of its files: that of a run that still encodes is young, however long ago it began."""
+    return (time.time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))) / 86400
 
 
 def _check_space(folder: Path, files: Collection[FileContents]) -> None:

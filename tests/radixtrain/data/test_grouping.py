@@ -1,23 +1,18 @@
 """`group_by_prefix` on conversations: what it chooses, what it is expected to bring, and what `fit` draws by it."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiers import FULL
 
-from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of
+from radixtrain.collators.prefix_sampler import ENOUGH, batches_of
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.grouping import Arrangement, expected_r, grouped_order
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
-
-DATA = Path(os.environ.get("RADIXTRAIN_DATA", Path(__file__).parents[3].parent / "shared" / "data" / "sft"))
-MANY_PROMPTS = DATA / "gsm8k_many_prompts_train.jsonl"
 
 
 def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[Sample]]:
@@ -132,22 +127,3 @@ def test_a_checkpoint_knows_the_order(file, shop):
         other.load_state_dict(data.state_dict())
     with pytest.raises(UserError, match="group_by_prefix was false and is true"):
         data.load_state_dict(plain.state_dict())
-
-
-@FULL
-@pytest.mark.data
-@pytest.mark.skipif(not MANY_PROMPTS.exists(), reason=f"no {MANY_PROMPTS}: RADIXTRAIN_DATA names a folder that has it")
-def test_real_prompts(shop):
-    """12 prompts: the choice reaches 80 % of the r of whole steps of a prompt, up to the error of an estimate."""
-    options = {"group_by_prefix": True, "max_length": None, "max_tokens": 65536}
-    data = SFTData(str(MANY_PROMPTS), model_name_or_path=str(shop / "model"), **options)
-    data.setup("fit")
-    conversations = data.conversations["train"]
-    grouping = grouped_order(conversations, 32, True, 42)
-    assert grouping is not None and len(grouping.groups) == 12
-    orders = {
-        together: GroupedOrder(grouping.groups, 32, together).draw(np.arange(3000), np.random.default_rng(1))
-        for together in (1, grouping.together, 32)
-    }
-    r = {together: expected_r(conversations, batches_of(order, 32), None).r for together, order in orders.items()}
-    assert r[32] > r[grouping.together] > 0.78 * r[32] > 1.2 * r[1]

@@ -307,7 +307,7 @@ def test_entries_that_were_not_used_for_long_are_deleted(chats: Path, tokenize: 
     (folder / "not ours").mkdir()
     old = time.time() - (cache.DAYS_KEPT + 1) * 86400
     first, _, _ = sorted(folder.iterdir(), key=lambda path: path.name == "not ours")
-    for path in (first / ABOUT, folder / "not ours"):
+    for path in (*first.iterdir(), first, folder / "not ours"):
         os.utime(path, (old, old))
     tokenize(chats, max_length=501)
     left = entries(folder)
