@@ -210,7 +210,7 @@ def _delete_unused(folder: Path) -> None:
     for entry in folder.iterdir() if folder.is_dir() else ():
         is_left = entry.name.startswith(".")
         with suppress(FileNotFoundError):  # another run deletes it too
-            if (is_left or (entry / ABOUT).is_file()) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
+            if (is_left or (entry / SAMPLES).is_file()) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
