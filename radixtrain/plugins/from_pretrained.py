@@ -49,6 +49,7 @@ class LoadedModel:
             )
 
     def __str__(self) -> str:
+        """One line."""
         processes = f" on {self.num_processes} processes" if self.num_processes > 1 else ""
         return f"radixtrain: {self.name}{processes}: {f'not shared: {self.reason}' if self.reason else self._calls()}"
 
