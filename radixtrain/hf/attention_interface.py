@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,9 +40,10 @@ EAGER_NAME = "radix_eager"
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
 
-@dataclass
 class RadixCall:
     """One forward pass on a radix batch: what every layer needs, and which layers ran.
+
+    No dataclass: FSDP, when it casts the arguments of a layer, hands every layer a copy of those.
 
     predictor_indices: the rows that the head gets; None for all of them.
     chosen: the strategy for `auto`, if the collator's `step_cost` chose one.
@@ -53,16 +53,23 @@ class RadixCall:
     mixed: the id of every recurrent mixer that ran.
     """
 
-    layout: TreeLayout
-    predictor_indices: Tensor | None
-    attention: str
-    kernel: str
-    window_may_bind: bool
-    chosen: str | None = None
-    places: Places | None = None
-    misses_cache: bool = False
-    calls: list[int] = field(default_factory=list)
-    mixed: list[int] = field(default_factory=list)
+    def __init__(
+        self,
+        layout: TreeLayout,
+        predictor_indices: Tensor | None,
+        attention: str,
+        kernel: str,
+        window_may_bind: bool,
+        chosen: str | None = None,
+        places: Places | None = None,
+        misses_cache: bool = False,
+    ) -> None:
+        self.layout, self.predictor_indices = layout, predictor_indices
+        self.attention, self.kernel, self.chosen = attention, kernel, chosen
+        self.window_may_bind = window_may_bind
+        self.places, self.misses_cache = places, misses_cache
+        self.calls: list[int] = []
+        self.mixed: list[int] = []
 
     @cached_property
     def runs(self) -> TreeRuns:
@@ -80,19 +87,17 @@ Write = Callable[[int, Tensor, Tensor, CachedLayout], tuple[Tensor, Tensor]]
 """`KeyValueStore.write`: puts the new keys and values of a call into their slots, and returns all that it stores."""
 
 
-@dataclass
 class CachedCall:
-    """One forward pass of generation: what every layer needs, and which layers ran.
+    """One forward pass of generation: what every layer needs, and which layers ran. No dataclass either.
 
     layout: the new rows of the pass, and the stored ones that they see.
     calls: the id of every attention module that ran.
     """
 
-    layout: CachedLayout
-    write: Write
-    kernel: str
-    window_may_bind: bool
-    calls: list[int] = field(default_factory=list)
+    def __init__(self, layout: CachedLayout, write: Write, kernel: str, window_may_bind: bool) -> None:
+        self.layout, self.write = layout, write
+        self.kernel, self.window_may_bind = kernel, window_may_bind
+        self.calls: list[int] = []
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to all that each of them sees."""

@@ -226,15 +226,16 @@ def test_a_loop_with_ddp(tiny_qwen3):
         assert one["grad_norm"] == other["grad_norm"] and one["loss"] != other["loss"]
 
 
-@pytest.mark.parametrize("min_ratio", [0, 2])
-def test_fsdp2(model, min_ratio):
+@pytest.mark.parametrize(("min_ratio", "casts"), [(0, False), (2, False), (0, True)])
+def test_fsdp2(model, min_ratio, casts):
     """Sharded as Accelerate shards, by its own function: itself it takes FSDP to other devices than CPUs only.
 
-    The second rank has nothing to share but its padding; with a `min_ratio` of 2 its call is left as it is.
+    The second rank has nothing to share but its padding; with a `min_ratio` of 2 its call is left as it is. In mixed
+    precision FSDP casts the arguments of every layer, and copies every dataclass among them.
     """
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -242,6 +243,7 @@ def test_fsdp2(model, min_ratio):
         transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
         reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.float64) if casts else None,
     )
     accelerator: Any = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True
