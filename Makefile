@@ -7,7 +7,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 TEST_ALL_CORES := OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help fit test test-full check bench test-gpu setup clean
+.PHONY: help fit test test-full check bench test-gpu test-plugins setup clean
 .NOTPARALLEL:
 
 help:  ## this list
@@ -39,6 +39,9 @@ bench: .venv/.user  ## time a training step on this machine, deduplicated and no
 
 test-gpu: setup  ## run the tests that need a CUDA device; one that skips says what it lacks
 	$(TEST) -m gpu -rs
+
+test-plugins: setup  ## train in TRL, ms-swift, Axolotl, LLaMA-Factory and verl, untouched and shared; installs each by itself
+	.venv/bin/python recipes/plugins.py
 
 setup: .venv/.dev  ## install into .venv for development
 
