@@ -101,7 +101,7 @@ class Processes:
         try:
             return join(self.timeout)
         except RuntimeError as error:
-            if launcher_env().num_nodes == 1:
+            if getattr(self.strategy, "num_nodes", 1) == 1:
                 raise
             raise UserError(
                 f"the machines cannot connect over gloo ({first_line(error)}): its address of a machine is that of the "
