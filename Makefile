@@ -7,7 +7,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 TEST_ALL_CORES := OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help fit test test-full check bench test-gpu test-plugins setup clean
+.PHONY: help fit test test-full check bench test-gpu test-plugins docs setup clean
 .NOTPARALLEL:
 
 help:  ## this list
@@ -42,6 +42,12 @@ test-gpu: setup  ## run the tests that need a CUDA device; one that skips says w
 
 test-plugins: setup  ## train in TRL, ms-swift, Axolotl, LLaMA-Factory and verl, untouched and shared; installs each by itself
 	.venv/bin/python recipes/plugins.py
+
+docs:  ## write the pages as a site into build/site; a broken link is an error
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/pip install --quiet --disable-pip-version-check zensical==0.0.73
+	build/docs/bin/python docs/site.py build/pages
+	build/docs/bin/zensical build --clean --strict
 
 setup: .venv/.dev  ## install into .venv for development
 

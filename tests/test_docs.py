@@ -5,6 +5,8 @@ import inspect
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -320,6 +322,23 @@ def test_the_map_has_the_floors_of_the_imports() -> None:
     floors = [set(layer.split(" : ")) for layer in reversed(contracts[0]["layers"])]
     drawn = re.findall(r"^(\d)  (\w+(?:   \w+)*) {2,}\S", read("CONTRIBUTING.md"), re.MULTILINE)
     assert [(int(number), set(rooms.split())) for number, rooms in reversed(drawn)] == list(enumerate(floors, start=1))
+
+
+# The site: `make docs`
+
+
+def test_the_site_has_every_page_and_every_link_leads_to_one(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "docs" / "site.py", tmp_path], check=True)
+    navigation = re.findall(r": (\S+\.md)$", read("mkdocs.yml"), re.MULTILINE)
+    assert set(navigation) >= {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
+    assert all((tmp_path / page).is_file() for page in navigation)
+    linked = [
+        page.parent / link
+        for page in tmp_path.rglob("*.md")
+        for link in re.findall(r"\]\(([^)\s#:]+)[)#]", page.read_text(encoding="utf-8"))
+    ]
+    assert len(linked) > 50 and not [path for path in linked if not path.is_file()]
+    assert "share_prefixes" in (tmp_path / "recipes" / "any_trainer" / "dpo.py.md").read_text(encoding="utf-8")
 
 
 # Numbers that several pages repeat
