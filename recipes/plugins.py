@@ -36,8 +36,17 @@ REQUIREMENTS = {
 }
 TORCH = "torch==2.13.0"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": "."}
-OFFLINE |= {"AXOLOTL_DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
+OFFLINE |= {"ACCELERATE_USE_CPU": "true", "AXOLOTL_DO_NOT_TRACK": "1", "CUDA_VISIBLE_DEVICES": ""}
 PLUGINS = "VERL_USE_EXTERNAL_PLUGINS"
+TRAIN = """\
+import sys
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+
+rows = load_dataset("json", data_files="sft/train.jsonl", split="train")
+arguments = SFTConfig(output_dir=sys.argv[1], gradient_checkpointing=False, **STEPS)
+SFTTrainer(model="model", args=arguments, train_dataset=rows).train()
+"""
 Log = list[tuple[float, float]]
 STEPS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -96,6 +105,7 @@ def write_inputs(folder: Path) -> None:
     write("factory/rows.jsonl", [{"system": system, "instruction": user, "output": good} for user, good, _ in rows])
     columns = {"system": "system", "prompt": "instruction", "response": "output"}
     write("factory/dataset_info.json", [{"rows": {"file_name": "rows.jsonl", "columns": columns}}])
+    (folder / "train.py").write_text(TRAIN.replace("STEPS", repr(STEPS)))
     (folder / "rewards.py").write_text(
         "def vowels(completions, **_):\n    return [float(sum(map(text.count, 'aeiou'))) for text in completions]\n"
     )
@@ -131,6 +141,9 @@ def commands(host: str, programs: Path) -> Iterator[tuple[str, list[str], list[s
             given = {**model, **STEPS, "dataset_name": method, "gradient_checkpointing": False}
             command = ["trl", method, *flags(given | (own if method == "grpo" else {}))]
             yield f"`radixtrain run -- trl {method}`", command, [*run, *command], {}
+        launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+        command = [*launch, "--mixed_precision", "no", "--dynamo_backend", "no", "train.py", "OUT"]
+        yield "`radixtrain run -- accelerate launch train.py`, two processes", command, [*run, *command], {}
     if host == "swift":
         own = {"model": "model", "model_type": "qwen3", "template": "qwen3", "use_hf": True, "tuner_type": "full"}
         more = {"torch_dtype": "float32", "fp16": False, "gradient_checkpointing": False, "split_dataset_ratio": 0}
