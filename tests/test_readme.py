@@ -21,8 +21,10 @@ from radixtrain.verification.oracle import float64_arithmetic
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
+    "AGENTS.md",
     "README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/any-trainer.md",
     "docs/benchmarks.md",
     "docs/configuration.md",
