@@ -7,11 +7,11 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 TEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest
 TEST_ALL_CORES := OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help fit test test-full check bench test-gpu test-plugins docs setup clean
+.PHONY: help fit test test-full check bench test-gpu test-plugins test-versions docs setup clean
 .NOTPARALLEL:
 
 help:  ## this list
-	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 fit: .venv/.user runs/demo/train.jsonl  ## write a demo and fine-tune a tiny model on it: one to two minutes on two CPU cores
 	.venv/bin/python -m radixtrain fit --config configs/demo.yaml --overwrite true
@@ -42,6 +42,9 @@ test-gpu: setup  ## run the tests that need a CUDA device; one that skips says w
 
 test-plugins: setup  ## train in TRL, ms-swift, Axolotl, LLaMA-Factory and verl, untouched and shared; installs each by itself
 	.venv/bin/python recipes/plugins.py
+
+test-versions: setup  ## test the library beside older transformers, and write docs/versions.md: 40 minutes on two cores
+	.venv/bin/python recipes/versions.py
 
 docs:  ## write the pages as a site into build/site; a broken link is an error
 	$(PYTHON) -m venv build/docs

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from radixtrain.errors import UserError
 
 # Package -> the oldest version that works: the bounds of pyproject.toml, which tests/test_packaging.py compares.
-OLDEST = {"jinja2": "3.1", "numpy": "2", "safetensors": "0.5", "torch": "2.10", "transformers": "5.17", "xxhash": "3"}
+OLDEST = {"jinja2": "3.1", "numpy": "2", "safetensors": "0.5", "torch": "2.10", "transformers": "5.2", "xxhash": "3"}
 # Package -> the same, of those that the commands need beside them: the extra `fit`.
 FIT = {
     "datasets": "4",
@@ -28,6 +28,9 @@ WHY = {
     "lightning": "older ones run code of a checkpoint, 2.6.2 and 2.6.3 steal credentials",
     "torch": "older ones can be attacked by a checkpoint file",
 }
+
+# What a model of transformers does only from a version on.
+SINCE = {"keyword arguments from model to backbone": "5.3", "recurrent states that fork": "5.16"}
 
 UNKNOWN = "unknown"
 
@@ -66,6 +69,19 @@ def versions() -> dict[str, str]:
     """Of the packages that make a model, by their names."""
     found = {name: installed(name) for name in ("radixtrain", "torch", "transformers", "lightning", "peft")}
     return {name: version for name, version in found.items() if version not in (None, UNKNOWN)}
+
+
+def before(what: str) -> str:
+    """The end of a refusal, if the installed transformers is older than what is refused; else empty."""
+    since = SINCE[what]
+    older = f" (transformers {installed('transformers')} has no {what}: pip install -U 'transformers>={since}')"
+    return older if transformers_is_before(since) else ""
+
+
+def transformers_is_before(version: str) -> bool:
+    """Whether the installed transformers is older. One that does not say its version is not."""
+    found = installed("transformers") or UNKNOWN
+    return found != UNKNOWN and _numbers(found) < _numbers(version)
 
 
 def _is_found(name: str) -> bool:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, WatermarkingConfig
 
 from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.hf.backbone import model_inside
+from radixtrain.versions import transformers_is_before
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,15 +124,16 @@ def resolve_config(model: nn.Module, generation_config: GenerationConfig | None,
     try:
         config = copy.deepcopy(generation_config) if generation_config is not None else GenerationConfig()
         config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
-        has_length = config.max_length is not None
+        counts_prompt = generation_config if transformers_is_before("5.3") else config
+        has_length = getattr(counts_prompt, "max_length", None) is not None
         config.update(**config._get_default_generation_params(), defaults_only=True)
-        config.update(**kwargs)
+        missing = config.update(**kwargs)
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"generation options: {first_line(error)}") from error
     set_by_caller = set(kwargs) | {
         name for name, value in vars(generation_config or object).items() if value is not None
     }
-    _refuse_unsupported(config, set_by_caller)
+    _refuse_unsupported(config, set_by_caller, missing)
     _settle_lengths(config, base, has_length or kwargs.get("max_length") is not None)
     _check_values(config)
     return config
@@ -179,10 +181,10 @@ def _check_name(name: str) -> None:
         raise UserError(f"unknown generation option {name!r}{hint}")
 
 
-def _refuse_unsupported(config: GenerationConfig, set_by_caller: set[str]) -> None:
-    """set_by_caller: names of fields; any other comes from the model."""
+def _refuse_unsupported(config: GenerationConfig, set_by_caller: set[str], missing: dict[str, Any]) -> None:
+    """set_by_caller: names of fields; any other comes from the model. missing: fields that this transformers lacks."""
     for name, refusal in REFUSED.items():
-        value = getattr(config, name, None)
+        value = getattr(config, name, missing.get(name))
         if not any(value is each or value == each for each in refusal.neutral):
             origin = "" if name in set_by_caller else " (in the model's generation_config)"
             fix = "leave it out" if name in set_by_caller else f"pass {name}={refusal.neutral[0]!r}"
@@ -202,7 +204,8 @@ def _settle_lengths(config: GenerationConfig, base: PreTrainedModel, has_length:
     if config.max_new_tokens is not None:
         config.max_length = None
     elif not has_length or config.max_length is None:
-        config.max_new_tokens = config._get_default_generation_params()["max_length"]  # 20, beside the prompt
+        own = config._get_default_generation_params()["max_length"]  # 20, beside the prompt
+        config.max_new_tokens = config.max_length or own
         config.max_length = getattr(base.config, "max_position_embeddings", None)
 
 

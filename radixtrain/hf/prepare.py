@@ -25,7 +25,7 @@ from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
-from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_not_next_tokens
+from radixtrain.hf.refusals import check_choice, check_model, not_reached, why_no_radix_batch
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.tree.runs import RunCost
 
@@ -219,7 +219,7 @@ def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | Non
         num_layers=num_attention_layers(parts.decoder),
         mixers=mixers,
         progress=progress,
-        refused=why_not_next_tokens(parts),
+        refused=why_no_radix_batch(parts),
         padded=sharing,
         sharing=SharingWatch(parts.name),
         **options,

@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.models.auto import modeling_auto
 
@@ -25,7 +26,8 @@ from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, source_of_class, text_layers
 from radixtrain.hf.windows import chunk_of
-from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.layout import PREFIX, TreeLayout
+from radixtrain.versions import before
 
 CAUSAL_CLASSES = {
     name
@@ -37,7 +39,7 @@ CAUSAL_CLASSES = {
     for name in mapping.values()
 }
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")  # of classes that transformers does not list
-EXACT_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # chunks: see `_check_chunks`
+EXACT_LAYERS = ("full_attention", "attention", "sliding_attention", "chunked_attention")  # see `_check_chunks`
 NOT_NEXT_TOKENS = {  # classes that are called causal all the same
     "WhisperForCausalLM": "its loss takes labels that are shifted already",
     "MusicgenForCausalLM": "its rows are several codebooks",
@@ -46,7 +48,7 @@ NOT_NEXT_TOKENS = {  # classes that are called causal all the same
 STATEFUL = re.compile("linear|recurrent|mamba|conv|hybrid")  # in the name of a layer's kind
 NO_PROTOCOL = (
     "whose state from token to token does not go through Hugging Face's cache (get_recurrent_state, "
-    "update_recurrent_state), so it cannot fork where rows branch"
+    f"update_recurrent_state), so it cannot fork where rows branch{before('recurrent states that fork')}"
 )
 GENERATE_WITHOUT_SHARING = "use model.generate"
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
@@ -59,11 +61,10 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool) -> None:
     are next tokens.
     """
     _check_decoder(parts)
-    reason = None if any_head else why_not_next_tokens(parts)
-    if reason:
+    if not any_head and (reason := why_not_next_tokens(parts)):
         raise UserError(reason)
-    _check_layers(parts.name, parts.decoder)
     _check_states(parts.name, parts.decoder)
+    _check_layers(parts.name, parts.decoder)
     _check_attention(parts.name, parts.decoder.config)
     if dropout := getattr(parts.decoder.config, "attention_dropout", 0.0):
         raise UserError(
@@ -81,6 +82,8 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool) -> None:
         raise not_reached(parts)
     check_model_positions(parts)
     check_dropout(parts, allowed)
+    if not any_head and (reason := why_no_radix_batch(parts)):
+        raise UserError(reason)
 
 
 @contextmanager
@@ -106,8 +109,8 @@ def check_generation(parts: Parts, longest: int) -> None:
         raise UserError(f"{reason.partition(':')[0]}; generation needs a model as AutoModelForCausalLM loads it")
     if parts.head is None:
         raise UserError(f"{parts.name} has no head that predicts next tokens; load it with AutoModelForCausalLM")
-    _check_layers(parts.name, parts.decoder)
     _check_states(parts.name, parts.decoder)
+    _check_layers(parts.name, parts.decoder)
     if mixers_of(parts.decoder):
         raise UserError(
             f"{parts.name} has recurrent layers, whose state is not kept by a cache of keys and values; "
@@ -214,6 +217,35 @@ def why_not_next_tokens(parts: Parts) -> str | None:
     return next((f"{name} does not predict next tokens: {why}" for why in excluded), None)
 
 
+def why_no_radix_batch(parts: Parts) -> str | None:
+    """Why a model cannot use the batches of a `RadixCollator`; None if it can."""
+    if reason := why_not_next_tokens(parts):
+        return reason
+    if _passes_on(parts):
+        return None
+    return (
+        f"{parts.name} does not pass the entries of a radix batch on to its {type(parts.backbone).__name__}"
+        f"{before('keyword arguments from model to backbone')}; use share_prefixes(model) with ordinary batches"
+    )
+
+
+def _passes_on(parts: Parts) -> bool:
+    """Whether keyword arguments of the model reach its backbone, before which a call with one is stopped."""
+    entry = f"{PREFIX}probe"
+    reached: list[bool] = []
+
+    def stop(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        reached.append(entry in kwargs)
+        raise InterruptedError
+
+    ids = torch.ones(1, 1, dtype=torch.long, device=parts.base.device)
+    handle = parts.backbone.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    with suppress(Exception), torch.no_grad():  # a model that expects other inputs may raise anything
+        parts.base.forward(ids, **{entry: None})
+    handle.remove()
+    return all(reached)
+
+
 def _check_layers(name: str, decoder: Any) -> None:
     """Refuse layers of a kind that is not computed exactly. name: the class of the model.
 
@@ -234,12 +266,13 @@ def _check_layers(name: str, decoder: Any) -> None:
         if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer by its name only
             why = NO_PROTOCOL if STATEFUL.search(layer_type) else "which tree attention does not compute"
             raise UserError(f"{name} layer {index} is {layer_type!r}, {why}; {TRAIN_WITHOUT_SHARING}")
-    if mixers:
+    attention = (module for layer in layers for module in layer.modules() if _is_attention(module))
+    if mixers or all(attends(type(module)) for module in attention):
         _check_hybrid(name, layers, layer_types)
 
 
 def _check_hybrid(name: str, layers: list[nn.Module], layer_types: Sequence[str]) -> None:
-    """As `_check_layers`, by the modules of the layers: a hybrid may name no kinds of layers, or the wrong ones."""
+    """As `_check_layers`, by the modules of the layers: a model may name no kinds of layers, or the wrong ones."""
     for index, layer in enumerate(layers):
         if any(attends(type(module)) for module in layer.modules()):
             continue

@@ -180,12 +180,13 @@ def _plain_experts(base: PreTrainedModel) -> Iterator[None]:
     if not any(part._can_set_experts_implementation() for part in parts):
         yield
         return
-    before = base.get_experts_implementation()
+    before = [(part.config, part.config._experts_implementation) for part in parts]
     base.set_experts_implementation("eager")
     try:
         yield
     finally:
-        base.set_experts_implementation(before)
+        for config, implementation in before:  # outermost first, since each sets those of its parts too
+            config._experts_implementation = implementation
 
 
 class _LiftCasts(TorchFunctionMode):

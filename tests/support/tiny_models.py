@@ -9,10 +9,14 @@ import inspect
 import re
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from older_transformers import NEEDS_FORKS, skip_missing
 from torch import nn
 from transformers import PreTrainedConfig
+
+from radixtrain.versions import transformers_is_before
 
 WINDOW = 4  # of every sliding window and chunk, in tokens; the sequences of a test are longer
 SMALL = {
@@ -75,7 +79,8 @@ def tiny_config(config_class: Any, settings: dict[str, Any]) -> PreTrainedConfig
     if "head_dim" in chosen and values.get("qk_rope_head_dim"):
         chosen["head_dim"] = 4 * max(1, values["head_dim"] // values["qk_rope_head_dim"])
     chosen |= _one_layer_of_each_kind(config_class, values, settings)
-    chosen |= {name: _tiny_part(default, name, settings.get(name, {})) for name in parts}
+    made = {name: _tiny_part(default, name, settings.get(name, {})) for name in parts}
+    chosen |= {name: part and part.to_dict() for name, part in made.items()}
     return config_class(**{**chosen, **{name: value for name, value in settings.items() if name not in parts}})
 
 
@@ -85,7 +90,7 @@ def tiny_model(model_class: str, seed: int = 0, **settings: Any) -> Any:
     model_class: its name in transformers. settings: what its configuration has besides the small sizes.
     """
     torch.manual_seed(seed)
-    cls = getattr(transformers, model_class)
+    cls = getattr(transformers, model_class, None) or skip_missing(model_class)
     return order_one(cls(tiny_config(cls.config_class, settings)), seed)
 
 
@@ -107,6 +112,8 @@ def tiny_hybrid(kind: str, seed: int = 0, **settings: Any) -> Any:
         "LFM2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
     }
     model_class, own = kinds[kind]
+    if transformers_is_before("5.16"):
+        pytest.skip(NEEDS_FORKS.kwargs["reason"])
     return tiny_model(model_class, seed, **{"vocab_size": 50, **own, **settings})
 
 

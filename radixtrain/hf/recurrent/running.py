@@ -31,6 +31,7 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segments
+from radixtrain.versions import before
 
 Forward = Callable[..., Any]
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
@@ -113,8 +114,8 @@ def _arguments_of(module: nn.Module) -> list[str]:
             return names
     raise UserError(
         f"{type(module).__name__} has a recurrent state, and its forward does not name the cache that it gets "
-        f"({' or '.join(CACHE_ARGUMENTS)}), so its state cannot fork; name it, or train without sharing (fit: dedup: "
-        f"false)"
+        f"({' or '.join(CACHE_ARGUMENTS)}), so its state cannot fork{before('recurrent states that fork')}; name it, "
+        f"or train without sharing (fit: dedup: false)"
     )
 
 

@@ -13,7 +13,8 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +22,19 @@ import pytest
 import torch
 from families import CORE, CORE_MULTIMODAL, FAMILIES, MULTIMODAL, NOT_TRIED, QUICK, REST, WHOLE, Family
 from families_table import FAMILIES_PAGE, rows_of_page
+from older_transformers import IS_OLDER
 from tiers import FULL, cases
+from transformers import __version__
 from transformers.models.auto import modeling_auto
 
 from radixtrain import RadixCollator, prepare_model, restore_model, verify_equivalence
-from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
+from radixtrain.errors import UserError, first_line
+from radixtrain.hf.backbone import is_text, parts_of
 from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
+from radixtrain.versions import transformers_is_before
 
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
 FEATURES = [
@@ -47,7 +51,9 @@ NUMBER = r"\d\.\de-\d\d|\d+\.\d\d"
 REASONS = {
     r"layer \d+ is '(\w+)', whose state": "... layers with a state outside Hugging Face's cache",
     r"layer \d+ is '(\w+)'": "... layers",
-    r"has a \w+ \(\S+\), whose state": "a state outside Hugging Face's cache",
+    r"(has|is) a \w+( \(\S+\))?, whose state": "a state outside Hugging Face's cache",
+    r"state cannot fork": "a state outside Hugging Face's cache",
+    r"does not pass the entries of a radix batch on to its": "its backbone gets nothing of a radix batch",
     r"state-space layers only": "passes nothing on to its layers",
     r"a whole language model with a head of its own \((\w+)": "prepare its ... instead",
     r"adds a (position_bias) to its scores": "a ... in its scores",
@@ -57,6 +63,8 @@ REASONS = {
     r"not a plain decoder, but an encoder and a decoder": "an encoder and a decoder",
     r"not a plain decoder \(one stack": "more than one stack of layers",
     r"does not predict next tokens: (.*)": "...",
+    r"has (sparse attention)": "...",
+    r"is not a causal language model": "not among the causal language models of transformers",
     r"attends in both directions": "attends in both directions",
     r"attends within chunks": "rows longer than a chunk",
     r"has a dynamic mask": "a dynamic mask",
@@ -74,8 +82,9 @@ def test_equal_or_refused(
     group: str, name: str, record_property: Callable[[str, Any], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     family = TRIED[group, name]
-    model = family.build()
-    reason = refusal_of(model)
+    with stock_failures_skip(family):
+        model = family.build()
+        reason = refusal_of(model)
     if reason:
         check_row(group, [name, f"refused: {few_words(reason)}"], record_property)
         return
@@ -86,15 +95,31 @@ def test_equal_or_refused(
     text = model.get_decoder() if group == "multimodal" else model
     inside = {id(parameter) for parameter in text.parameters()}
     idle = {name for name, parameter in model.named_parameters() if id(parameter) not in inside}
-    dead = [tensor.name for tensor in float64.dead if tensor.name not in idle]
+    dead = [tensor.name for tensor in float64.dead if tensor.name not in idle and is_text(tensor.name)]
     assert all(family.idle and re.search(family.idle, name) for name in dead), dead
     check_row(group, [name, family.what, f"{float64.worst.radix:.1e}"], record_property)
     if mixers:
-        assert ("computes every sequence from its first token on" in caplog.text) == (WHOLE in family.what)
+        is_whole = "computes every sequence from its first token on" in caplog.text
+        assert is_whole == (WHOLE in family.what) or transformers_is_before("5.16")
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
-        assert WRITING or rows_of_page("recurrent")[of_group(group, name)][1] == kinds
+        assert WRITING or IS_OLDER or rows_of_page("recurrent")[of_group(group, name)][1] == kinds
     else:
         assert report.passed, str(report)
+
+
+@contextmanager
+def stock_failures_skip(family: Family) -> Iterator[None]:
+    """Inside, an error skips if an older transformers cannot build the model so tiny, or run it on a row of text."""
+    try:
+        yield
+    except Exception:
+        try:
+            ids = torch.tensor([FEATURES[0]["input_ids"]])
+            family.build()(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False)
+        except Exception as stock:  # each class has its own
+            if IS_OLDER:
+                pytest.skip(f"{family.name}: transformers {__version__} fails by itself: {first_line(stock)[:80]}")
+        raise
 
 
 def of_group(group: str, name: str) -> str:
@@ -162,6 +187,7 @@ def test_the_table_has_these_families_and_no_others() -> None:
     assert WRITING or {(group, name) for group in ("text", "multimodal") for name in rows_of_page(group)} == set(TRIED)
 
 
+@pytest.mark.skipif(IS_OLDER, reason="docs/families.md lists the classes of a newer transformers")
 def test_no_class_of_transformers_is_left_out() -> None:
     maps = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     classes = {name for each in maps for name in each.values()}
@@ -227,6 +253,8 @@ def check_row(group: str, row: list[str], record_property: Callable[[str, Any], 
     """The page says the same, but for its figures; or it is being written."""
     record_property("family", json.dumps([len(FAMILIES), group, *row]))
     said, found = ([re.sub(NUMBER, "", cell) for cell in cells] for cells in (rows_of_page(group).get(row[0], []), row))
+    if IS_OLDER and said != found:
+        pytest.skip(f"{row[0]}: {row[1]}")  # every family that the test lets through is equal or refused
     assert WRITING or said == found, (
         f"docs/families.md has {said}, this run found {row}; RADIXTRAIN_WRITE_TABLE=1 writes it"
     )

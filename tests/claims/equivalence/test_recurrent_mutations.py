@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from older_transformers import NEEDS_FORKS
 from tiny_models import tiny_model
 from torch import Tensor, cat
 
@@ -20,6 +21,8 @@ from radixtrain.hf.recurrent.running import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
+
+pytestmark = NEEDS_FORKS
 
 # Two prompts of four and two tokens; two branches of three below the first, with two leaves each.
 SEQUENCES = [

@@ -13,6 +13,7 @@ import pytest
 from families import FAMILIES, Family
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from older_transformers import NEEDS_FORKS
 from tiers import cases, tries
 
 from radixtrain import RadixCollator, prepare_model, restore_model
@@ -30,6 +31,8 @@ from radixtrain.verification.oracle import (
     radix_batch,
 )
 from radixtrain.verification.report import Rung
+
+pytestmark = NEEDS_FORKS
 
 NUM_TRIES = max(10, tries(10, 1000))
 BAR = 1e-12

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from hybrids import ONE_KIND, PROMPT, ROWS, Build, batch_of, mixers_in, padded
+from older_transformers import since
 from tiers import cases
 
 from radixtrain import prepare_model
+
+HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only with an Exception"
 
 
 @ONE_KIND
@@ -58,7 +61,7 @@ def test_generation(tiny_hybrid: Build, kind: str, beams: int) -> None:
 
 
 @ONE_KIND
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ValueError, pytest.param(KeyboardInterrupt, marks=since("5.23", HOOKS_INSIDE))])
 def test_after_an_exception(tiny_hybrid: Build, kind: str, error: type[BaseException]) -> None:
     """A pass that ends in the middle leaves nothing that an ordinary batch would read."""
     model = tiny_hybrid(kind)

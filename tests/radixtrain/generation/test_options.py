@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from older_transformers import IS_OLDER
 from tiers import TRIES
-from transformers import CompileConfig, GenerationConfig, SynthIDTextWatermarkingConfig
+from transformers import CompileConfig, GenerationConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from radixtrain.errors import UserError
 from radixtrain.generation.options import (
@@ -49,8 +50,10 @@ def any_model(tiny_qwen3: Any) -> Any:
 def test_every_field_of_transformers_is_in_one_table() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     tables = [USED, WITHOUT_EFFECT, frozenset(REFUSED)]
-    assert fields == frozenset().union(*tables), "a field is new or gone: decide in radixtrain/generation/options.py"
-    assert sum(map(len, tables)) == len(fields), "a field stands in two tables"
+    known = frozenset().union(*tables)
+    assert fields <= known, "a field is new: decide in radixtrain/generation/options.py"
+    assert fields == known or IS_OLDER, "a field is gone: decide in radixtrain/generation/options.py"
+    assert sum(map(len, tables)) == len(known), "a field stands in two tables"
 
 
 class TestRefusals:
@@ -74,7 +77,7 @@ class TestRefusals:
         config = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2])
         with pytest.raises(UserError, match="SynthIDTextWatermarkingConfig is not supported"):
             resolve_config(model, None, watermarking_config=config)
-        resolve_config(model, None, watermarking_config={"greenlist_ratio": 0.3})
+        resolve_config(model, None, watermarking_config=WatermarkingConfig(greenlist_ratio=0.3))
 
     def test_other_arguments_of_generate(self, model: Any) -> None:
         for name in INSTEAD:

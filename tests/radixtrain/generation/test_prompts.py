@@ -62,8 +62,8 @@ class TestTokenIds:
 
 class TestTexts:
     def test_with_the_tokenizers_special_tokens(self, tokenizer: Any) -> None:
-        tokenizer.add_bos_token = True
         tokenizer.bos_token = "<|im_start|>"
+        tokenizer.add_bos_token = True
         texts = ["Where is the pear?", "On shelf one."]
         assert lists(token_ids_of(texts, tokenizer)) == tokenizer(texts)["input_ids"]
         assert lists(token_ids_of(texts[0], tokenizer)) == tokenizer(texts[:1])["input_ids"]

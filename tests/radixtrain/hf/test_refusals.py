@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from older_transformers import IS_OLDER, since
 from tiers import FULL
 from tiny_models import tiny_model
 from torch import nn
@@ -67,7 +68,8 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("model_class", "settings", "message"), MODELS)
 def test_a_model(model_class: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    """An older transformers may give another reason."""
+    with pytest.raises(UserError, match=None if IS_OLDER else message):
         prepare_model(tiny_model(model_class, **settings))
 
 
@@ -132,6 +134,7 @@ class TestNotRefused:
         report = verify_equivalence(model, FEATURES, precisions=["float64"])
         assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
 
+    @since("5.6", "Gemma 3 asks for token_type_ids in training")
     def test_dropout_of_a_vision_tower(self):
         """Rows of text do not run through it."""
         model = tiny_model("Gemma3ForConditionalGeneration", vision_config={"attention_dropout": 0.1})

@@ -1,6 +1,7 @@
 """What a layer costs, and that a model computes what its batches chose by it."""
 
 import pytest
+from older_transformers import NEEDS_FORKS
 from tiers import cases
 from tiny_models import tiny_model
 
@@ -26,12 +27,14 @@ class TestDimensions:
         assert cost.row_flops == 6 * (2 * 32 * (32 + 16) + 3 * 32 * 64)
         assert cost.rates == FIXED_RATES["cpu"] and cost.strategies == CHOICES
 
+    @NEEDS_FORKS
     def test_the_mean_layer_of_a_hybrid_model(self):
         cost = step_cost_of(qwen3_5())
         assert (cost.attention_share, cost.mixer_share) == (0.25, 0.75)
         assert cost.row_flops == 6 * (0.25 * 2 * 32 * (32 + 16) + 3 * 32 * 64)
         assert cost.run_cost.row == pytest.approx(FIXED_RATES["cpu"].flop * 60 * 32 * 32) and cost.run_cost.can_fork
 
+    @NEEDS_FORKS
     def test_that_no_layer_forks_is_said(self, caplog):
         """The worker asks for no forks then, so no layer tries one and says why."""
         assert not step_cost_of(tiny_model("JambaForCausalLM")).run_cost.can_fork
@@ -79,6 +82,7 @@ class TestPreparedModel:
         report = verify_equivalence(model, FEATURES, collator=collator, precisions=["float64"])
         assert report["float64"].worst.radix <= 1e-12, str(report)
 
+    @NEEDS_FORKS
     def test_it_computes_the_runs_of_its_batch(self):
         model = qwen3_5()
         collator = RadixCollator(step_cost=step_cost_of(model))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hybrids import FEATURES, KINDS, assert_exact
+from older_transformers import NEEDS_FORKS
 from tiers import cases
 from torch import Tensor, nn
 
@@ -21,6 +22,8 @@ from radixtrain import prepare_model
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.verification.oracle import float64_truth
+
+pytestmark = NEEDS_FORKS
 
 LOST = "the gradient of rows before a fork does not come through the state"
 IGNORED = "the value of rows after a fork ignores the state"

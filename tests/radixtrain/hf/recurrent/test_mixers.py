@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 from families import FAMILIES
+from older_transformers import NEEDS_FORKS
 from torch import nn
 
 from radixtrain.hf.backbone import parts_of
@@ -50,6 +51,7 @@ def decoder_of(model_class):
     return parts_of(family.build()).decoder
 
 
+@NEEDS_FORKS
 @pytest.mark.parametrize("model_class", MODELS)
 def test_models(model_class):
     decoder, (mixers, num_attending, exact) = decoder_of(model_class), MODELS[model_class]
@@ -63,6 +65,7 @@ def test_models(model_class):
         assert layer_around(decoder, path) is text_layers(decoder)[int(index)]
 
 
+@NEEDS_FORKS
 def test_a_shared_block_counts_once_and_its_layers_hold_the_mixers():
     """In Zamba 2 one attention block is in several layers, each with a mixer of its own inside."""
     decoder = decoder_of("Zamba2ForCausalLM")
@@ -73,6 +76,7 @@ def test_a_shared_block_counts_once_and_its_layers_hold_the_mixers():
     assert all(map(forks_or_keeps_apart, layers))
 
 
+@NEEDS_FORKS
 def test_only_those_of_the_text():
     """Neither the convolutions and layers of a vision encoder count, nor text layers that attend to images."""
     decoder = decoder_of("Qwen3_5ForConditionalGeneration")

@@ -1,0 +1,103 @@
+"""Write docs/versions.md: tests of batches, collators, families and recurrent layers beside each transformers.
+
+    make test-versions
+
+Each version gets a virtual environment of its own under build/versions, with what it asks for; everything else comes
+from this one. About five minutes a version on two cores.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+VERSIONS = ["==5.2.0", "==5.6.*", "==5.10.*", "==5.12.*", "==5.16.*", "==5.20.*", ""]  # and the newest
+TESTS = """tests/collators tests/claims/padded tests/claims/equivalence tests/claims/recurrent tests/claims/generation
+    tests/radixtrain/hf tests/radixtrain/generation tests/radixtrain/verification"""
+RUNS = [
+    ["-m", "not full and not gpu", *TESTS.split()],
+    ["-m", "full", "tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"],
+]
+INTRO = """# Versions of transformers
+
+`share_prefixes`, `prepare_model`, the collators, `generate` and `verify_equivalence` work beside transformers 5.2.0 and
+newer. What an older one cannot do exactly is refused by name, before training. Each list names that, and what the tests
+need and this version lacks. The commands (`'.[fit]'`) are tested beside the newest only. `make test-versions` wrote this
+page"""
+PATTERNS = [  # of the reason of a skip
+    r"(?P<name>.+?): (?P<what>refused: .+)",
+    r"(?P<name>.+?): transformers \S+ (?P<what>fails by itself): .+",
+    r"transformers \S+ (?P<what>has no) (?P<name>\w+)",
+]
+
+
+def main() -> None:
+    rows, lists = [], []
+    for wanted in VERSIONS:
+        python = environment(wanted)
+        show = "import torch, transformers; print(transformers.__version__, torch.__version__)"
+        version, torch = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
+        cases = [case for number, args in enumerate(RUNS) for case in run(python, args, f"{version}-{number}.xml")]
+        counts = Counter(kind for kind, _ in cases)
+        rows.append(f"| {version} | {counts['passed']:,} | {counts['skipped']} | {counts['failed']} |")
+        reasons = sorted(lines_of(why for kind, why in cases if kind == "skipped"))
+        lists.append("\n".join([f"## {version}", "", *reasons or ["Nothing."]]))
+    head = "| transformers | passed | skipped or refused | failed |\n|---|---|---|---|"
+    intro = f"{INTRO} on {date.today()}, torch {torch.partition('+')[0]}, CPU."
+    PAGE.write_text("\n\n".join([intro, "\n".join([head, *rows]), *lists]) + "\n", encoding="utf-8")
+    sys.exit(any(not row.endswith("| 0 |") for row in rows))
+
+
+def environment(wanted: str) -> Path:
+    """The interpreter of an environment with this transformers. wanted: a specifier of pip; empty for the newest."""
+    folder = ROOT / "build" / "versions" / (wanted.strip("=*.") or "newest")
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--upgrade", f"transformers{wanted}"]
+    subprocess.run(install, check=True, capture_output=True)  # it warns that others here ask for a newer one
+    return python
+
+
+def run(python: Path, args: list[str], report: str) -> list[tuple[str, str]]:
+    """Of each test: passed, skipped or failed, and why."""
+    path = ROOT / "build" / "versions" / report
+    path.unlink(missing_ok=True)
+    command = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", f"--junit-xml={path}", *args]
+    own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env={"RADIXTRAIN_TRIES": "5", **os.environ, **own})
+    return [outcome(case) for case in ElementTree.parse(path).iter("testcase")]
+
+
+def outcome(case: ElementTree.Element) -> tuple[str, str]:
+    for kind, name in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        if (found := case.find(kind)) is not None:
+            return name, found.get("message", "")
+    return "passed", ""
+
+
+def lines_of(reasons: Iterable[str]) -> Iterator[str]:
+    """Lines of a list: each reason once, with what it is about or how many tests it skips."""
+    named: dict[str, set[str]] = defaultdict(set)
+    counted: Counter[str] = Counter()
+    for reason in reasons:
+        match = next(filter(None, (re.fullmatch(pattern, reason, re.DOTALL) for pattern in PATTERNS)), None)
+        if match:
+            named[match["what"]].add(match["name"])
+        else:
+            counted[reason] += 1
+    yield from (f"- {what}: {', '.join(sorted(names, key=str.lower))}" for what, names in named.items())
+    yield from (f"- {reason} ({number} test{'s' * (number > 1)})" for reason, number in counted.items())
+
+
+if __name__ == "__main__":
+    main()
