@@ -30,8 +30,8 @@ INTRO = """# Versions of transformers
 
 `share_prefixes`, `prepare_model`, the collators, `generate` and `verify_equivalence` work beside transformers 5.2.0 and
 newer. What an older one cannot do exactly is refused by name, before training. Each list names that, and what the tests
-need and this version lacks. The commands (`'.[fit]'`) are tested beside the newest only. `make test-versions` wrote this
-page"""
+need and the version lacks. The commands (`'.[fit]'`) are tested beside the newest only. Measured by
+`make test-versions`"""
 PATTERNS = [  # of the reason of a skip
     r"(?P<name>.+?): (?P<what>refused: .+)",
     r"(?P<name>.+?): transformers \S+ (?P<what>fails by itself): .+",
@@ -49,7 +49,7 @@ def main() -> None:
         counts = Counter(kind for kind, _ in cases)
         rows.append(f"| {version} | {counts['passed']:,} | {counts['skipped']} | {counts['failed']} |")
         reasons = sorted(lines_of(why for kind, why in cases if kind == "skipped"))
-        lists.append("\n".join([f"## {version}", "", *reasons or ["Nothing."]]))
+        lists.append("\n".join([f"## {version}", "", *(reasons or ["Nothing."])]))
     head = "| transformers | passed | skipped or refused | failed |\n|---|---|---|---|"
     intro = f"{INTRO} on {date.today()}, torch {torch.partition('+')[0]}, CPU."
     PAGE.write_text("\n\n".join([intro, "\n".join([head, *rows]), *lists]) + "\n", encoding="utf-8")

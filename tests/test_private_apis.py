@@ -196,6 +196,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/verification/oracle.py": {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
+        "transformers.PretrainedConfig._experts_implementation": "names how experts run, and sets it back",
         "transformers.PreTrainedModel._can_set_experts_implementation": (
             "says whether experts can run as a loop, which float64 needs"
         ),

@@ -91,7 +91,9 @@ def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 def backbone_of(model: nn.Module) -> Any:
     """The module that returns `last_hidden_state`: the model without its head."""
     backbone: Any = pretrained_model_of(model).base_model
-    while backbone.get_output_embeddings() is not None:  # it has a head itself: Llama 4, Kosmos 2.5
+    while (
+        isinstance(backbone, PreTrainedModel) and backbone.get_output_embeddings() is not None
+    ):  # it has a head itself: Llama 4, Kosmos 2.5
         inner = next((part for part in _parts_of(backbone) if part is not backbone), None)
         if inner is None:
             break

@@ -85,7 +85,11 @@ class BackboneHooks:
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse to keep only some of the rows. PEFT skips this hook; then labels and logits differ in number."""
         kept = kwargs.get("logits_to_keep")
-        if PREDICTOR_INDICES in kwargs and (isinstance(kept, Tensor) or kept):
+        if PREDICTOR_INDICES not in kwargs:
+            return
+        if self.refused is not None:  # its backbone may get nothing that says so
+            raise UserError(self.refused)
+        if isinstance(kept, Tensor) or kept:
             raise UserError(
                 "logits_to_keep cannot be used with a radix batch, whose rows are predictions already; leave it out"
             )

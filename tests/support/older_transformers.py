@@ -12,7 +12,7 @@ from transformers import __version__
 
 from radixtrain.versions import transformers_is_before
 
-__all__ = ["IS_OLDER", "NEEDS_FORKS", "since", "skip_missing"]
+__all__ = ["IS_OLDER", "NEEDS_FORKS", "PASSED_ON", "since", "skip_missing"]
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 IS_OLDER = transformers_is_before(re.findall(r"^transformers==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)[0])
@@ -24,6 +24,7 @@ def since(version: str, what: str) -> pytest.MarkDecorator:
 
 
 NEEDS_FORKS = since("5.16", "states of recurrent layers do not fork")
+PASSED_ON = since("5.3", "GPT-2 and StableLM pass nothing of a radix batch on to their backbone")
 
 
 def skip_missing(name: str) -> NoReturn:

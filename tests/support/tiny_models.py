@@ -80,7 +80,7 @@ def tiny_config(config_class: Any, settings: dict[str, Any]) -> PreTrainedConfig
         chosen["head_dim"] = 4 * max(1, values["head_dim"] // values["qk_rope_head_dim"])
     chosen |= _one_layer_of_each_kind(config_class, values, settings)
     made = {name: _tiny_part(default, name, settings.get(name, {})) for name in parts}
-    chosen |= {name: part and part.to_dict() for name, part in made.items()}
+    chosen |= {name: part and part.to_diff_dict() for name, part in made.items()}
     return config_class(**{**chosen, **{name: value for name, value in settings.items() if name not in parts}})
 
 

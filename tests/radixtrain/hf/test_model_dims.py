@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from older_transformers import NEEDS_FORKS
 from tiny_models import tiny_model
 from torch import nn
 from transformers import (
@@ -117,6 +118,7 @@ HYBRIDS = [
 ]
 
 
+@NEEDS_FORKS
 @pytest.mark.parametrize(("model_class", "settings", "kinds"), HYBRIDS)
 def test_hybrids(model_class, settings, kinds):
     assert LayerKinds.of(tiny_model(model_class, num_hidden_layers=4, **settings).model) == kinds
@@ -127,6 +129,7 @@ def test_layers_that_are_alike(tiny_qwen3):
     assert (ALIKE.attention, ALIKE.mlps, ALIKE.mixers) == (1.0, 1.0, 0.0)
 
 
+@NEEDS_FORKS
 def test_mixers_of_the_same_class_and_shapes_are_one_kind():
     decoder = tiny_model("Qwen3_5ForCausalLM", num_hidden_layers=4, layer_types=QWEN3_5).model
     assert [number for _, number in kinds_of_mixers(decoder)] == [3]

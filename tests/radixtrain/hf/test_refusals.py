@@ -141,6 +141,23 @@ class TestNotRefused:
         assert prepare_model(model)(**RadixCollator()(FEATURES)).loss.isfinite()
 
 
+def test_a_model_that_keeps_a_radix_batch_to_itself(tiny_qwen3, monkeypatch):
+    """Its backbone would compute the unique tokens of all rows as one row."""
+
+    class MyQwen3(transformers.Qwen3ForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            return super().forward(input_ids, labels=labels)
+
+    model = MyQwen3(tiny_qwen3().config)
+    monkeypatch.setattr("radixtrain.versions.installed", lambda name: "5.2.0")
+    message = r"MyQwen3 does not pass .* on to its Qwen3Model \(transformers 5\.2\.0 has no .*pip install -U '.*>=5\.3'"
+    with pytest.raises(UserError, match=message):
+        prepare_model(model)
+    share_prefixes(model)
+    with pytest.raises(UserError, match=message):
+        model(**RadixCollator()(FEATURES))
+
+
 def test_verify_refuses_before_it_computes() -> None:
     """It said `Target 11 is out of bounds`."""
     with pytest.raises(UserError, match="LlamaForTokenClassification is not a causal language model"):
