@@ -1,9 +1,8 @@
 """Write docs/versions.md: tests of batches, collators, families and recurrent layers beside each transformers.
 
-    make test-versions
+    python recipes/versions.py
 
-Each version gets a virtual environment of its own under build/versions, with what it asks for; everything else comes
-from this one. About five minutes a version on two cores.
+Each version gets an environment of its own in build/versions, with what it asks for; all else comes from this one.
 """
 
 import os
@@ -21,17 +20,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 VERSIONS = ["==5.2.0", "==5.6.*", "==5.10.*", "==5.12.*", "==5.16.*", "==5.20.*", ""]  # and the newest
 TESTS = """tests/collators tests/claims/padded tests/claims/equivalence tests/claims/recurrent tests/claims/generation
-    tests/radixtrain/hf tests/radixtrain/generation tests/radixtrain/verification"""
+    tests/radixtrain/hf tests/radixtrain/generation tests/radixtrain/verification tests/radixtrain/plugins"""
 RUNS = [
     ["-m", "not full and not gpu", *TESTS.split()],
     ["-m", "full", "tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"],
 ]
 INTRO = """# Versions of transformers
 
-`share_prefixes`, `prepare_model`, the collators, `generate` and `verify_equivalence` work beside transformers 5.2.0 and
-newer. What an older one cannot do exactly is refused by name, before training. Each list names that, and what the tests
-need and the version lacks. The commands (`'.[fit]'`) are tested beside the newest only. Measured by
-`make test-versions`"""
+`share_prefixes`, `radixtrain run`, `prepare_model`, the collators, `generate` and `verify_equivalence` work beside
+transformers 5.2.0 and newer. What an older one cannot do exactly is refused by name, before training. Each list names
+that, and what the tests need and the version lacks. The commands of `'.[fit]'` are tested beside the newest only.
+`make test-versions` wrote this"""
 PATTERNS = [  # of the reason of a skip
     r"(?P<name>.+?): (?P<what>refused: .+)",
     r"(?P<name>.+?): transformers \S+ (?P<what>fails by itself): .+",
@@ -49,6 +48,7 @@ def main() -> None:
         counts = Counter(kind for kind, _ in cases)
         rows.append(f"| {version} | {counts['passed']:,} | {counts['skipped']} | {counts['failed']} |")
         reasons = sorted(lines_of(why for kind, why in cases if kind == "skipped"))
+        print(rows[-1], flush=True)
         lists.append("\n".join([f"## {version}", "", *(reasons or ["Nothing."])]))
     head = "| transformers | passed | skipped or refused | failed |\n|---|---|---|---|"
     intro = f"{INTRO} on {date.today()}, torch {torch.partition('+')[0]}, CPU."
@@ -62,7 +62,7 @@ def environment(wanted: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     packages = next(folder.glob("lib/python*/site-packages"))
-    (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--upgrade", f"transformers{wanted}"]
     subprocess.run(install, check=True, capture_output=True)  # it warns that others here ask for a newer one
     return python
