@@ -25,6 +25,7 @@ from radixtrain.commands.yaml_text import PACKAGES
 from radixtrain.distributed import ranks
 from radixtrain.errors import UsageError, UserError, first_line
 from radixtrain.redaction import check_unmasked
+from radixtrain.training.optimizer import check_package
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def check_settings(settings: Any, command: str) -> None:
     _check_weights_only(settings)
     if command in TRACKING:
         check_loggers(settings)
+    if command == "fit":
+        check_package(settings.model.optimizer)
     if command == "fit" and settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA wants 1e-4 to 2e-4", FOR_ALL_WEIGHTS

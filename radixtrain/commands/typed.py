@@ -24,10 +24,10 @@ LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora
 SYNONYMS = {
     "model.model_name_or_path": "base_model model_name model_id model_path",
     "model.dtype": "torch_dtype",
+    "model.optimizer": "optim",
     "model.learning_rate": "lr",
     "model.lr_scheduler_type": "lr_scheduler",
     "model.warmup_steps": "warmup_ratio num_warmup_steps",
-    "model.adam_beta1": "optim optimizer",
     "model.max_grad_norm": "gradient_clip_val gradient_clipping",
     "model.activation_checkpointing": "gradient_checkpointing",
     "model.kernel": "flash_attention flash_attn",
@@ -63,7 +63,6 @@ SYNONYMS = {
 # Key here -> what it is, if that is not the same.
 NOTES = {
     "model.warmup_steps": "below 1 a share",
-    "model.adam_beta1": "the optimizer is AdamW",
     "model.use_peft": "true",
     "data.batch_size": "of a whole optimizer step, on all devices",
     "data.max_tokens": "tokens of a micro-batch; rows need no packing",

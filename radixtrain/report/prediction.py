@@ -7,7 +7,7 @@ half of the difference. To the seconds of the timed micro-batches, for each arm,
 
 is fitted (least squares of the relative errors, no rate below 0), which gives micro-batches of other sizes: other
 settings. A step adds clipping, the optimizer, and what surrounds a step of `fit`. Peak memory is fitted in the same way
-to the peaks, a and b only, and added to weights, gradients and the optimizer's two moments.
+to the peaks, a and b only, and added to weights, gradients and the optimizer's moments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from radixtrain.tree.cost_model import StepCost
 # Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
 DEEPER = 3  # times the layers of the shorter model
-MOMENTS = 2  # of AdamW, for each trained parameter
 SPARE = 0.5  # part of the free memory that the timed model may take
 
 
@@ -154,8 +153,8 @@ def _free_beside(setup: RunSetup, num_layers: int) -> float:
 
 def _state_bytes(setup: RunSetup, num_layers: int) -> int:
     """Weights, gradients and moments of the model with so many layers, which is not allocated."""
-    parameters = setup.build(num_layers, torch.device("meta")).parameters()
-    return sum(p.nbytes * (2 + MOMENTS if p.requires_grad else 1) for p in parameters)
+    model = setup.build(num_layers, torch.device("meta"))
+    return sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters()) + setup.moment_bytes(model)
 
 
 def _shares_cores(device: torch.device, num_workers: int) -> bool:

@@ -39,13 +39,14 @@ class RunSetup:
 
     build: number of layers, device -> the model with random weights, in training mode and in the dtype of the run, with
         adapters if it has any, not prepared.
-    optimizer: of such a model. forward: the context of a forward pass, autocast for instance.
+    optimizer, moment_bytes: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike.
     dtype: of the computation.
     """
 
     build: Callable[[int, torch.device], Any]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    moment_bytes: Callable[[nn.Module], int]
     forward: Callable[[], AbstractContextManager[Any]]
     device: torch.device
     dtype: torch.dtype

@@ -2,7 +2,7 @@
 
 | what | does |
 |---|---|
-| `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes AdamW and its schedule |
+| `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes the optimizer and its schedule |
 | `trainer.py` | Lightning's trainer with `verify`, `inspect` and `report` |
 | `start/` | loads the model and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |

@@ -41,7 +41,7 @@ from radixtrain.training.fault_tolerance.run_state import (
     seed_per_rank,
     set_states_of_ranks,
 )
-from radixtrain.training.optimizer import adamw, check_settings, num_steps_of_run, schedule
+from radixtrain.training.optimizer import check_settings, num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.tree.cost_model import FIXED_RATES, StepCost
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class RadixModule(L.LightningModule):
-    """Supervised fine-tuning with AdamW, warm-up and a schedule. The loss is a mean over the labelled tokens of a step.
+    """Supervised fine-tuning with warm-up and a schedule. The loss is a mean over the labelled tokens of a step.
 
     Head and loss are fused if the head is one matrix. Any other head (layers before the matrix, scaled or capped
     logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then only
@@ -67,7 +67,10 @@ class RadixModule(L.LightningModule):
         attn_implementation: Hugging Face's attention, with `dedup: false`.
         allow_dropout: dropout modules to accept by name, although a shared token then draws one mask for all its
             copies.
-        learning_rate: peak, of AdamW.
+        optimizer: adamw; muon: torch's Muon for the matrices of hidden layers, at AdamW's scale of update, and AdamW
+            for embeddings, head, norms, biases and what has three axes; adamw_8bit: moments in 8 bits, those of
+            embeddings and of small weights in 32. Needs bitsandbytes.
+        learning_rate: peak.
         lr_scheduler_type: the learning rate after the warm-up, by transformers' `get_scheduler`.
         warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.
         weight_decay: on matrices; norms and biases have none.
@@ -110,6 +113,7 @@ class RadixModule(L.LightningModule):
         kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "eager"] = "auto",
         attn_implementation: str = "sdpa",
         allow_dropout: list[str] | None = None,
+        optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw",
         learning_rate: float = 2e-5,
         lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"] = "cosine",
         warmup_steps: float = 0.0,
@@ -209,7 +213,7 @@ class RadixModule(L.LightningModule):
             restore_position(checkpoint, self)
 
     def configure_optimizers(self) -> Any:
-        optimizer = adamw(self, self.hparams)
+        optimizer = optimizer_of(self, self.hparams)
         scheduler = schedule(optimizer, self.hparams, num_steps_of_run(self.trainer, self.steps_per_epoch))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 

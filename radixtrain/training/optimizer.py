@@ -1,7 +1,9 @@
-"""AdamW, and its learning rate over the steps of a whole run."""
+"""The optimizer by its name, and its learning rate over the steps of a whole run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import lightning as L
@@ -9,9 +11,15 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from radixtrain.errors import UserError
+from radixtrain.checkpoints.sharded import is_sharded
+from radixtrain.errors import UserError, first_line
+from radixtrain.hf.backbone import model_inside
 
+SMALLEST_8BIT = 4096  # bitsandbytes keeps moments of fewer numbers in 32 bits
 LARGEST = 1e38  # below the largest float32, which torch converts these numbers to
+# The scale of Moonlight (arXiv 2502.16982, section 2.2): an update as large as AdamW's, so both take one learning rate.
+MUON = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+WHOLE_MATRICES = "needs whole matrices, and trainer.strategy fsdp2 divides them by rows; use ddp, or adamw"
 # No layer has more than 65,536 inputs, and an adapter of a higher rank is larger than the layer.
 LIMITS = {
     **dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), (0, LARGEST)),
@@ -20,7 +28,7 @@ LIMITS = {
 
 
 def check_settings(settings: Any) -> None:
-    """UserError for numbers that AdamW, the schedule and adapters cannot take. settings: of a `RadixModule`."""
+    """UserError for numbers that the optimizer, the schedule and adapters cannot take. settings: of a `RadixModule`."""
     for name, (least, most) in LIMITS.items():
         if not least <= settings[name] <= most:  # nor is NaN
             raise UserError(f"model.{name} must be from {least:,} to {most:,}, got {settings[name]}")
@@ -32,14 +40,95 @@ def check_settings(settings: Any) -> None:
         raise UserError(f"model.learning_rate {settings.learning_rate} is too large: AdamW computes with float32")
 
 
-def adamw(module: nn.Module, settings: Any) -> torch.optim.AdamW:
-    """AdamW over what is trained. settings: of a `RadixModule`."""
-    return torch.optim.AdamW(
-        _parameter_groups(module, settings.weight_decay),
-        lr=settings.learning_rate,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-    )
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of hidden layers and AdamW for the rest: one list of groups, one state, one step.
+
+    A checkpoint, the schedule and Lightning's count of steps see a single optimizer.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float):
+        """groups: those that have a `momentum` are Muon's."""
+        self.kinds = [torch.optim.Muon if "momentum" in group else torch.optim.AdamW for group in groups]
+        self.parts = [kind([group], lr=lr) for kind, group in zip(self.kinds, groups, strict=True)]
+        super().__init__([part.param_groups[0] for part in self.parts], {})
+        self._share_state()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share_state()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """closure: computes the loss, which is returned, and the gradients. Lightning always gives one."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def _share_state(self) -> None:
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.__setstate__({"state": self.state, "param_groups": [group]})
+
+
+def optimizer_of(module: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    """What `model.optimizer` names, over what is trained. settings: of a `RadixModule`.
+
+    Raises UserError if it does not work with the package, device, dtype or strategy that are there.
+    """
+    groups, name = _parameter_groups(module, settings), settings.optimizer
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.learning_rate)
+    weights = [weight for group in groups for weight in group["params"]]
+    if any(is_sharded(weight) for weight in weights):
+        raise UserError(f"model.optimizer {name} {WHOLE_MATRICES}")
+    if name == "muon":
+        return MuonWithAdamW(groups, settings.learning_rate)
+    check_package(name)
+    if any(weight.dtype == torch.float64 for weight in weights):
+        raise UserError(f"model.optimizer {name} computes in float32; set model.dtype to float32 or bfloat16, or adamw")
+    from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
+
+    for device in {weight.device for weight in weights if not weight.is_meta}:
+        _try_step(AdamW8bit, device)
+    optimizer = AdamW8bit(groups, lr=settings.learning_rate, min_8bit_size=SMALLEST_8BIT)
+    optimizer.mng = object.__new__(GlobalOptimManager)  # of its own: the global one knows weights by id() for ever
+    optimizer.mng.initialize()
+    optimizer.mng.override_config(list(_embeddings(module)), "optim_bits", 32)
+    return optimizer
+
+
+def check_package(name: str) -> None:
+    """UserError if the package of an optimizer is missing."""
+    if name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise UserError(f"model.optimizer {name} needs the package bitsandbytes: pip install bitsandbytes")
+
+
+def _try_step(kind: Any, device: torch.device) -> None:
+    """UserError if this release of bitsandbytes has no 8-bit step on the device."""
+    weight = nn.Parameter(torch.ones(SMALLEST_8BIT, device=device))
+    weight.grad = torch.ones_like(weight)
+    try:
+        kind([weight]).step()
+    except Exception as error:
+        import bitsandbytes
+
+        release = f"bitsandbytes {bitsandbytes.__version__}"
+        raise UserError(
+            f"model.optimizer: {release} has no 8-bit AdamW on {device.type}: {first_line(error)}; set adamw"
+        ) from error
+
+
+def moment_bytes(module: nn.Module, settings: Any) -> int:
+    """What the optimizer keeps for the weights that are trained. Both as for `optimizer_of`."""
+    in_32_bits = _embeddings(module) if settings.optimizer == "adamw_8bit" else set()
+
+    def of(weight: nn.Parameter, group: dict[str, Any]) -> int:
+        if settings.optimizer != "adamw_8bit":
+            return weight.nbytes * (1 if "momentum" in group else 2)
+        is_8bit = weight.numel() >= SMALLEST_8BIT and weight not in in_32_bits
+        return weight.numel() * (2 if is_8bit else 8)
+
+    return sum(of(weight, group) for group in _parameter_groups(module, settings) for weight in group["params"])
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: Any, num_steps: int) -> Any:
@@ -55,11 +144,10 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any, module
     scheduler: as `schedule` makes it, with the number of its step restored. settings: of a `RadixModule`.
     """
     base = settings.learning_rate
-    betas = (settings.adam_beta1, settings.adam_beta2)
     scheduler.base_lrs = [base] * len(scheduler.base_lrs)
-    groups = zip(optimizer.param_groups, _parameter_groups(module, settings.weight_decay), strict=True)
+    groups = zip(optimizer.param_groups, _parameter_groups(module, settings), strict=True)
     for (group, fresh), factor in zip(groups, scheduler.lr_lambdas, strict=True):
-        group.update(betas=betas, eps=settings.adam_epsilon, weight_decay=fresh["weight_decay"], initial_lr=base)
+        group.update({**fresh, "params": group["params"], "initial_lr": base})
         group["lr"] = base * factor(scheduler.last_epoch)
 
 
@@ -87,10 +175,29 @@ def num_steps_of_run(trainer: L.Trainer, steps_per_epoch: int | None) -> int:
     return num_steps if trainer.max_steps == -1 else min(num_steps, trainer.max_steps)
 
 
-def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def _parameter_groups(module: nn.Module, settings: Any) -> list[dict[str, Any]]:
+    """Weights with their settings, but for the learning rate. Groups with a `momentum` are Muon's."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    hidden = _hidden_matrices(module) if settings.optimizer == "muon" else set()
+    adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_epsilon}
+    decay = {"weight_decay": settings.weight_decay}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p in hidden], **decay, **MUON},
+        {"params": [p for p in trained if p.ndim >= 2 and p not in hidden], **decay, **adam},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, **adam},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
+    """The 2-D weights outside of embeddings and head."""
+    head = model_inside(module).get_output_embeddings()
+    outside = _embeddings(module) | (set() if head is None else set(head.parameters()))
+    return {parameter for parameter in module.parameters() if parameter.ndim == 2} - outside
+
+
+def _embeddings(module: nn.Module) -> set[nn.Parameter]:
+    """Of tokens, adapters included, and of any other kind."""
+    layers = [model_inside(module).get_input_embeddings(), *module.modules()]
+    found = [layer for index, layer in enumerate(layers) if index == 0 or isinstance(layer, nn.Embedding)]
+    return {parameter for layer in found for parameter in layer.parameters()}

@@ -20,7 +20,7 @@ from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
-from radixtrain.training.optimizer import adamw
+from radixtrain.training.optimizer import moment_bytes, optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
@@ -135,7 +135,8 @@ class Trainer(L.Trainer):
 
         return RunSetup(
             build=build,
-            optimizer=lambda built: adamw(built, settings),
+            optimizer=lambda built: optimizer_of(built, settings),
+            moment_bytes=lambda built: moment_bytes(built, settings),
             forward=self.precision_plugin.train_step_context,
             device=self.strategy.root_device,
             dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,

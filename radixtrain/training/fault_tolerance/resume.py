@@ -65,6 +65,7 @@ def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
     was, now = (_drawing(each) for each in (saved["datamodule_hyper_parameters"], data.hparams))
     if changed := parts_of_the_model(saved["hyper_parameters"], module.hparams):
         raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
+    _check_optimizer(saved["hyper_parameters"], module.hparams)
     if changed := [f"data.{change}".replace("data.seed", "seed_everything") for _, change in _changes(was, now)]:
         raise UserError(f"ckpt_path: {', '.join(changed)}, which would draw other steps; give the value of the run")
 
@@ -75,9 +76,10 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     Called before Lightning reads the loops and callbacks of the checkpoint, which are changed here: it forgets the time
     that the run had taken, since `trainer.max_time` is that of each start.
 
-    Raises UserError if the data are others, an epoch has another number of steps than before, or more steps or epochs
-    were taken than this run has.
+    Raises UserError if the optimizer or the data are others, an epoch has another number of steps than before, or more
+    steps or epochs were taken than this run has.
     """
+    _check_optimizer(checkpoint["hyper_parameters"], module.hparams)
     state, callbacks = checkpoint["radixtrain"], checkpoint["callbacks"]
     for name in [name for name in callbacks if name.startswith("Timer")]:
         del callbacks[name]
@@ -112,6 +114,13 @@ def apply_settings(module: Any) -> None:
     set_hyperparameters(optimizer, scheduler, module, module.hparams)
     rate = optimizer.param_groups[0]["lr"]
     logger.info("goes on after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)
+
+
+def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """UserError if the moments of the checkpoint are another optimizer's. It was AdamW before there was a choice."""
+    was, now = saved.get("optimizer", "adamw"), current["optimizer"]
+    if was != now:
+        raise UserError(f"ckpt_path: model.optimizer was {was} and is {now}, which keeps other moments; set {was}")
 
 
 def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:

@@ -30,7 +30,15 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
 SHOWN = (  # settings of the card, if they are in the configuration
     *("batch_size", "max_tokens", "max_length", "split_turns", "assistant_only_loss", "completion_only_loss"),
-    *("group_by_prefix", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm"),
+    *(
+        "group_by_prefix",
+        "optimizer",
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "weight_decay",
+        "max_grad_norm",
+    ),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_peft", "dedup"),
 )
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "load_in_4bit")

@@ -44,7 +44,8 @@ def check_room(output_dir: Path, num_parameters: int | None, settings: Any, copi
     Raises UserError if the disk has less room.
     """
     weights = BYTES[settings.dtype] * (num_parameters or 0)
-    state = 0 if settings.use_peft else 3 * weights  # AdamW keeps two numbers for each trained one
+    moments = {"adamw": 2 * weights, "muon": weights, "adamw_8bit": 2 * (num_parameters or 0)}[settings.optimizer]
+    state = 0 if settings.use_peft else weights + moments
     needed = weights + copies * state
     free = shutil.disk_usage(existing(output_dir)).free
     if needed > free:

@@ -32,7 +32,7 @@ from radixtrain.errors import DataError, bytes_text
 from radixtrain.inspection.tokens import marked_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
-from radixtrain.training.optimizer import num_steps_of_run
+from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
 from radixtrain.tree.groups import PrefixGroups
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
 def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int) -> list[Entry]:
     """Ranks, steps, memory and disk. written: bytes, see `check_room`."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
-    held = sum(size for size, _ in sizes) + 3 * sum(size for size, trained in sizes if trained)
+    held = sum(size * (2 if trained else 1) for size, trained in sizes) + moment_bytes(module, module.hparams)
     num_steps, num_ranks = num_steps_of_run(trainer, steps_per_epoch), ranks().size
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
     entries, divided = [], ""
@@ -145,7 +145,7 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
         divided = (
             f", 1/{num_ranks} of it on each rank" if isinstance(trainer.strategy, FSDP2Strategy) else " on each rank"
         )
-    memory = f"{bytes_text(held)} for weights, gradients and AdamW{divided}"
+    memory = f"{bytes_text(held)} for weights, gradients and optimizer{divided}"
     return [
         *entries,
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),

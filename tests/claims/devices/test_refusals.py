@@ -19,6 +19,7 @@ WRONG: dict[str, tuple[int, dict[str, Any], str]] = {
     "a file": (1, {"data__train_file": "nowhere.jsonl"}, "nowhere.jsonl"),
     "a row": (1, {"data__train_file": "broken"}, "rows.jsonl:3"),
     "a model": (1, {"model__model_name_or_path": "nowhere/model"}, "nowhere/model"),
+    "an optimizer that cannot be sharded": (1, {"model__optimizer": "muon", "strategy": "fsdp2"}, "fsdp2 divides them"),
     "a strategy": (1, {"strategy": "deepspeed"}, "deepspeed"),
     "the weights": (1, {"model__lora_target_modules": "[nothing]", "model__use_peft": "true"}, "nothing"),
     "a checkpoint": (1, {"ckpt_path": "last"}, "ckpt_path"),

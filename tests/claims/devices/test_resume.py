@@ -39,6 +39,7 @@ SET_UPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "a worker": (2, "ddp", {"data__dataloader_num_workers": 1}),
     "skipped steps": (2, "fsdp2", {"data__train_file": "overflowing", "model__on_nonfinite": "skip"}),
     "skipped steps, ddp": (2, "ddp", {"data__train_file": "overflowing", "model__on_nonfinite": "skip"}),
+    "muon": (2, "ddp", {"model__optimizer": "muon"}),
     "save_best": (2, "ddp", JUDGED),
     "four sharded ranks": (4, "fsdp2", {}),
     "sharded dropout": (2, "fsdp2", DROPOUT),

@@ -40,6 +40,9 @@ SET_UPS: dict[str, dict[str, Any]] = {
         **{"validates": True, "trainer__val_check_interval": 4, "trainer__check_val_every_n_epoch": None}
     },
     "dropout": DROPOUT,
+    "muon": {"model__optimizer": "muon", "model__weight_decay": 0.1},
+    "muon on adapters": {"model__optimizer": "muon", "model__use_peft": "true"},
+    "adamw_8bit": {"model__optimizer": "adamw_8bit", "model__weight_decay": 0.1, "model__dtype": "bfloat16"},
     "hybrid": {"model__model_name_or_path": "hybrid"},
     "bf16-mixed": {"trainer__precision": "bf16-mixed"},
     "ordinary batches": {"dedup": "false", "validates": True},
@@ -94,6 +97,8 @@ def test_a_run_goes_on_from_every_step(ran, set_up, print_after):
     flags = SET_UPS[set_up]
     if flags.get("model__use_peft"):
         pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    if flags.get("model__optimizer") == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     whole = ran("whole", **flags, save_every_steps=1, save_total_limit=STEPS)
     best = link(whole, "best")
     steps = steps_saved(whole)[:-1]

@@ -31,6 +31,7 @@ def setup_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, **c
     return RunSetup(
         build=build,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        moment_bytes=lambda model: 2 * sum(p.nbytes for p in model.parameters()),
         forward=nullcontext,
         device=CPU,
         dtype=torch.float32,

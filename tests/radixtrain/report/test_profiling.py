@@ -22,6 +22,7 @@ def setup(tiny_qwen3: Callable[..., Any]) -> RunSetup:
     return RunSetup(
         build=build,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        moment_bytes=lambda model: 2 * sum(p.nbytes for p in model.parameters()),
         forward=nullcontext,
         device=torch.device("cpu"),
         dtype=torch.float32,

@@ -1,18 +1,30 @@
 """How many steps a run has, and what AdamW and the schedule make of its settings."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import nn
 
-from radixtrain.training.optimizer import adamw, num_steps_of_run, schedule
+from radixtrain.errors import UserError
+from radixtrain.training.optimizer import (
+    check_package,
+    moment_bytes,
+    num_steps_of_run,
+    optimizer_of,
+    schedule,
+    set_hyperparameters,
+)
 
 
 def settings(**changes: Any) -> SimpleNamespace:
     adam = {"learning_rate": 1.0, "weight_decay": 0.1, "adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 1e-3}
-    return SimpleNamespace(**{**adam, "warmup_steps": 0.0, "lr_scheduler_type": "linear", **changes})
+    return SimpleNamespace(
+        **{**adam, "optimizer": "adamw", "warmup_steps": 0.0, "lr_scheduler_type": "linear", **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +45,7 @@ def test_steps_of_a_run(limits: dict[str, Any], expected: int) -> None:
 
 def test_only_matrices_decay_and_only_what_is_trained() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1).requires_grad_(False))
-    optimizer = adamw(module, settings())
+    optimizer = optimizer_of(module, settings())
     assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.1), (3, 0.0)]
     assert {(group["lr"], group["betas"], group["eps"]) for group in optimizer.param_groups} == {
         (1.0, (0.5, 0.6), 1e-3)
@@ -42,7 +54,7 @@ def test_only_matrices_decay_and_only_what_is_trained() -> None:
 
 @pytest.mark.parametrize("warmup_steps", [2, 0.2])
 def test_warm_up_in_steps_or_as_a_share(warmup_steps: float) -> None:
-    optimizer = adamw(nn.Linear(1, 1), settings())
+    optimizer = optimizer_of(nn.Linear(1, 1), settings())
     scheduler = schedule(optimizer, settings(warmup_steps=warmup_steps), 10)
     rates = []
     for _ in range(10):
@@ -51,3 +63,125 @@ def test_warm_up_in_steps_or_as_a_share(warmup_steps: float) -> None:
         scheduler.step()
     expected = [0, 0.5, *(step / 8 for step in range(8, 0, -1))]
     assert rates == pytest.approx(expected, rel=1e-12)
+
+
+NAMES = {"adamw": 2, "muon": 1, "adamw_8bit": 0.5}  # moments of a hidden matrix: times its bytes in float32
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+    return request.param
+
+
+def trained(model: Any, optimizer: Any, num_steps: int, seed: int) -> None:
+    """Steps on drawn gradients, each with the schedule."""
+    scheduler = schedule(optimizer, settings(lr_scheduler_type="constant"), num_steps)
+    for step in range(num_steps):
+        torch.manual_seed(seed + step)
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_muon_takes_the_matrices_of_hidden_layers(tiny_qwen3: Any) -> None:
+    """Each step is that of torch's two optimizers side by side, bit for bit; a bias and the embeddings are AdamW's."""
+    models = [tiny_qwen3(attention_bias=True, tie_word_embeddings=False) for _ in range(2)]
+    chosen = settings(optimizer="muon", learning_rate=1e-2)
+    trained(models[0], optimizer_of(models[0], chosen), 3, 0)
+
+    hidden, decaying, others = [], [], []
+    for key, weight in models[1].named_parameters():
+        is_outside = key.startswith(("model.embed_tokens", "lm_head"))
+        (others if weight.ndim == 1 else decaying if is_outside else hidden).append(weight)
+    assert hidden and len(decaying) == 2 and others
+    adam = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3}
+    pair = [
+        torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], **adam),
+    ]
+    for step in range(3):
+        torch.manual_seed(step)
+        for weight in models[1].parameters():
+            weight.grad = torch.randn_like(weight)
+        for each in pair:
+            each.step()
+    for mine, torchs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine, torchs)
+
+
+def test_a_step_of_adamw_8bit_is_that_of_bitsandbytes(tiny_qwen3: Any) -> None:
+    """Moments of the embeddings have 32 bits, those of hidden matrices 8: `moment_bytes` counts what is there."""
+    optim = pytest.importorskip("bitsandbytes.optim", reason="pip install bitsandbytes")
+    models = [tiny_qwen3(hidden_size=64, intermediate_size=128) for _ in range(2)]
+    optimizer = optimizer_of(models[0], settings(optimizer="adamw_8bit", learning_rate=1e-2, weight_decay=0.0))
+    trained(models[0], optimizer, 3, 0)
+    embedding = models[1].get_input_embeddings().weight
+    own = [weight for weight in models[1].parameters() if weight is not embedding]
+    adam = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}
+    pair = [optim.AdamW8bit(own, **adam), optim.AdamW32bit([embedding], **adam)]
+    for step in range(3):
+        torch.manual_seed(step)
+        for weight in models[1].parameters():
+            weight.grad = torch.randn_like(weight)
+        for each in pair:
+            each.step()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert {state["state1"].dtype for state in optimizer.state.values()} == {torch.uint8, torch.float32}
+    assert optimizer.state[models[0].get_input_embeddings().weight]["state1"].dtype == torch.float32
+
+
+def test_what_the_optimizer_keeps(tiny_qwen3: Any, name: str) -> None:
+    model = tiny_qwen3(hidden_size=64, intermediate_size=128)
+    chosen = settings(optimizer=name)
+    optimizer = optimizer_of(model, chosen)
+    trained(model, optimizer, 1, 0)
+    kept = {"exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"}
+    held = sum(state[key].nbytes for state in optimizer.state.values() for key in kept & state.keys())
+    assert held == moment_bytes(model, chosen)
+    hidden = model.model.layers[0].mlp.up_proj.weight
+    assert sum(optimizer.state[hidden][key].nbytes for key in kept & optimizer.state[hidden].keys()) == (
+        NAMES[name] * hidden.nbytes
+    )
+
+
+def test_a_restored_optimizer_goes_on_bit_for_bit_and_takes_new_settings(tiny_qwen3: Any, name: str) -> None:
+    whole, stopped = (tiny_qwen3(hidden_size=64, intermediate_size=128) for _ in range(2))
+    chosen = settings(optimizer=name, learning_rate=1e-2)
+    trained(whole, optimizer := optimizer_of(whole, chosen), 2, 0)
+    stopped.load_state_dict(whole.state_dict())
+    restored = optimizer_of(stopped, chosen)
+    restored.load_state_dict(deepcopy(optimizer.state_dict()))
+    changed = settings(optimizer=name, learning_rate=1e-3, weight_decay=0.2, adam_beta1=0.7)
+    for model, each in ((whole, optimizer), (stopped, restored)):
+        scheduler = schedule(each, chosen, 9)
+        set_hyperparameters(each, scheduler, model, changed)
+        assert {group["lr"] for group in each.param_groups} == {1e-3}
+        assert {group["betas"] for group in each.param_groups if "betas" in group} == {(0.7, 0.6)}
+        assert {group["weight_decay"] for group in each.param_groups} == {0.2, 0.0}
+        trained(model, each, 2, 7)
+    for one, other in zip(whole.parameters(), stopped.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_adamw_8bit_is_refused_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Any) -> None:
+    """float64, a device without its kernels, and no package."""
+    optim = pytest.importorskip("bitsandbytes.optim", reason="pip install bitsandbytes")
+    chosen = settings(optimizer="adamw_8bit")
+    with pytest.raises(
+        UserError, match=r"^model\.optimizer adamw_8bit computes in float32; set model\.dtype to float32"
+    ):
+        optimizer_of(tiny_qwen3().double(), chosen)
+
+    def step(*_: Any) -> None:
+        raise NotImplementedError("no kernel\nat all")
+
+    monkeypatch.setattr(optim.AdamW8bit, "step", step)
+    with pytest.raises(UserError, match=r"bitsandbytes \S+ has no 8-bit AdamW on cpu: no kernel; set adamw$"):
+        optimizer_of(tiny_qwen3(), chosen)
+    monkeypatch.setattr("radixtrain.training.optimizer.find_spec", lambda package: None)
+    with pytest.raises(UserError, match=r"adamw_8bit needs the package bitsandbytes: pip install bitsandbytes$"):
+        check_package("adamw_8bit")

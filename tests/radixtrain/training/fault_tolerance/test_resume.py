@@ -158,6 +158,7 @@ def test_a_run_that_is_extended_takes_no_step_at_learning_rate_zero(ran, caplog)
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model__lora_alpha": 8}, "model.lora_alpha was 32 and is 8, which would be another model"),
     ({"model__lora_r": 8}, "model.lora_r was 4 and is 8"),
+    ({"model__optimizer": "muon"}, "model.optimizer was adamw and is muon, which keeps other moments; set adamw"),
     ({"model__use_peft": "false"}, "model.use_peft was true and is false"),
     ({"data__batch_size": 5}, "data.batch_size was 4 and is 5, which would draw other steps"),
     ({"data__val_size": 4}, "data.val_size was 0.0 and is 4"),

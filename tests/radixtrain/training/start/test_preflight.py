@@ -77,12 +77,17 @@ class TestWeights:
 
 
 class TestRoom:
-    FULL = SimpleNamespace(dtype="float32", use_peft=False)
-    LORA = SimpleNamespace(dtype="bfloat16", use_peft=True)
+    FULL = SimpleNamespace(dtype="float32", use_peft=False, optimizer="adamw")
+    MUON = SimpleNamespace(dtype="float32", use_peft=False, optimizer="muon")
+    IN_8_BITS = SimpleNamespace(dtype="bfloat16", use_peft=False, optimizer="adamw_8bit")
+    LORA = SimpleNamespace(dtype="bfloat16", use_peft=True, optimizer="adamw")
 
     @pytest.mark.parametrize(
         ("settings", "copies", "needed"),
-        [(FULL, 3, 4000 * 10), (FULL, 0, 4000), (LORA, 3, 2000)],
+        [
+            *((FULL, 3, 4000 * 10), (FULL, 0, 4000), (LORA, 3, 2000)),
+            *((MUON, 3, 4000 * 7), (IN_8_BITS, 3, 2000 * 7)),
+        ],
     )
     def test_what_a_run_writes(self, tmp_path, settings, copies, needed):
         assert check_room(tmp_path / "a" / "b", 1000, settings, copies) == needed
