@@ -31,6 +31,8 @@ OPTIONAL = {
     "flash-linear-attention": ("recurrent layers on CUDA", "pip install flash-linear-attention"),
     "causal-conv1d": ("recurrent layers on CUDA", "pip install causal-conv1d"),
     "matplotlib": ("loss.png and the plot of bench", "pip install matplotlib"),
+    "trackio": ("trainer.logger: trackio", "pip install trackio"),
+    "swanlab": ("trainer.logger: swanlab", "pip install swanlab"),
     "tensorboard": ("trainer.logger: tensorboard", "pip install tensorboard"),
     "trl": ("TRL's trainers, in scripts of your own", "pip install trl"),
 }

@@ -19,7 +19,7 @@ TRAINER = {
     "precision": ("32-true", "or bf16-mixed, bf16-true, 64-true"),
     "log_every_n_steps": ("10", "optimizer steps between two lines of the log; a shorter run logs each step"),
     "val_check_interval": ("1.0", "validate every so many steps, or after a share of the epoch"),
-    "logger": ("", "wandb, tensorboard, csv or none; a CSV file without it"),
+    "logger": ("", "wandb, trackio, swanlab, tensorboard, csv or none; a CSV file without it"),
     "callbacks": ("", "EarlyStopping, ModelCheckpoint, ..."),
     "enable_progress_bar": ("true", "a bar on a terminal, single lines in a file"),
     "fast_dev_run": ("false", "a single step, to try a configuration"),

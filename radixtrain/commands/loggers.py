@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -14,21 +16,71 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from requests.utils import get_netrc_auth
 
 from radixtrain.errors import UserError, first_line
 
-PROJECT = "radixtrain"  # at Weights & Biases, unless WANDB_PROJECT names another
+PROJECT = "radixtrain"  # unless WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT names another
+PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "swanlab": ("swanlab",)}
 TRACKING = ("fit", "validate", "test", "predict")  # commands whose loggers write
 SECONDS = 5.0  # to connect
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
 
 
+class TrackerLogger(Logger):
+    """A run at trackio or SwanLab."""
+
+    def __init__(self, package: str, output_dir: Path):
+        """package: `trackio` or `swanlab`. output_dir: of the run, which is named after it."""
+        super().__init__()
+        self.package, self.output_dir = package, output_dir
+        self.run: Any = None
+
+    @property
+    def name(self) -> str:
+        return os.environ.get(f"{self.package.upper()}_PROJECT", PROJECT)
+
+    @property
+    def version(self) -> str:
+        return self.output_dir.name
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """UserError, before the first step, if the run cannot be opened: nobody is logged in, for instance."""
+        if self.run is None:
+            folder = str(self.output_dir / "swanlog")  # trackio has one for all runs: TRACKIO_DIR
+            own = {"resume": "allow", "embed": False} if self.package == "trackio" else {"log_dir": folder}
+            try:
+                start = import_module(self.package).init
+                self.run = start(project=self.name, name=self.version, **own)
+            except Exception as error:
+                raise UserError(f"trainer.logger: {self.package}: {first_line(error)}") from error
+        return self.run
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        given = params if isinstance(params, Mapping) else vars(params)
+        self.experiment.config.update(json.loads(json.dumps(dict(given), default=str)))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.experiment.log(dict(metrics), step=step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+
 def loggers_of(asked: Any, output_dir: Path) -> Any:
     """What Lightning's trainer takes as `logger`.
 
-    asked: the value of `trainer.logger`: a logger, a short name (`wandb`, `tensorboard`, `csv`, `none`), a list of
-        them, or null, true or false.
+    asked: the value of `trainer.logger`: a logger, a short name (`wandb`, `trackio`, `swanlab`, `tensorboard`,
+        `csv`, `none`), a list of them, or null, true or false.
 
     A CSV file is written beside what a short name asks for; `none` and false write nothing.
     """
@@ -56,8 +108,9 @@ def check_loggers(config: Any) -> None:
     if config.trainer.fast_dev_run:  # which replaces them
         return
     names = [name for name, _ in loggers]
-    if "tensorboard" in names and not (find_spec("tensorboard") or find_spec("tensorboardX")):
-        raise UserError("trainer.logger: TensorBoard is not installed: pip install tensorboard")
+    for name in names:
+        if name in PACKAGES and not any(map(find_spec, PACKAGES[name])):
+            raise UserError(f"trainer.logger: {name} is not installed: pip install {name}")
     if any(name == "wandb" and not options.get("offline") for name, options in loggers):
         _check_wandb()
 
@@ -77,6 +130,8 @@ def _made(name: str, output_dir: Path) -> Logger:
     if name == "wandb":
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         return WandbLogger(project=project, name=output_dir.name, save_dir=output_dir)
+    if name in ("trackio", "swanlab"):
+        return TrackerLogger(name, output_dir)
     if name == "tensorboard":
         return TensorBoardLogger(output_dir, name="", version="tensorboard")  # a resumed run goes on in it
     return CSVLogger(output_dir, name="logs")

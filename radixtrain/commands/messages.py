@@ -10,7 +10,7 @@ from radixtrain.commands.typed import shortened
 from radixtrain.errors import did_you_mean
 
 # What a key takes by name: short names, and classes of Lightning without a dotted path.
-LOGGERS = "wandb tensorboard csv none WandbLogger TensorBoardLogger CSVLogger MLFlowLogger CometLogger"
+LOGGERS = "wandb trackio swanlab tensorboard csv none WandbLogger TensorBoardLogger CSVLogger MLFlowLogger CometLogger"
 CLASSES = {
     "trainer.logger": tuple(LOGGERS.split()),
     "trainer.callbacks": ("EarlyStopping", "ModelCheckpoint", "LearningRateMonitor", "Timer"),

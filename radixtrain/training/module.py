@@ -67,9 +67,8 @@ class RadixModule(L.LightningModule):
         attn_implementation: Hugging Face's attention, with `dedup: false`.
         allow_dropout: dropout modules to accept by name, although a shared token then draws one mask for all its
             copies.
-        optimizer: adamw; muon: torch's Muon for the matrices of hidden layers, at AdamW's scale of update, and AdamW
-            for embeddings, head, norms, biases and what has three axes; adamw_8bit: moments in 8 bits, those of
-            embeddings and of small weights in 32. Needs bitsandbytes.
+        optimizer: muon is torch's, for the matrices of hidden layers, with AdamW for the rest; adamw_8bit is that of
+            bitsandbytes, with moments in 8 bits but for embeddings.
         learning_rate: peak.
         lr_scheduler_type: the learning rate after the warm-up, by transformers' `get_scheduler`.
         warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.

@@ -24,7 +24,7 @@ from radixtrain.training.optimizer import moment_bytes, optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
-LoggerName = Literal["wandb", "tensorboard", "csv", "none"]
+LoggerName = Literal["wandb", "trackio", "swanlab", "tensorboard", "csv", "none"]
 
 
 class Trainer(L.Trainer):

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -100,7 +102,7 @@ def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
 def test_tensorboard_is_not_installed(flags, says, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     found = says(**{"trainer__logger": "tensorboard", **flags})
-    assert found == "trainer.logger: TensorBoard is not installed: pip install tensorboard"
+    assert found == "trainer.logger: tensorboard is not installed: pip install tensorboard"
 
 
 def test_what_weights_and_biases_refuses_later():
@@ -111,3 +113,48 @@ def test_what_weights_and_biases_refuses_later():
         raise wandb.errors.CommError("no such project\nmore")
     with pytest.raises(json.JSONDecodeError), errors_of_wandb():
         json.loads("{")
+
+
+class Run:
+    """Of a stand-in for trackio and swanlab, with the calls of both."""
+
+    def __init__(self, **options):
+        self.options, self.config, self.logged, self.is_finished = options, {}, [], False
+
+    def log(self, metrics, step):
+        assert not self.is_finished
+        self.logged.append((step, metrics))
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("trackio", {"resume": "allow", "embed": False}), ("swanlab", {"log_dir": "{}/swanlog"})]
+)
+def test_a_run_at_a_tracker(arguments, tmp_path, monkeypatch, name, own):
+    """It has the settings of the run, and each step once."""
+    runs = []
+    package = SimpleNamespace(init=lambda **options: runs.append(Run(**options)) or runs[-1], __spec__=object())
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.delenv(f"{name.upper()}_PROJECT", raising=False)
+    assert main(arguments(output_dir=tmp_path / "my_run", trainer__logger=name, trainer__max_steps=3)) == 0
+    (run,) = runs
+    own = {key: value.format(tmp_path / "my_run") if isinstance(value, str) else value for key, value in own.items()}
+    assert run.options == {"project": "radixtrain", "name": "my_run", **own}
+    assert run.config["optimizer"] == "adamw" and run.config["batch_size"] == 4 and run.is_finished
+    losses = [(step, metrics["loss"]) for step, metrics in run.logged if "loss" in metrics]
+    assert [step for step, _ in losses] == [0, 1, 2] and all(loss > 0 for _, loss in losses)
+
+
+@pytest.mark.parametrize("name", ["trackio", "swanlab"])
+def test_a_tracker_that_is_missing_or_opens_no_run(says, arguments, tmp_path, monkeypatch, capsys, name):
+    def init(**options):
+        raise RuntimeError("nobody is logged in\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loggers, "find_spec", lambda name: None)
+        assert says(trainer__logger=name) == f"trainer.logger: {name} is not installed: pip install {name}"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, __spec__=object()))
+    assert main(arguments(output_dir=tmp_path / "run", trainer__logger=name)) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: trainer.logger: {name}: nobody is logged in"
