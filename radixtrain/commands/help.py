@@ -21,11 +21,11 @@ TRAINER = {
     "val_check_interval": ("1.0", "validate every so many steps, or after a share of the epoch"),
     "logger": ("", "wandb, trackio, swanlab, tensorboard, csv or none; a CSV file without it"),
     "callbacks": ("", "EarlyStopping, ModelCheckpoint, ..."),
-    "enable_progress_bar": ("true", "a bar on a terminal, single lines in a file"),
     "fast_dev_run": ("false", "a single step, to try a configuration"),
 }
 # Keys of Lightning's trainer that do more or something else here. They, and those above, are explained in our words.
 CHANGED = {
+    "enable_progress_bar": "a bar on a terminal, single lines in a file",
     "max_time": "DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains; then it is saved",
 }
 SECTIONS = ("model", "data", "evaluate_generation")
