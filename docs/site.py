@@ -2,9 +2,11 @@
 
     python docs/site.py build/pages
 
-Every page keeps its path, so the links between pages hold. A link to a program becomes one to a page that shows it.
+Every page keeps its path, so the links between pages hold. A link to a program or a notebook becomes one to a page that
+shows it.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -30,26 +32,37 @@ def main(folder: Path) -> None:
 def lay_out(file: Path, target: Path) -> list[Path]:
     """Write what shows a file of the repository; the files that it links to."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix == ".md":
-        page = FENCE.sub(r"\1", file.read_text(encoding="utf-8"))
-        target.write_text(LINK.sub(lambda link: link[1] + page_of(link[2]), page), encoding="utf-8")
-        return [(file.parent / link).resolve() for _, link in LINK.findall(page)]
-    if is_shown(file.name):
-        code = file.read_text(encoding="utf-8").rstrip()
-        language = {".py": "python", ".ipynb": "json"}.get(file.suffix, "text")
-        page = f"# {file.name}\n\n`{file.relative_to(ROOT)}`\n\n````{language}\n{code}\n````\n"
-        target.with_name(page_of(file.name)).write_text(page, encoding="utf-8")
-    else:
+    if file.suffix in (".css", ".png", ".svg"):
         shutil.copy(file, target)
-    return []
+        return []
+    page = PAGES.get(file.suffix, page_of_code)(file)
+    links = LINK.findall(page) if file.suffix in PAGES else []
+    shown = LINK.sub(lambda link: link[1] + target_of(link[2]), page) if links else page
+    target.with_name(target_of(target.name)).write_text(shown, encoding="utf-8")
+    return [(file.parent / link).resolve() for _, link in links]
 
 
-def is_shown(name: str) -> bool:
-    return not name.endswith((".md", ".css", ".png", ".svg"))
+def page_of_markdown(file: Path) -> str:
+    return FENCE.sub(r"\1", file.read_text(encoding="utf-8"))
 
 
-def page_of(link: str) -> str:
-    return f"{link}.md" if is_shown(link) else link
+def page_of_notebook(file: Path) -> str:
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    fences = {"code": ("```python\n", "\n```"), "markdown": ("", "")}
+    return "\n\n".join("".join(cell["source"]).join(fences[cell["cell_type"]]) for cell in cells)
+
+
+def page_of_code(file: Path) -> str:
+    language = "python" if file.suffix == ".py" else "text"
+    code = file.read_text(encoding="utf-8").rstrip()
+    return f"# {file.name}\n\n`{file.relative_to(ROOT)}`\n\n````{language}\n{code}\n````\n"
+
+
+PAGES = {".md": page_of_markdown, ".ipynb": page_of_notebook}
+
+
+def target_of(link: str) -> str:
+    return link if link.endswith((".md", ".css", ".png", ".svg")) else f"{link}.md"
 
 
 if __name__ == "__main__":
