@@ -10,12 +10,13 @@
 
 Every node owns a run of tokens and the slots (`radixtrain/generation/store.py`) that hold their rows. A row depends on
 all tokens before it, so that a slot belongs to one prefix and to no other. Only leaves are evicted: no prefix loses its
-beginning. NumPy only; the rows are in `RadixCache.store`.
+beginning. The tree is NumPy; the rows are in `RadixCache.store`.
 """
 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +25,13 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import nn
 
 from radixtrain.errors import UserError
-from radixtrain.generation.store import SlotPool
+from radixtrain.generation.fingerprint import fingerprint
+from radixtrain.generation.store import KeyValueStore, SlotPool
 from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.cached_layout import path_to_root
 
 FREE, RESERVED, CACHED = 0, 1, 2  # what this cache uses a slot for
 
@@ -141,11 +145,11 @@ class RadixCache:
 
     max_tokens: budget of tokens in the tree and reserved slots together; None: no limit.
     pool: the slots of the store. Slots taken from it directly are outside the tree and the budget.
-    store: the rows themselves; its `clear()` is called with the cache's.
+    store: the rows themselves.
     counters: lookups, hits and evictions so far.
 
-    Several threads may call it; `exclusive()` keeps the others out for longer than a call. Raises UserError unless
-    max_tokens is None or a whole number >= 1.
+    Several threads may call it; `exclusive()` keeps the others out for longer than a call. A copy is empty, since it is
+    for the copy of a model. Raises UserError unless max_tokens is None or a whole number >= 1.
     """
 
     def __init__(self, max_tokens: int | None = None):
@@ -155,14 +159,18 @@ class RadixCache:
                 f"max_tokens must be a whole number of tokens >= 1, or None for no limit, got {max_tokens!r}"
             )
         self.max_tokens = max_tokens
-        self.pool = SlotPool()
-        self.store: Any = None
+        self._budget = sys.maxsize if max_tokens is None else max_tokens
+        self.pool = SlotPool(max_tokens or 0)
+        self.store = KeyValueStore(self.pool)
         self.counters = CacheCounters()
         self._use = np.zeros(0, dtype=np.int8)  # of each slot: FREE, RESERVED or CACHED
         self._num_reserved = self._clock = 0
         self._fingerprint: Hashable = None
         self._rlock = RLock()
         self._plant()
+
+    def __reduce__(self) -> tuple[type, tuple[int | None]]:
+        return type(self), (self.max_tokens,)
 
     def _plant(self) -> None:
         """An empty tree."""
@@ -180,6 +188,16 @@ class RadixCache:
     def num_reserved(self) -> int:
         """Slots reserved and neither inserted nor cancelled yet."""
         return self._num_reserved
+
+    @property
+    def num_available(self) -> int:
+        """Tokens that `reserve` can have, if it evicts what is not locked."""
+        return self._budget - self._num_reserved - self._num_locked
+
+    @property
+    def num_free(self) -> int:
+        """Tokens that it can have without."""
+        return self._budget - self.num_tokens
 
     @property
     def num_nodes(self) -> int:
@@ -218,14 +236,12 @@ class RadixCache:
         Evicts as much as the budget asks for. Raises CacheFull, and evicts nothing, if that cannot be had.
         """
         with self._rlock:
-            if self.max_tokens is not None:
-                available = self.max_tokens - self._num_reserved - self._num_locked
-                if count > available:
-                    raise CacheFull(
-                        f"a cache of max_tokens={self.max_tokens} has room for {available} more tokens while the "
-                        f"others are in use, and {count} are needed: raise max_tokens"
-                    )
-                self.evict(self.num_tokens + count - self.max_tokens)
+            if count > self.num_available:
+                raise CacheFull(
+                    f"a cache of max_tokens={self.max_tokens} has room for {self.num_available} more tokens while the "
+                    f"others are in use, and {count} are needed: raise max_tokens"
+                )
+            self.evict(count - self.num_free)
             slots = self.pool.allocate(count, contiguous)
             if len(self._use) < self.pool.capacity:
                 self._use = np.append(self._use, np.zeros(self.pool.capacity - len(self._use), dtype=np.int8))
@@ -307,15 +323,15 @@ class RadixCache:
                 node.parent, node.children, node.queued = None, {}, False
             self._release(np.concatenate([self.root.slots, *(node.slots for node in nodes)]))
             self._plant()
-            if self.store is not None:
-                self.store.clear()
+            self.store.clear()
 
-    def of_weights(self, fingerprint: Hashable) -> None:
-        """Empties the cache if `fingerprint` (`radixtrain/generation/fingerprint.py`) is not that of the last call."""
+    def of_model(self, model: nn.Module, what: str = "keys and values") -> None:
+        """Empties the cache if it holds rows of another model, of its earlier weights, or something else of it."""
         with self._rlock:
-            if self._fingerprint is not None and self._fingerprint != fingerprint:
+            holds, found = self._fingerprint, (what, fingerprint(model))
+            if holds is not None and holds != found:
                 self.clear()
-            self._fingerprint = fingerprint
+            self._fingerprint = found
 
     def __repr__(self) -> str:
         return f"RadixCache(max_tokens={self.max_tokens}, num_tokens={self.num_tokens}, num_nodes={self.num_nodes})"
@@ -375,12 +391,6 @@ class RadixCache:
     def _release(self, slots: IntArray) -> None:
         self.pool.release(slots)
         self._use[slots] = FREE
-
-
-def path_to_root(node: Node | None) -> Iterator[Node]:
-    while node is not None:
-        yield node
-        node = node.parent
 
 
 def nodes_below(root: Node) -> Iterator[tuple[int, Node]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -31,14 +32,17 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
     It contains: the digest, shape, dtype and device of each parameter and buffer; each module, and its attributes that
     are plain values (LoRA's scaling, which adapters are active or merged); which forward hooks it has, since a hook may
     change what a module returns; the configuration; and autocast. It does not depend on the mode (`train`, `eval`), our
-    own hooks, gradients or `requires_grad`. Module attributes that are tensors or functions without being parameters,
-    buffers or modules are not seen, nor is what a hook reads.
+    own hooks, gradients, `requires_grad`, or weights of PEFT's adapters while these are disabled. Module attributes
+    that are tensors or functions without being parameters, buffers or modules are not seen, nor is what a hook reads.
 
     Raises UserError if a tensor is on the meta device. Reads the device once, at the end.
 
     As slow as summing the weights: 0.12 s for 0.6 billion parameters in float32, on one CPU thread that reads 20 GB/s.
     """
-    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    left_out = tuple(unread(model))
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    of_id = {id(tensor): (name, tensor) for name, tensor in named if not name.startswith(left_out)}
+    tensors = dict(of_id.values())
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise UserError(
@@ -49,6 +53,17 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
     modules = tuple((name, weakref.ref(each), _hooks(each), *_settings(each)) for name, each in model.named_modules())
     autocast = tuple(_autocast(kind) for kind in sorted({each.device.type for each in tensors.values()}))
     return kinds, _digests(list(tensors.values())), modules, _configuration(model), autocast
+
+
+def unread(model: nn.Module) -> Iterator[str]:
+    """With what the names of weights begin that no forward pass reads, because their adapters are disabled.
+
+    Merged adapters are read: a disabled layer takes them out of its own weights first.
+    """
+    for path, module in model.named_modules():
+        if getattr(module, "disable_adapters", False) is True and not getattr(module, "merged_adapters", ()):
+            for name in (*module.adapter_layer_names, *module.other_param_names):
+                yield f"{path}.{name}."
 
 
 def _digests(tensors: list[Tensor]) -> tuple[int, ...]:
@@ -66,6 +81,7 @@ def _digests(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(digests)
 
 
+@cache  # 11 ms of one core, beside every reference pass of a trainer
 def word_factors(device: torch.device) -> Tensor:
     """(WORDS,), int64. An odd random factor for each place, the same in every call."""
     factors = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=torch.Generator().manual_seed(0)) | 1

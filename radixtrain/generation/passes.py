@@ -1,8 +1,6 @@
 """What a forward pass of generation computes, and where it stores it. Host only, until the last lines of each function.
 
-A pass of prompts computes what the cache does not hold. Its tree is a prefix plan of the uncached ends of the prompts;
-two of them share a row only if they continue the same cached node, so each token is marked with the node that its
-sequence continues. A pass of one token a sequence needs no plan.
+A pass of prompts computes what the cache does not hold (`Continuations`). One of a token a sequence needs no plan.
 
 Rows that several sequences will read at every step are *kept*: their slots belong to the cache, and they are attended
 to in one product. What is too short to be worth a product of its own is computed once too, and copied to the lanes.
@@ -18,14 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.generation.cache import Match, Node, RadixCache, path_to_root
+from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
-from radixtrain.tree.cached_layout import CachedLayout, Paths, shared_pieces
-from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.cached_layout import CachedLayout, Continuations, Paths, on_device, path_to_root, pieces_of
 from radixtrain.tree.sorting import sort_sequences, without_small_branches
 
 # (query, key) pairs that a product of its own has to save at every step to be worth its calls. On one CPU thread, with
@@ -137,54 +133,31 @@ class PromptPlan:
     """What some prompts add to the cache. Host only.
 
     requests: sorted, so that prompts that share a beginning are neighbours.
-    matches: of each, what the cache holds.
-    plan: of their uncached ends.
-    ids: (U,), int64. the token of each row of the plan.
-    node_of: (B,). which of `nodes` each request continues. nodes: without repeats, in sorted order.
+    ends: of the prompts, which the cache does not hold.
     kept: (B,), int64. leading tokens of each prompt whose rows belong to the cache.
     """
 
     requests: Sequence[Request]
-    matches: Sequence[Match]
-    plan: PrefixPlan
-    ids: IntArray
-    nodes: Sequence[Node]
-    node_of: IntArray
+    ends: Continuations
     kept: IntArray
 
     @classmethod
     def of(cls, requests: Sequence[Request], matches: Sequence[Match], longest_tail: int) -> PromptPlan:
         """Plan the prompts. longest_tail: tokens of a prompt that its lane takes at most."""
-        nodes = list(dict.fromkeys(match.node for match in matches))
-        places = {node: place for place, node in enumerate(nodes)}
-        node_of = np.array([places[match.node] for match in matches])
-        cached = np.array([len(match.slots) for match in matches])
-        lengths = np.array([len(request.prompt) for request in requests])
-        tokens = np.concatenate([each.prompt[start:] for each, start in zip(requests, cached, strict=True)])
-        marks = 1 + max(int(tokens.max()), 1)
-        cu_seqlens = cumulative(lengths - cached)
-        positions = concatenate_ranges(cached, lengths - cached)
-        marked = tokens + marks * node_of.repeat(lengths - cached)
-        plan = build_prefix_plan(marked, cu_seqlens, positions)
-        kept = np.maximum(np.array([request.kept for request in requests]), cached)
-        kept = np.maximum(kept, lengths - longest_tail)
-        return cls(requests, matches, plan, tokens[plan.gather_indices], nodes, node_of, kept)
-
-    @cached_property
-    def cached(self) -> IntArray:
-        """(B,), int64. tokens of each prompt that the cache holds."""
-        return np.array([len(match.slots) for match in self.matches])
+        ends = Continuations.of([request.prompt for request in requests], matches)
+        kept = np.maximum(np.array([request.kept for request in requests]), ends.num_stored)
+        return cls(requests, ends, np.maximum(kept, ends.lengths - longest_tail))
 
     @property
     def tails(self) -> IntArray:
         """(B,), int64. tokens of each prompt that go to its lane."""
-        return np.array([len(request.prompt) for request in self.requests]) - self.kept
+        return self.ends.lengths - self.kept
 
     @cached_property
     def kept_rows(self) -> IntArray:
         """Rows whose slots belong to the cache, ascending."""
-        is_kept = np.zeros(self.plan.num_rows, dtype=bool)
-        is_kept[self.plan.inverse_indices[self._places_in_lanes < 0]] = True
+        is_kept = np.zeros(self.ends.plan.num_rows, dtype=bool)
+        is_kept[self.ends.plan.inverse_indices[self._places_in_lanes < 0]] = True
         return is_kept.nonzero()[0]
 
     def pass_of(
@@ -199,59 +172,33 @@ class PromptPlan:
 
         predicting: of each request, the places of the tokens whose logits are wanted; None for its last one.
         """
-        plan, places = self.plan, self._places_in_lanes
+        plan, places = self.ends.plan, self._places_in_lanes
         lane_of = (first_lane + np.arange(len(self.requests))).repeat(lengths_of(plan.cu_seqlens))
         in_lane = places >= 0
         lane_slots = lanes.first + lane_of[in_lane] * lanes.step + places[in_lane]
         rows = np.concatenate([self.kept_rows, plan.inverse_indices[in_lane]])
         slots = np.concatenate([kept_slots, lane_slots])
-        slot_of_row = np.zeros(plan.num_rows, dtype=np.int64)
-        slot_of_row[rows] = slots
-        layout = CachedLayout(
-            num_rows=plan.num_rows,
-            max_seqlen=max(len(request.prompt) for request in self.requests),
-            written_rows=_on(rows, device),
-            slots=_on(slots, device),
-            shared=self._shared(device),
-            paths=Paths(plan.path_cu_seqlens_q, lambda run: self._path(int(plan.path_sequences[run]), slot_of_row)),
-            prompts=TreeLayout.from_plan(plan).to(device, non_blocking=True),
-        )
+        layout = self.ends.layout(rows, slots, device)
         wanted = plan.inverse_indices[self._tokens_at(predicting)]
-        return Pass(_on(self.ids, device), _on(plan.position_ids, device), _on(wanted, device), layout)
+        ids, positions = on_device(self.ends.ids, device), on_device(plan.position_ids, device)
+        return Pass(ids, positions, on_device(wanted, device), layout)
 
     def kept_path(self, place: int, kept_slots: IntArray) -> IntArray:
         """Slots of the kept tokens of one request, if the kept rows have these slots."""
-        slot_of_row = np.zeros(self.plan.num_rows, dtype=np.int64)
-        slot_of_row[self.kept_rows] = kept_slots
-        return self._path(place, slot_of_row)[: self.kept[place]]
-
-    def _path(self, place: int, slot_of_row: IntArray) -> IntArray:
-        """Slots of the whole prompt of one request."""
-        start, end = self.plan.cu_seqlens[place : place + 2]
-        return np.concatenate([self.matches[place].slots, slot_of_row[self.plan.inverse_indices[start:end]]])
+        return self.ends.paths(self.kept_rows, kept_slots)(place)[: self.kept[place]]
 
     @cached_property
     def _places_in_lanes(self) -> IntArray:
         """Of each token of the plan, where it is in the lane of its request; negative for a kept token."""
-        plan = self.plan
+        plan = self.ends.plan
         return plan.position_ids[plan.inverse_indices] - self.kept.repeat(lengths_of(plan.cu_seqlens))
 
     def _tokens_at(self, predicting: Sequence[IntArray] | None) -> IntArray:
         """Tokens of the plan, by their places in the prompts; of each the last one if no places are given."""
         if predicting is None:
-            return self.plan.cu_seqlens[1:] - 1
-        starts = self.plan.cu_seqlens[:-1] - self.cached
+            return self.ends.plan.cu_seqlens[1:] - 1
+        starts = self.ends.plan.cu_seqlens[:-1] - self.ends.num_stored
         return np.concatenate([start + places for start, places in zip(starts, predicting, strict=True)])
-
-    def _shared(self, device: torch.device) -> tuple[Piece, ...]:
-        """Cached rows that the new rows see whole. Rows that continue one node are neighbours."""
-        owner = self.node_of.repeat(lengths_of(self.plan.cu_seqlens))[self.plan.gather_indices]
-        bounds = np.searchsorted(owner, np.arange(len(self.nodes) + 1))
-        runs = [
-            (np.concatenate([np.arange(*bounds[each : each + 2]) for each in members]), slots)
-            for members, slots in shared_runs(self.nodes)
-        ]
-        return shared_pieces(runs, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,12 +216,10 @@ class SharedRows:
     def of(cls, requests: Sequence[Request], device: torch.device) -> SharedRows:
         """Sorted, so that those that read the same are neighbours, whatever lanes they are in."""
         order = np.argsort([request.rank for request in requests], kind="stable")
-        nodes = [requests[place].node for place in order.tolist()]
-        runs = shared_runs([node for node in nodes if node is not None])
-        pieces = shared_pieces([(np.array(members), slots) for members, slots in runs], device)
+        pieces = pieces_of([requests[place].node for place in order.tolist()], np.arange(len(order) + 1), device)
         if not pieces or (np.diff(order) == 1).all():
             return cls(pieces, None, None)
-        return cls(pieces, _on(order, device), _on(np.argsort(order), device))
+        return cls(pieces, on_device(order, device), on_device(np.argsort(order), device))
 
 
 def decoding_pass(
@@ -301,12 +246,12 @@ def decoding_pass(
         num_rows=len(requests),
         max_seqlen=int(lengths.max()),
         written_rows=None,
-        slots=_on(lanes.first + places * lanes.step + used - 1, device),
+        slots=on_device(lanes.first + places * lanes.step + used - 1, device),
         shared=shared.pieces,
         paths=Paths(np.arange(len(requests) + 1), path),
         lanes=Lanes(lanes.first, lanes.step, mask, shared.order, shared.inverse),
     )
-    return Pass(tokens, _on(lengths - 1, device), None, layout)
+    return Pass(tokens, on_device(lengths - 1, device), None, layout)
 
 
 def worth_keeping(lcp: IntArray) -> IntArray:
@@ -316,24 +261,3 @@ def worth_keeping(lcp: IntArray) -> IntArray:
     """
     depths = without_small_branches(lcp, PIECE_CELLS)
     return np.maximum(depths, np.append(depths[1:], 0))
-
-
-def shared_runs(nodes: Sequence[Node]) -> list[tuple[list[int], IntArray]]:
-    """What the sequences that end at these nodes read from the cache: (places of the readers, slots), from the root.
-
-    nodes: where each sequence ends. Nodes that follow each other and have the same readers are one run.
-    """
-    readers: dict[Node, list[int]] = {}
-    for place, node in enumerate(nodes):
-        for above in path_to_root(node):
-            if above.parent is not None:  # the root has no slots
-                readers.setdefault(above, []).append(place)
-    runs: dict[tuple[int, ...], list[Node]] = {}
-    for node, places in readers.items():
-        runs.setdefault(tuple(places), []).append(node)  # a node comes before the one above it
-    return [(list(places), np.concatenate([node.slots for node in run[::-1]])) for places, run in runs.items()]
-
-
-def _on(values: IntArray, device: torch.device) -> Tensor:
-    """Does not wait for the device: CUDA has copied pageable memory aside when `to` returns."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.fingerprint import fingerprint
 from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, Request
-from radixtrain.generation.store import KeyValueStore
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
 from radixtrain.tree.arrays import IntArray
@@ -46,21 +44,19 @@ def prefill_on(
     own = RadixCache() if cache is None else cache
     with own.exclusive(), on_stored_rows(model, parts, kernel, longest):
         if cache is not None:
-            cache.of_weights(fingerprint(model))
+            cache.of_model(model)
         yield Prefill(parts, own, kernel)
 
 
 class Prefill:
     """Runs a model on prompts, inside `on_stored_rows`.
 
-    parts: of the model. cache: whose store is used, and made at its first use. kernel: of the attention.
+    parts: of the model. cache: whose store is used. kernel: of the attention.
     """
 
     def __init__(self, parts: Parts, cache: RadixCache, kernel: str = "auto"):
-        if cache.store is None:
-            cache.store = KeyValueStore(cache.pool)
         self.cache, self.counts = cache, Counts()
-        self.store: KeyValueStore = cache.store
+        self.store = cache.store
         self.passes = StoredPasses(parts, self.store.write, kernel)
 
     @property
@@ -111,8 +107,8 @@ class Prefill:
             path = plan.kept_path(place, slots)
             request.hold(self.cache, self.cache.insert(request.prompt[: len(path)], path))
         self.counts.prompt += sum(len(request.prompt) for request in plan.requests)
-        self.counts.cached += int(plan.cached.sum())
-        self.counts.computed += plan.plan.num_rows
+        self.counts.cached += int(plan.ends.num_stored.sum())
+        self.counts.computed += plan.ends.plan.num_rows
         return logits
 
 

@@ -26,11 +26,13 @@ WIDE_HEAD = 128
 class SlotPool:
     """The free slots of a store.
 
+    expected: slots up to which it grows, if more are not needed; 0 if that is not known.
     capacity: slots there are, free or not. Grows, never shrinks.
     num_free: slots that nobody owns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int = 0) -> None:
+        self.expected = expected
         self.capacity = self.num_free = 0
         self._starts = self._ends = np.zeros(0, dtype=np.int64)  # run i is [start, end); sorted; no two runs touch
 
@@ -39,7 +41,7 @@ class SlotPool:
 
         contiguous: always one run.
 
-        The capacity grows if it must, at least to twice what it was.
+        The capacity grows if it must, at least to twice what it was, or to what is expected.
         """
         if not count:
             return np.zeros(0, dtype=np.int64)
@@ -78,7 +80,9 @@ class SlotPool:
     def _grow(self, count: int, contiguous: bool) -> None:
         """Raises the capacity until `count` slots are free, in one run if `contiguous`."""
         usable = self._free_at_the_end() if contiguous else self.num_free
-        capacity = max(2 * self.capacity, self.capacity + count - usable)
+        doubled = 2 * self.capacity
+        ahead = self.expected if self.capacity < self.expected < doubled else doubled
+        capacity = max(ahead, self.capacity + count - usable)
         self._add_runs(np.array([self.capacity]), np.array([capacity]))
         self.num_free += capacity - self.capacity
         self.capacity = capacity
@@ -97,21 +101,27 @@ class KeyValueStore:
     """The keys and values of every slot.
 
     pool: of the slots.
-    calls: for each call of the attention function in a pass, keys and values, (C, K, H) each.
+    calls: for each call of the attention function in a pass, keys and values, (C, K, H) each. `share_prefixes` has one
+        more, hidden states, (C, 1, D).
     """
 
     pool: SlotPool
-    calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    calls: list[tuple[Tensor, ...]] = field(default_factory=list)
 
-    def write(self, call: int, key: Tensor, value: Tensor, layout: CachedLayout) -> tuple[Tensor, Tensor]:
+    @property
+    def bytes_per_slot(self) -> int:
+        """What one token takes."""
+        return sum(rows[0].nbytes for rows in self._tensors())
+
+    def write(self, call: int, new_rows: tuple[Tensor, ...], layout: CachedLayout) -> tuple[Tensor, ...]:
         """Put the new rows of a layer into their slots. Returns all that is stored for this call.
 
-        call: which one of the pass. key, value: (U, K, H).
+        call: which one of the pass. new_rows: keys and values, (U, K, H) each.
         """
         if call == len(self.calls):
-            self.calls.append((self._empty(key), self._empty(value)))
+            self.calls.append(tuple(map(self._empty, new_rows)))
         stored = self._of_capacity(call)
-        for rows, new in zip(stored, (key, value), strict=True):
+        for rows, new in zip(stored, new_rows, strict=True):
             written = new if layout.written_rows is None else new.index_select(0, layout.written_rows)
             rows.index_copy_(0, layout.slots, written)
         return stored
@@ -154,11 +164,10 @@ class KeyValueStore:
                 return like.new_zeros(self.pool.capacity, num_heads, head_dim)
             return like.new_zeros(num_heads, self.pool.capacity, head_dim).transpose(0, 1)
 
-    def _of_capacity(self, call: int) -> tuple[Tensor, Tensor]:
+    def _of_capacity(self, call: int) -> tuple[Tensor, ...]:
         """Keys and values of a call, with a row for every slot that the pool has by now."""
         if len(self.calls[call][0]) < self.pool.capacity:
-            key, value = self.calls[call]
-            self.calls[call] = self._grown(key), self._grown(value)
+            self.calls[call] = tuple(map(self._grown, self.calls[call]))
         return self.calls[call]
 
     def _grown(self, rows: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class RadixCall:
         return tree_attention(*heads, self.layout, attention=strategy, kernel=self.kernel, window=window, **scoring)
 
 
-Write = Callable[[int, Tensor, Tensor, CachedLayout], tuple[Tensor, Tensor]]
+Write = Callable[[int, tuple[Tensor, ...], CachedLayout], tuple[Tensor, ...]]
 """`KeyValueStore.write`: puts the new keys and values of a call into their slots, and returns all that it stores."""
 
 
@@ -101,9 +101,8 @@ class CachedCall:
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to all that each of them sees."""
-        _, key, value = heads
-        stored = self.write(len(self.calls), key, value, self.layout)
-        return cached_attention(*heads, stored, self.layout, kernel=self.kernel, window=window, **scoring)
+        key, value = self.write(len(self.calls), heads[1:], self.layout)
+        return cached_attention(*heads, (key, value), self.layout, kernel=self.kernel, window=window, **scoring)
 
 
 Call = RadixCall | CachedCall  # the argument `radix_call` of a layer

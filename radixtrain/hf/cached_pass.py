@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, CachedCall, Write
 from radixtrain.hf.backbone import Parts
@@ -40,23 +39,12 @@ def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) ->
 
     Raises UserError for a model, an adapter or a kernel that cannot generate exactly from stored rows.
     """
-    _check_device(parts)
     check_generation(parts, longest)
     check_choice(parts.decoder, "auto", kernel)
     lock = _LOCKS.setdefault(parts.base, RLock())
     with in_words_of_generation(), lock, evaluating(model), attention_set(parts), torch.no_grad():
         check_adapters(model.modules(), ())
         yield
-
-
-def _check_device(parts: Parts) -> None:
-    """Refuse weights on several devices, or offloaded ones: the store is on one."""
-    devices = {str(parameter.device) for parameter in parts.base.parameters()}
-    if len(devices) > 1 or "meta" in devices:
-        raise UserError(
-            f"{parts.name} has weights on {', '.join(sorted(devices))}, and generation from stored rows needs all of "
-            f"them on one device: load it without a device_map, or use model.generate"
-        )
 
 
 class StoredPasses:

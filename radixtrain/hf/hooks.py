@@ -26,6 +26,7 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
+from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
@@ -123,17 +124,18 @@ class BackboneHooks:
             self.sharing.count(backbone, False, ORDINARY)
             return None
         given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
-        if given is not None and self._is_allowed(backbone, self.padded):
+        if given is not None and self._is_allowed(backbone, self.padded, given["radix_call"]):
             self.progress.call = given["radix_call"]
             self.padded.count(self.progress.call)
         self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
         return None if self.progress.call is None else ((), given)
 
-    def _is_allowed(self, backbone: nn.Module, padded: PaddedSharing) -> bool:
+    def _is_allowed(self, backbone: nn.Module, padded: PaddedSharing, call: Any) -> bool:
         """Refuse adapters and dropouts that compute something else on unique tokens; or say so, if these are left."""
+        allowed = () if isinstance(call, KeptCall) else self.allow_dropout  # what is kept is no draw
         try:
-            check_adapters((self.model, backbone), self.allow_dropout)
-            check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
+            check_adapters((self.model, backbone), allowed)
+            check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), allowed)
         except UserError as error:
             if not padded.leaves_refused:
                 raise
@@ -156,7 +158,7 @@ class BackboneHooks:
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         call, self.progress.call = kwargs.get("radix_call"), None
-        if not isinstance(call, RadixCall):
+        if not isinstance(call, RadixCall | KeptCall):
             return None
         self._check_mixers(backbone, call)
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
@@ -175,7 +177,7 @@ class BackboneHooks:
         hidden = output[0]
         return with_rows(output, gather_rows(hidden[0], call.predictor_indices)[None])
 
-    def _check_mixers(self, backbone: nn.Module, call: RadixCall) -> None:
+    def _check_mixers(self, backbone: nn.Module, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
         if missing:
             raise RuntimeError(
@@ -185,7 +187,7 @@ class BackboneHooks:
                 f"call prepare_model again"
             )
 
-    def _expand_router_logits(self, name: str, output: Any, kwargs: Mapping[str, Any], call: RadixCall) -> None:
+    def _expand_router_logits(self, name: str, output: Any, kwargs: Mapping[str, Any], call: Any) -> None:
         """Router logits of the U unique rows -> of the original tokens, in place: the loss counts each token once.
 
         For a padded batch they go to their places, and Hugging Face's loss leaves out padding.

@@ -111,11 +111,7 @@ def check_generation(parts: Parts, longest: int) -> None:
         raise UserError(f"{parts.name} has no head that predicts next tokens; load it with AutoModelForCausalLM")
     _check_states(parts.name, parts.decoder)
     _check_layers(parts.name, parts.decoder)
-    if mixers_of(parts.decoder):
-        raise UserError(
-            f"{parts.name} has recurrent layers, whose state is not kept by a cache of keys and values; "
-            f"{TRAIN_WITHOUT_SHARING}"
-        )
+    check_cacheable(parts, TRAIN_WITHOUT_SHARING)
     _check_attention(parts.name, parts.decoder.config)
     if not _takes_function_from_interface(parts.decoder):
         raise not_reached(parts)
@@ -127,6 +123,20 @@ def check_generation(parts: Parts, longest: int) -> None:
         raise UserError(
             f"{parts.name} has a table of {table} positions, and the longest prompt with its answer would have "
             f"{longest + 1} tokens; lower max_new_tokens, or set max_length to {table + 1}"
+        )
+
+
+def check_cacheable(parts: Parts, instead: str) -> None:
+    """Refuse a model of which keys and values do not say all, or are on several devices. instead: what to do."""
+    if mixers_of(parts.decoder):
+        raise UserError(
+            f"{parts.name} has recurrent layers, whose state is not kept by a cache of keys and values; {instead}"
+        )
+    devices = {str(parameter.device) for parameter in parts.base.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise UserError(
+            f"{parts.name} has weights on {', '.join(sorted(devices))}, and a cache of keys and values needs all of "
+            f"them on one device: load it without a device_map, or {instead}"
         )
 
 

@@ -24,8 +24,11 @@ class SharingReport:
     num_places: sum of B x L over the shared calls, which an ordinary model computes.
     num_tokens: sum of T over them, without padding.
     num_unique_tokens: sum of U over them, which were computed.
+    num_cached_tokens: of `num_tokens`, found in the cache of `share_prefixes(model, cache=...)`.
+    bytes_per_kept_token: what a token takes in it: keys and values of all layers, and a hidden state.
+    not_cached: shared calls that could not use it, counted by reason.
     num_head_places, num_head_rows: rows that the head was asked for, and that it computed, in its calls that shared.
-    plan_seconds: spent on reading ids and building plans, also for calls that were not shared then.
+    plan_seconds: spent on reading ids, and weights for a cache, and building plans, also if nothing was shared then.
     unshared_models: other models of the trainer, by the names of its attributes, that compute every copy.
     """
 
@@ -34,6 +37,9 @@ class SharingReport:
     num_places: int = 0
     num_tokens: int = 0
     num_unique_tokens: int = 0
+    num_cached_tokens: int = 0
+    bytes_per_kept_token: int = 0
+    not_cached: Counter[str] = field(default_factory=Counter)
     num_head_places: int = 0
     num_head_rows: int = 0
     plan_seconds: float = 0.0
@@ -45,7 +51,7 @@ class SharingReport:
 
     @property
     def compression_ratio(self) -> float:
-        """r = T / U; 1.0 if nothing was shared."""
+        """r = T / U; 1.0 if nothing was shared. Tokens from a cache count in T only."""
         return self.num_tokens / self.num_unique_tokens if self.num_unique_tokens else 1.0
 
     def __str__(self) -> str:
@@ -54,11 +60,15 @@ class SharingReport:
             f"{self.num_unique_tokens:,} unique, r = {self.compression_ratio:.2f}; "
             f"plans took {self.plan_seconds:.2f} s"
         ]
+        if self.bytes_per_kept_token:
+            takes = f"where one takes {self.bytes_per_kept_token:,} bytes"
+            lines.append(f"{self.num_cached_tokens:,} of these tokens were in the cache, {takes}")
         if self.num_head_places:
             lines.append(f"the head computed {self.num_head_rows:,} rows for {self.num_head_places:,} places")
         if not self.num_shared and not self.not_shared:
             lines.append("the backbone was never called: hooks do not run if something calls its forward method")
         lines += [f"{name} shares nothing: share_prefixes(trainer.{name})" for name in self.unshared_models]
+        lines += [f"{count} calls without the cache: {reason}" for reason, count in self.not_cached.most_common()]
         lines += [f"{count} calls not shared: {reason}" for reason, count in self.not_shared.most_common()]
         return "\n".join(lines)
 

@@ -8,9 +8,11 @@ A sliding window that binds cuts through shared rows, so then every query gets i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +21,9 @@ from torch import Tensor
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Bounds, Ragged
-from radixtrain.tree.arrays import cumulative, lengths_of
+from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
 from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +76,109 @@ class CachedLayout:
             call = _varlen_call(self.paths.cu_seqlens, cu_seqlens_k, causal=True, device=device)
             self._windows[window] = torch.from_numpy(slots).to(device), call
         return self._windows[window]
+
+
+@dataclass(frozen=True, eq=False)
+class Continuations:
+    """What some sequences add to the cache. Host only.
+
+    Their ends are one prefix plan. Two of them share a row only if they continue the same cached node, so each token is
+    marked with the node that its sequence continues.
+
+    stored: of each sequence, (n,), int64, the slots of what the cache holds of it. num_stored: (B,), how many.
+    plan: of their ends. ids: (U,), int64. the token of each of its rows.
+    node_of: (B,). which of `nodes` each sequence continues. nodes: of the cache, without repeats.
+    """
+
+    stored: Sequence[IntArray]
+    num_stored: IntArray
+    plan: PrefixPlan
+    ids: IntArray
+    nodes: Sequence[Any]
+    node_of: IntArray
+
+    @classmethod
+    def of(cls, sequences: Sequence[IntArray], matches: Sequence[Any], min_shared_tokens: int = 1) -> Continuations:
+        """sequences: token ids of each, (L,), int64. matches: what `RadixCache.match_prefix` found of each, not all."""
+        nodes = list(dict.fromkeys(match.node for match in matches))
+        places = {node: place for place, node in enumerate(nodes)}
+        node_of = np.array([places[match.node] for match in matches])
+        stored = [match.slots for match in matches]
+        num_stored = np.array([len(slots) for slots in stored])
+        lengths = np.array([len(ids) for ids in sequences]) - num_stored
+        tokens = np.concatenate([ids[start:] for ids, start in zip(sequences, num_stored, strict=True)])
+        marks = 1 + max(int(tokens.max()), 1)
+        marked = tokens + marks * node_of.repeat(lengths)
+        positions = concatenate_ranges(num_stored, lengths)
+        plan = build_prefix_plan(marked, cumulative(lengths), positions, min_shared_tokens=min_shared_tokens)
+        return cls(stored, num_stored, plan, tokens[plan.gather_indices], nodes, node_of)
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """(B,), int64. tokens of each sequence."""
+        return self.num_stored + lengths_of(self.plan.cu_seqlens)
+
+    def layout(self, rows: IntArray, slots: IntArray, device: torch.device) -> CachedLayout:
+        """The pass in which these rows are written to these slots, (W,), int64: all of them if a window may bind."""
+        sequences, path = self.plan.path_sequences, self.paths(rows, slots)
+        return CachedLayout(
+            num_rows=self.plan.num_rows,
+            max_seqlen=int(self.lengths.max()),
+            written_rows=on_device(rows, device),
+            slots=on_device(slots, device),
+            shared=self._shared(device),
+            paths=Paths(self.plan.path_cu_seqlens_q, lambda run: path(int(sequences[run]))),
+            prompts=TreeLayout.from_plan(self.plan).to(device, non_blocking=True),
+        )
+
+    def paths(self, rows: IntArray, slots: IntArray) -> Callable[[int], IntArray]:
+        """Place of a sequence -> slots of all its tokens, if these rows have these slots; 0 for the others."""
+        slot_of_row, bounds = np.zeros(self.plan.num_rows, dtype=np.int64), self.plan.cu_seqlens
+        slot_of_row[rows] = slots
+        slots_of_tokens = slot_of_row[self.plan.inverse_indices]
+        return lambda place: np.append(self.stored[place], slots_of_tokens[bounds[place] : bounds[place + 1]])
+
+    def _shared(self, device: torch.device) -> tuple[Piece, ...]:
+        """Cached rows that the new rows see whole. Rows that continue one node are neighbours."""
+        owner = self.node_of.repeat(lengths_of(self.plan.cu_seqlens))[self.plan.gather_indices]
+        return pieces_of(self.nodes, np.searchsorted(owner, np.arange(len(self.nodes) + 1)), device)
+
+
+def pieces_of(nodes: Sequence[Any], bounds: IntArray, device: torch.device) -> tuple[Piece, ...]:
+    """What rows read from the cache: those of reader i are [bounds[i], bounds[i + 1]), and it ends at nodes[i]."""
+    runs = [
+        (np.concatenate([np.arange(*bounds[each : each + 2]) for each in readers]), slots)
+        for readers, slots in shared_runs(nodes)
+    ]
+    return shared_pieces(runs, device)
+
+
+def shared_runs(nodes: Sequence[Any]) -> list[tuple[list[int], IntArray]]:
+    """What the sequences that end at these nodes read from the cache: (places of the readers, slots), from the root.
+
+    nodes: where each sequence ends. Nodes that follow each other and have the same readers are one run.
+    """
+    readers: dict[Any, list[int]] = {}
+    for place, node in enumerate(nodes):
+        for above in path_to_root(node):
+            if above.parent is not None:  # the root has no slots
+                readers.setdefault(above, []).append(place)
+    runs: dict[tuple[int, ...], list[Any]] = {}
+    for node, places in readers.items():
+        runs.setdefault(tuple(places), []).append(node)  # a node comes before the one above it
+    return [(list(places), np.concatenate([node.slots for node in run[::-1]])) for places, run in runs.items()]
+
+
+def path_to_root(node: Any) -> Iterator[Any]:
+    """A node of `RadixCache` and those above it."""
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def on_device(values: IntArray, device: torch.device) -> Tensor:
+    """Does not wait for the device: CUDA has copied pageable memory aside when `to` returns."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:

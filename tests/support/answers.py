@@ -113,7 +113,7 @@ def with_pieces_of(cells: int, max_rows: int = 16_384, one_call_a_run: bool = Fa
         patch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
         patch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
         if one_call_a_run:
-            patch.setattr("radixtrain.generation.passes.shared_pieces", _one_by_one)
+            patch.setattr("radixtrain.tree.cached_layout.shared_pieces", _one_by_one)
         yield
 
 

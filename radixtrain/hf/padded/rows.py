@@ -23,7 +23,6 @@ from torch import Tensor
 
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.plan import PrefixPlan
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -95,11 +94,11 @@ class PaddedRows(NamedTuple):
             return np.append(starts, self.kept.size)
         return np.concatenate([[0], np.cumsum(self.kept.sum(axis=1))])
 
-    def places(self, plan: PrefixPlan) -> IntArray:
-        """(B, L), int64. the unique row of each place; `plan.num_rows` for padding."""
-        rows = np.full(self.kept.shape, plan.num_rows)
-        rows[self.kept] = plan.inverse_indices
-        return rows
+    def places(self, row_of_token: IntArray, num_rows: int) -> Places:
+        """Where rows stand. row_of_token: (T,), int64. num_rows: U."""
+        rows = np.full(self.kept.shape, num_rows)
+        rows[self.kept] = row_of_token
+        return Places(rows, has_padding=not self.kept.all())
 
 
 PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of it at padding

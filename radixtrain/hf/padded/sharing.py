@@ -21,14 +21,17 @@ from radixtrain.hf.padded.calls import (
     why_rows_are_not_shared,
     why_unshared,
 )
+from radixtrain.hf.padded.kept import KeptCall, KeptPrefixes
 from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_head
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
 # Outputs of a backbone that may be tensors; of a tuple only the first, its hidden states.
@@ -42,6 +45,7 @@ class PaddedSharing:
     attention, kernel, min_shared_tokens, min_ratio: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
     run_cost: of its recurrent layers, to choose their runs on the host; None without any.
+    kept: prompts of earlier calls; None without a cache.
     separates: whether it separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
@@ -55,11 +59,16 @@ class PaddedSharing:
     min_ratio: float
     generates: bool
     run_cost: RunCost | None
+    kept: KeptPrefixes | None = None
     report: SharingReport = field(default_factory=SharingReport)
     separates: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
     leaves_refused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kept is not None and self.attention != "auto":
+            raise UserError(f"attention={self.attention!r} computes whole batches: leave out attention or cache")
 
     def call_on_unique_tokens(
         self, model: nn.Module, backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -72,7 +81,7 @@ class PaddedSharing:
         reason = why_unshared(model, backbone, given, self.generates)
         if reason is None:
             began = time.perf_counter()
-            planned = self._planned(backbone, given)
+            planned = self._planned(model, backbone, given)
             self.report.plan_seconds += time.perf_counter() - began
             if not isinstance(planned, str):
                 return planned
@@ -80,7 +89,7 @@ class PaddedSharing:
         self.report.not_shared[reason] += 1
         return None
 
-    def _planned(self, backbone: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    def _planned(self, model: nn.Module, backbone: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | str:
         """The arguments of the shared call, or why there is none."""
         decoder = text_decoder_of(backbone)
         rows = PaddedRows.read(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
@@ -95,10 +104,23 @@ class PaddedSharing:
         if reason is not None:
             return reason
         packed = rows.input_ids[rows.kept], rows.cu_seqlens, rows.kept_positions
-        plan = build_prefix_plan(*packed, min_shared_tokens=self.min_shared_tokens)
-        if rows.kept.size < self.min_ratio * plan.num_rows:
-            return f"less than min_ratio = {self.min_ratio} to save"
-        return self._arguments(decoder, given, rows, plan)
+        call: RadixCall | KeptCall
+        reason = None if self.kept is None else self.kept.why_not(model, backbone, given, rows)
+        self.report.not_cached.update([reason] if reason else [])
+        if self.kept is not None and reason is None:
+            call = self.kept.start(backbone, rows, self.min_shared_tokens, self.kernel)
+            plan, ids = call.ends.plan, call.ends.ids
+        else:
+            plan = build_prefix_plan(*packed, min_shared_tokens=self.min_shared_tokens)
+            if rows.kept.size < self.min_ratio * plan.num_rows:
+                return f"less than min_ratio = {self.min_ratio} to save"
+            layout = TreeLayout.from_plan(plan, run_cost=self.run_cost).to(given["input_ids"].device, non_blocking=True)
+            may_bind = window_may_bind(decoder.config, layout.max_seqlen)
+            places = rows.places(plan.inverse_indices, plan.num_rows)
+            call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)
+            ids = packed[0][plan.gather_indices]
+        call.misses_cache = option("use_cache", decoder.config, given)
+        return self._arguments(given, call, ids, plan.position_ids)
 
     def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
         """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
@@ -108,40 +130,42 @@ class PaddedSharing:
             self.leaks = why_padding_leaks(decoder) or ""
         return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
 
-    def count(self, call: RadixCall) -> None:
+    def count(self, call: RadixCall | KeptCall) -> None:
         """A call that runs on unique tokens."""
         assert call.places is not None
+        num_stored, tree = (0, call.layout) if isinstance(call, RadixCall) else (call.num_stored, call.layout.prompts)
+        assert tree is not None
         self.report.num_shared += 1
         self.report.num_places += call.places.rows.size
-        self.report.num_tokens += call.layout.inverse_indices.shape[0]
+        self.report.num_tokens += num_stored + tree.inverse_indices.shape[0]
+        self.report.num_cached_tokens += num_stored
         self.report.num_unique_tokens += call.layout.num_rows
 
-    def _arguments(self, decoder: Any, given: Mapping[str, Any], rows: PaddedRows, plan: PrefixPlan) -> dict[str, Any]:
-        """The call, with the unique tokens in place of the padded ones."""
+    def _arguments(
+        self, given: Mapping[str, Any], call: RadixCall | KeptCall, ids: IntArray, position_ids: IntArray
+    ) -> dict[str, Any]:
+        """The call, with the tokens that it computes in place of the padded ones. ids, position_ids: (U,), int64."""
         device = given["input_ids"].device
-        layout = TreeLayout.from_plan(plan, run_cost=self.run_cost).to(device, non_blocking=True)
-        may_bind = window_may_bind(decoder.config, layout.max_seqlen)
-        places = Places(rows.places(plan), has_padding=not rows.kept.all())
-        misses_cache = option("use_cache", decoder.config, given)
-        call = RadixCall(layout, None, self.attention, self.kernel, may_bind, None, places, misses_cache)
         return {
             **{name: value for name, value in given.items() if name != "cache_position"},
-            "input_ids": torch.from_numpy(rows.input_ids[rows.kept][plan.gather_indices])[None].to(
-                device, non_blocking=True
-            ),
-            "position_ids": torch.tensor(plan.position_ids)[None].to(device, non_blocking=True),
-            "attention_mask": no_mask(may_bind, device, call),
+            "input_ids": on_device(ids, device)[None],
+            "position_ids": on_device(position_ids, device)[None],
+            "attention_mask": no_mask(call.window_may_bind, device, call),
             "use_cache": False,
             "radix_call": call,
         }
 
     @torch.compiler.disable  # the indices are new in every call
-    def outputs_at_places(self, output: Any, call: RadixCall) -> Any:
+    def outputs_at_places(self, output: Any, call: RadixCall | KeptCall) -> Any:
         """The output of the backbone with its hidden states, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
         _check_outputs(output)
         rows: Tensor = output[0]
+        if isinstance(call, KeptCall):
+            assert self.kept is not None and getattr(output, "router_logits", None) is None
+            rows = self.kept.finish(call, rows[0])[None]
+            self.report.bytes_per_kept_token = self.kept.cache.store.bytes_per_slot
         spread = self.at_places(rows[0], places)
         hidden: Tensor = spread.whole() if is_compiled() else spread
         share_fused_head()

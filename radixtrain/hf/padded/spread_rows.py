@@ -91,12 +91,13 @@ class SpreadRows(Tensor):
     def is_current(self) -> bool:
         """Whether the table still says what the whole tensor is, and nobody wants the gradient of that.
 
-        A function that returns us, as a reentrant checkpoint does, puts itself between us and the table.
+        A function that returns us, as a reentrant checkpoint does, puts itself between us and the table. An inference
+        tensor counts no changes.
         """
         if self.gradient_from is not self.made_by:
             return False
         made = [each.dense for each in (self, self.root) if each is not None and each.dense is not None]
-        return not any(each._version or each._backward_hooks or each.retains_grad for each in made)
+        return not any(x.is_inference() or x._version or x._backward_hooks or x.retains_grad for x in made)
 
     def whole(self) -> Tensor:
         """The ordinary tensor, the same one every time."""

@@ -17,15 +17,14 @@ from families import CORE
 from tiers import cases
 from torch import Tensor
 
-import radixtrain.generation.passes
 import radixtrain.generation.scheduler
 from radixtrain import RadixCache
 from radixtrain.attention import cached_attention
 from radixtrain.generation.cache import Node
-from radixtrain.generation.passes import Pass, PromptPlan, SharedRows, decoding_pass, shared_runs
+from radixtrain.generation.passes import Pass, PromptPlan, SharedRows, decoding_pass
 from radixtrain.generation.scheduler import RunningBatch
 from radixtrain.generation.store import KeyValueStore
-from radixtrain.tree.cached_layout import Paths
+from radixtrain.tree.cached_layout import Continuations, Paths, shared_runs
 from radixtrain.verification.oracle import float64_throughout
 
 BAR = 1e-12
@@ -90,7 +89,7 @@ def change_runs(patch: Patch, owner: Any, name: str, change: Callable[[Runs], Ru
 
     def wrong(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(radixtrain.generation.passes, "shared_runs", lambda nodes: change(shared_runs(nodes)))
+            inside.setattr("radixtrain.tree.cached_layout.shared_runs", lambda nodes: change(shared_runs(nodes)))
             return method(*arguments)
 
     patch.setattr(owner, name, staticmethod(wrong) if owner is SharedRows else wrong)
@@ -143,7 +142,7 @@ def count_prompts_from_the_cached_end(patch: Patch) -> None:
     pass_of = PromptPlan.pass_of
 
     def wrong(self: PromptPlan, *arguments: Any) -> Pass:
-        step, start = pass_of(self, *arguments), int(self.cached.max())
+        step, start = pass_of(self, *arguments), int(self.ends.num_stored.max())
         return replace(step, position_ids=(step.position_ids - start).clamp(min=0))
 
     patch.setattr(PromptPlan, "pass_of", wrong)
@@ -203,10 +202,10 @@ OF_QWEN3: dict[str, Callable[[Patch], None]] = {
         patch, SharedRows, "of", lambda runs: [*runs, *runs[:1]]
     ),
     "a shared run of prompts is left out": lambda patch: change_runs(
-        patch, PromptPlan, "_shared", lambda runs: runs[1:]
+        patch, Continuations, "_shared", lambda runs: runs[1:]
     ),
     "a shared run of prompts is counted twice": lambda patch: change_runs(
-        patch, PromptPlan, "_shared", lambda runs: [*runs, *runs[:1]]
+        patch, Continuations, "_shared", lambda runs: [*runs, *runs[:1]]
     ),
     "two readers are mixed up": mix_up_two_readers,
     "a mask shows a slot too many": show_a_slot_too_many,

@@ -95,11 +95,11 @@ def test_rows_that_all_start_in_the_first_column(monkeypatch: pytest.MonkeyPatch
     """As if padding stood on the right only."""
     places = PaddedRows.places
 
-    def on_the_left(self: PaddedRows, plan: Any) -> Any:
-        found, wrong = places(self, plan), np.full(self.kept.shape, plan.num_rows)
+    def on_the_left(self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
+        found, wrong = places(self, row_of_token, num_rows), np.full(self.kept.shape, num_rows)
         for row, kept in enumerate(self.kept):
-            wrong[row, : kept.sum()] = found[row, kept]
-        return wrong
+            wrong[row, : kept.sum()] = found.rows[row, kept]
+        return replace(found, rows=wrong)
 
     monkeypatch.setattr(PaddedRows, "places", on_the_left)
     assert_caught()
@@ -182,10 +182,10 @@ def test_tokens_that_are_shared_by_place(monkeypatch: pytest.MonkeyPatch) -> Non
     """A token of one branch stands for the one in its column, whatever came before."""
     places = PaddedRows.places
 
-    def by_column(self: PaddedRows, plan: Any) -> Any:
-        found = places(self, plan)
+    def by_column(self: PaddedRows, row_of_token: Any, num_rows: int) -> Places:
+        found = places(self, row_of_token, num_rows)
         same = self.input_ids[1:] == self.input_ids[:1]
-        found[1:] = np.where(same & self.kept[1:] & self.kept[:1], found[:1], found[1:])
+        found.rows[1:] = np.where(same & self.kept[1:] & self.kept[:1], found.rows[:1], found.rows[1:])
         return found
 
     monkeypatch.setattr(PaddedRows, "places", by_column)

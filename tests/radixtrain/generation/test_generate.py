@@ -18,7 +18,6 @@ from transformers import GenerationConfig, Qwen3Model
 
 from radixtrain import RadixCache, generate, prepare_model, share_prefixes
 from radixtrain.errors import UserError
-from radixtrain.generation import prefill
 from radixtrain.generation.generate import Generated, GenerationStats
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.verification.oracle import float64_arithmetic
@@ -124,7 +123,7 @@ class TestCache:
                 super().__init__(*arguments)
                 made.append(weakref.ref(self))
 
-        monkeypatch.setattr(prefill, "KeyValueStore", Watched)
+        monkeypatch.setattr("radixtrain.generation.cache.KeyValueStore", Watched)
         gc.disable()
         try:
             found = generate(model, PROMPTS, **GREEDY)

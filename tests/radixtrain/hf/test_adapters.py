@@ -17,6 +17,7 @@ from torch import nn
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
+from radixtrain.generation.fingerprint import fingerprint, unread
 from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_not_shared
 from radixtrain.verification.oracle import float64_throughout
 
@@ -88,6 +89,15 @@ EXACT_CASES: dict[str, list[dict[str, Any]]] = {
     "VERA": [{"r": 4}],
     "WAVEFT": [{"n_frequency": 20}, {"n_frequency": 20, "use_idwt": False}],
 }
+EVERY_CASE = pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param(kind, settings, marks=() if kind in QUICK and settings is every[0] else FULL)
+        for kind, every in EXACT_CASES.items()
+        for settings in every
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "default",
+)
 REFUSED_CASES: dict[str, dict[str, Any]] = {
     "CARTRIDGE": VIRTUAL,
     "CPT": {**VIRTUAL, **PROMPT_OF_TOKENS},
@@ -212,21 +222,37 @@ class TestKinds:
         settings = {field.name for config in classes for field in dataclasses.fields(config)} - common
         assert settings - set(JUDGED.split()) == set(), "settings of this PEFT that have not been judged"
 
-    @pytest.mark.parametrize(
-        ("kind", "settings"),
-        [
-            pytest.param(kind, settings, marks=() if kind in QUICK and settings is every[0] else FULL)
-            for kind, every in EXACT_CASES.items()
-            for settings in every
-        ],
-        ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "default",
-    )
+    @EVERY_CASE
     def test_exact(self, peft, tiny_qwen3, kind, settings):
         """Adaption prompts are made for few families. AdaMSS clusters its subspaces when it is made."""
         if kind == "ADAMSS":
             pytest.importorskip("sklearn", reason="AdaMSS needs scikit-learn: pip install 'radixtrain[dev]'")
         base = tiny_model("LlamaForCausalLM") if kind == "ADAPTION_PROMPT" else tiny_qwen3()
         assert_exact(adapted(peft, base, configuration(peft, kind, **settings)))
+
+    @EVERY_CASE
+    def test_what_fingerprints_leave_out_is_not_read(self, peft, tiny_qwen3, kind, settings):
+        """Weights of a disabled adapter: a change of them changes no logit. Enabled, they are read again.
+
+        Those that layers share have another name too, by which they are read.
+        """
+        base = tiny_model("LlamaForCausalLM") if kind == "ADAPTION_PROMPT" else tiny_qwen3()
+        model = adapted(peft, base, configuration(peft, kind, **settings)).eval()
+        ids, enabled = torch.tensor(ROWS[:1]), fingerprint(model)
+        with model.disable_adapter(), torch.no_grad():
+            seen, logits, left_out = fingerprint(model), model(input_ids=ids).logits, tuple(unread(model))
+            trained = [name for name, _ in model.named_parameters() if "lora_A" in name]
+            assert all(name.startswith(left_out) for name in trained)
+            parameters, buffers = (
+                named(remove_duplicate=False) for named in (model.named_parameters, model.named_buffers)
+            )
+            tensors = [*parameters, *buffers]
+            read = {id(x) for name, x in tensors if not name.startswith(left_out)}
+            changed = [x for _, x in tensors if id(x) not in read and x.is_floating_point()]
+            for x in changed:
+                x.data.add_(1.0)
+            assert fingerprint(model) == seen and torch.equal(model(input_ids=ids).logits, logits)
+        assert (fingerprint(model) == enabled) == (not changed)
 
     @pytest.mark.parametrize("kind", REFUSED_CASES)
     def test_refused(self, peft, tiny_qwen3, kind, tmp_path):

@@ -29,7 +29,7 @@ class TestLiteral:
         rows = read(self.IDS, self.MASK)
         plan = plan_of(rows)
         assert rows.input_ids[rows.kept][plan.gather_indices].tolist() == [7, 8, 5, 9]
-        assert rows.places(plan).tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
+        assert rows.places(plan.inverse_indices, plan.num_rows).rows.tolist() == [[0, 1, 3, 4], [4, 0, 1, 2]]
         assert rows.cu_seqlens.tolist() == [0, 3, 6]
         assert (rows.is_left_padded, rows.has_holes, rows.is_packed, rows.max_position) == (True, False, False, 3)
 

@@ -1,0 +1,165 @@
+"""Prompts of a frozen model that are computed once in a run: a padded call on what its cache does not hold.
+
+    cache  7 8 9    input_ids  7 8 9 1 0    computed  1 5 6    hidden states  7 8 9 1 5 6    places  0 1 2 3 6
+                               7 8 9 5 6                                                             0 1 2 4 5
+
+The cache keeps keys and values of every layer and what the backbone returns, since callers read the logits of prompts
+too. The last token of each row is always computed, so that no call is empty. Rows that several sequences of a batch
+read, such as the prompt of a group, may evict others; what only one reads, such as a completion, is kept while there is
+room: mostly it never comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import CachedCall
+from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.padded.calls import option
+from radixtrain.hf.padded.rows import BoolArray, PaddedRows, Places
+from radixtrain.hf.sharing_report import is_frozen
+from radixtrain.hf.windows import window_may_bind
+from radixtrain.tree.arrays import IntArray, lengths_of
+from radixtrain.tree.cached_layout import CachedLayout, Continuations, on_device
+from radixtrain.tree.plan import PrefixPlan
+
+SHARDED = ("ds_id", "placements")  # on weights of ZeRO-3 and FSDP2
+FSDP = "FullyShardedDataParallel"
+
+
+class KeptCall(CachedCall):
+    """A forward pass on the tokens of a padded batch that are not kept.
+
+    ends: of its sequences. to_keep: token ids and slots of what each has in the cache afterwards.
+    stored_slots: (R,), int64. kept rows that stand in the batch.
+    places: where they stand, and after them the new rows. misses_cache: as in `RadixCall`.
+    """
+
+    ends: Continuations
+    to_keep: list[tuple[IntArray, IntArray]]
+    stored_slots: IntArray
+    places: Places
+    misses_cache: bool
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens of the batch that are not computed."""
+        return int(self.ends.num_stored.sum())
+
+
+NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(eq=False)
+class KeptPrefixes:
+    """Runs the calls of a frozen backbone on what a cache does not hold of them.
+
+    cache: a `RadixCache`, which is of a floor above this one.
+    thread, locked, reserved, unkept: of the call that runs: its thread, nodes and slots that it holds in the cache, and
+        slots outside of it.
+    """
+
+    cache: Any
+    thread: int | None = None
+    locked: list[Any] = field(default_factory=list)
+    reserved: IntArray = field(default_factory=lambda: NONE)
+    unkept: IntArray = field(default_factory=lambda: NONE)
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        """The copy of a model has an empty cache, and no call runs in it."""
+        return type(self), (self.cache,)
+
+    def why_not(self, model: nn.Module, backbone: nn.Module, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
+        """Why a call that can be shared cannot use the cache; None if it can: then `start` it. given: its arguments."""
+        if not is_frozen(backbone):
+            if torch.is_grad_enabled():
+                return "it has gradients"
+            if getattr(model, "peft_config", None):  # its weights change, while those below it are to stay
+                return "an adapter that is trained is on"
+        is_sharded = any(hasattr(weight, name) for weight in backbone.parameters() for name in SHARDED)
+        if is_sharded or any(type(module).__name__ == FSDP for module in backbone.modules()):
+            return "its weights are spread over ranks"
+        starts = rows.cu_seqlens[:-1].repeat(lengths_of(rows.cu_seqlens))
+        if rows.kept_positions is not None and (rows.kept_positions != np.arange(len(starts)) - starts).any():
+            return "position_ids do not count from 0 in every row"
+        for name in ("output_hidden_states", "output_router_logits"):
+            if option(name, text_decoder_of(backbone).config, given):
+                return name
+        with self.cache.exclusive():
+            if self.thread not in (None, get_ident()):
+                return "a call of another thread uses the cache"
+            self.release()  # of a call that ended with an error
+            self.thread = get_ident()
+        return None
+
+    def start(self, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str) -> KeptCall:
+        """The call for the tokens of a batch that are not kept."""
+        self.cache.of_model(backbone, "keys, values and hidden states")
+        sequences = [ids for ids in np.split(rows.input_ids[rows.kept], rows.cu_seqlens[1:-1]) if len(ids)]
+        matches = [self.cache.match_prefix(ids[:-1]) for ids in sequences]
+        for match in matches:
+            self.cache.lock(match.node)
+            self.locked.append(match.node)
+        ends = Continuations.of(sequences, matches, min_shared_tokens)
+        may_bind = window_may_bind(text_decoder_of(backbone).config, int(ends.lengths.max()))
+        is_kept = self._rows_to_keep(ends.plan)
+        self.reserved = self.cache.reserve(int(is_kept.sum()))
+        if may_bind:  # a layer with a window reads all rows where they are stored
+            self.unkept = self.cache.pool.allocate(int((~is_kept).sum()))
+        new = np.append(is_kept.nonzero()[0], (~is_kept).nonzero()[0][: len(self.unkept)])
+        slots = np.append(self.reserved, self.unkept)
+        rows_of_ends = np.split(ends.plan.inverse_indices, ends.plan.cu_seqlens[1:-1])
+        stored_slots, stored_rows = np.unique(np.concatenate(ends.stored), return_inverse=True)
+        rows_of_beginnings = np.split(stored_rows, ends.num_stored.cumsum()[:-1])
+        path_of, to_keep, row_of_token = ends.paths(new, slots), [], list[IntArray]()
+        for place, (ids, stored, own) in enumerate(zip(sequences, rows_of_beginnings, rows_of_ends, strict=True)):
+            length = len(stored) + int(is_kept[own].sum())
+            to_keep.append((ids[:length], path_of(place)[:length]))
+            row_of_token += [stored, len(stored_slots) + own]
+        layout = ends.layout(new, slots, next(backbone.parameters()).device)
+        call = KeptCall(layout, self._write, kernel, may_bind)
+        call.ends, call.to_keep, call.stored_slots = ends, to_keep, stored_slots
+        call.places = rows.places(np.concatenate(row_of_token), len(stored_slots) + ends.plan.num_rows)
+        return call
+
+    def _rows_to_keep(self, plan: PrefixPlan) -> BoolArray:
+        """(U,), bool. Those that most sequences read come first, so none comes before the one above it."""
+        room = max(self.cache.num_free, min(self.cache.num_available, int((plan.counts > 1).sum())))
+        is_kept = np.zeros(plan.num_rows, dtype=bool)
+        is_kept[np.lexsort((plan.position_ids, -plan.counts))[:room]] = True
+        return is_kept
+
+    def _write(self, call: int, new_rows: tuple[Tensor, ...], layout: CachedLayout) -> tuple[Tensor, ...]:
+        if any(rows.requires_grad for rows in new_rows):
+            raise UserError(
+                "a cache keeps what has no gradient, and a hook asks for one (enable_input_require_grads?): call the "
+                "model under torch.no_grad(), or leave out cache"
+            )
+        stored: tuple[Tensor, ...] = self.cache.store.write(call, new_rows, layout)
+        return stored
+
+    def finish(self, call: KeptCall, hidden: Tensor) -> Tensor:
+        """(R + U, D). The hidden states of the kept rows of the batch, then those of the new ones, (U, D), kept now."""
+        (stored,) = self._write(len(call.calls), (hidden[:, None],), call.layout)
+        kept = stored[:, 0].index_select(0, on_device(call.stored_slots, hidden.device))
+        self.reserved = NONE
+        for ids, slots in call.to_keep:
+            self.cache.insert(ids, slots)
+        self.release()
+        return torch.cat([kept, hidden])
+
+    def release(self) -> None:
+        """Gives back what a call holds."""
+        for node in self.locked:
+            self.cache.unlock(node)
+        self.cache.cancel(self.reserved)
+        self.cache.pool.release(self.unkept)
+        self.thread, self.locked, self.reserved, self.unkept = None, [], NONE, NONE
