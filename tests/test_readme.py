@@ -107,6 +107,13 @@ def test_make_lists_its_verbs(goal: list[str]) -> None:
     assert listed == commented and set(listed) == make_targets()
 
 
+def test_workflows_run_make_verbs() -> None:
+    workflows = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    steps = [step.get("run", "") for flow in workflows for job in flow["jobs"].values() for step in job["steps"]]
+    verbs = {verb for step in steps for verb in re.findall(r"^make (\S+)", step, re.MULTILINE)}
+    assert {"check", "docs", "test", "test-full", "test-versions"} <= verbs <= make_targets()
+
+
 def test_pages_name_commands() -> None:
     assert commands_of(read("README.md")) == set(COMMANDS)
     assert all(commands_of(read(page)) <= set(COMMANDS) for page in PAGES)
