@@ -31,6 +31,9 @@ def run_settings(
     save_best: str | None = None,
     early_stopping: int | None = None,
     ddp_timeout: int = 1800,
+    push_to_hub: bool = False,
+    hub_model_id: str | None = None,
+    hub_private_repo: bool = True,
 ) -> None:
     """The keys without a section: only the signature is read, here and by `keys.py`.
 
@@ -44,6 +47,9 @@ def run_settings(
         save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
         early_stopping: end after so many validations without a better save_best, or eval_loss.
         ddp_timeout: seconds that a rank waits for the others in a step.
+        push_to_hub: upload model/ to the Hugging Face hub after training.
+        hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
+        hub_private_repo: of a repository that is new.
     """
 
 

@@ -11,7 +11,9 @@ import yaml
 from jsonargparse import auto_cli
 from transformers.utils.logging import disable_progress_bar
 
+from radixtrain.commands.hub import check_hub, push
 from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_folder import locked_model
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
@@ -23,7 +25,14 @@ from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.start.run_overview import system_prompt
 
 
-def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = None) -> Path:
+def export(
+    ckpt_path: str,
+    output_dir: str,
+    chat_template_path: str | None = None,
+    push_to_hub: bool = False,
+    hub_model_id: str | None = None,
+    hub_private_repo: bool = True,
+) -> Path:
     """Write the model of a checkpoint as a folder that `from_pretrained` loads, with a model card.
 
     Args:
@@ -31,11 +40,15 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
             its newest whole one.
         output_dir: the folder to write: absent, empty, or an earlier model, which is replaced.
         chat_template_path: a Jinja file in place of the tokenizer's own chat template.
+        push_to_hub: upload the folder to the Hugging Face hub.
+        hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
+        hub_private_repo: of a repository that is new.
 
     Raises:
         UserError: the checkpoint is missing, is damaged, or was not written by radixtrain; or another command is at
-            work in the folder.
+            work in the folder; or nobody is logged in to the hub.
     """
+    check_hub(push_to_hub, hub_model_id)
     check_model_folder(output_dir, [ckpt_path])
     with locked_model(Path(output_dir), "export"):
         if ckpt_path in ("last", "best"):
@@ -44,7 +57,10 @@ def export(ckpt_path: str, output_dir: str, chat_template_path: str | None = Non
         module = _restored(checkpoint)
         assert module.model is not None
         tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)
-        return save_hf_folder(module.model, tokenizer, output_dir, _documents(checkpoint, tokenizer))
+        folder = save_hf_folder(module.model, tokenizer, output_dir, _documents(checkpoint, tokenizer))
+        if push_to_hub:
+            push(folder, hub_model_id or Path(output_dir).resolve().name, hub_private_repo)
+        return folder
 
 
 def run(argv: Sequence[str]) -> None:
@@ -76,10 +92,10 @@ def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in hparams.items() if not name.startswith("_")}
 
 
-def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output_dir: Path) -> None:
-    """Write `model/` and the end of the summary, and say it. With several ranks each of them calls it.
+def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output_dir: Path, settings: Any) -> None:
+    """Write `model/` and the end of the summary, say it, and upload it. With several ranks each of them calls it.
 
-    module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer.
+    module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer. settings: of the command.
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
@@ -92,6 +108,9 @@ def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output
     )
     folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)
     summary.close(trainer, module, folder)
+    if settings.push_to_hub:
+        name = settings.hub_model_id or output_dir.resolve().name
+        ranks().broadcast_from_rank0(lambda: push(folder, name, settings.hub_private_repo), long_timeout=True)
 
 
 def _written_config(trainer: Any) -> dict[str, Any]:

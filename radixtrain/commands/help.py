@@ -15,16 +15,16 @@ from radixtrain.errors import did_you_mean
 TRAINER = {
     "max_epochs": ("3", "passes over the data, if max_steps is not set either"),
     "max_steps": ("-1", "optimizer steps of the run"),
-    "accelerator": ("auto", "cpu or cuda"),
     "precision": ("32-true", "or bf16-mixed, bf16-true, 64-true"),
     "log_every_n_steps": ("10", "optimizer steps between two lines of the log; a shorter run logs each step"),
     "val_check_interval": ("1.0", "validate every so many steps, or after a share of the epoch"),
     "logger": ("", "wandb, trackio, swanlab, tensorboard, csv or none; a CSV file without it"),
-    "callbacks": ("", "EarlyStopping, ModelCheckpoint, ..."),
-    "fast_dev_run": ("false", "a single step, to try a configuration"),
 }
 # Keys of Lightning's trainer that do more or something else here. They, and those above, are explained in our words.
 CHANGED = {
+    "accelerator": "cpu or cuda",
+    "callbacks": "EarlyStopping, ModelCheckpoint, ...",
+    "fast_dev_run": "a single step, to try a configuration",
     "enable_progress_bar": "a bar on a terminal, single lines in a file",
     "max_time": "DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains; then it is saved",
 }

@@ -277,7 +277,9 @@ class RadixCLI(LightningCLI):
     def after_fit(self) -> None:
         """The trained model as a Hugging Face folder, and the last lines."""
         if not self.is_try:
-            export_run(self.trainer, self.model, self.datamodule, self.callbacks.summary, self.output_dir)
+            export_run(
+                self.trainer, self.model, self.datamodule, self.callbacks.summary, self.output_dir, self.settings
+            )
 
 
 def run(argv: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from radixtrain.commands.hub import check_hub
 from radixtrain.commands.keys import keys_of, trainer_keys
 from radixtrain.commands.loggers import TRACKING, check_loggers
 from radixtrain.commands.yaml_text import PACKAGES
@@ -79,6 +80,7 @@ def check_settings(settings: Any, command: str) -> None:
         check_loggers(settings)
     if command == "fit":
         check_package(settings.model.optimizer)
+        check_hub(settings.push_to_hub, settings.hub_model_id)
     if command == "fit" and settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA wants 1e-4 to 2e-4", FOR_ALL_WEIGHTS

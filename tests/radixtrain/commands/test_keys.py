@@ -59,4 +59,6 @@ def test_a_key_in_every_part_and_keys_of_one_command():
     assert key.kind == "raise, drop, truncate" and key.default == "raise"
     assert key.help == "what is done with a longer one: raise, drop, or truncate (keeps the start)."
     assert "num_sequences" in {key.name for key in keys_of("verify")} - {key.name for key in keys_of("fit")}
-    assert [key.name for key in keys_of("export")] == ["config", "ckpt_path", "output_dir", "chat_template_path"]
+    of_hub = ["push_to_hub", "hub_model_id", "hub_private_repo"]
+    names = [key.name for key in keys_of("export")]
+    assert names == ["config", "ckpt_path", "output_dir", "chat_template_path", *of_hub]
