@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "PrefixGroupedSampler",
     "PrefixPlan",
