@@ -49,11 +49,6 @@ class KeptCall(CachedCall):
     places: Places
     misses_cache: bool
 
-    @property
-    def num_stored(self) -> int:
-        """Tokens of the batch that are not computed."""
-        return int(self.ends.num_stored.sum())
-
 
 NONE: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -143,8 +138,7 @@ class KeptPrefixes:
                 "a cache keeps what has no gradient, and a hook asks for one (enable_input_require_grads?): call the "
                 "model under torch.no_grad(), or leave out cache"
             )
-        stored: tuple[Tensor, ...] = self.cache.store.write(call, new_rows, layout)
-        return stored
+        return self.cache.store.write(call, new_rows, layout)
 
     def finish(self, call: KeptCall, hidden: Tensor) -> Tensor:
         """(R + U, D). The hidden states of the kept rows of the batch, then those of the new ones, (U, D), kept now."""

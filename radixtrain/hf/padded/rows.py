@@ -98,7 +98,7 @@ class PaddedRows(NamedTuple):
         """Where rows stand. row_of_token: (T,), int64. num_rows: U."""
         rows = np.full(self.kept.shape, num_rows)
         rows[self.kept] = row_of_token
-        return Places(rows, has_padding=not self.kept.all())
+        return Places(rows, len(row_of_token))
 
 
 PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of it at padding
@@ -108,11 +108,15 @@ PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy
 class Places:
     """Which unique row stands at each place of a padded batch.
 
-    rows: (B, L), int64. U at padding. has_padding: whether there is any.
+    rows: (B, L), int64. U at padding. num_tokens: T, the places without it.
     """
 
     rows: IntArray
-    has_padding: bool
+    num_tokens: int
+
+    @property
+    def has_padding(self) -> bool:
+        return self.num_tokens < self.rows.size
 
     def with_padding(self, rows: Tensor) -> Tensor:
         """The unique rows, (U, ...), and if there is padding one more: the first of them, without gradient."""

@@ -133,12 +133,11 @@ class PaddedSharing:
     def count(self, call: RadixCall | KeptCall) -> None:
         """A call that runs on unique tokens."""
         assert call.places is not None
-        num_stored, tree = (0, call.layout) if isinstance(call, RadixCall) else (call.num_stored, call.layout.prompts)
-        assert tree is not None
+        if isinstance(call, KeptCall):
+            self.report.num_cached_tokens += int(call.ends.num_stored.sum())
         self.report.num_shared += 1
         self.report.num_places += call.places.rows.size
-        self.report.num_tokens += num_stored + tree.inverse_indices.shape[0]
-        self.report.num_cached_tokens += num_stored
+        self.report.num_tokens += call.places.num_tokens
         self.report.num_unique_tokens += call.layout.num_rows
 
     def _arguments(
