@@ -44,7 +44,7 @@ def check_versions(packages: Mapping[str, str] = OLDEST) -> None:
     if not problems:
         return
     if set(problems) <= set(FIT) and all(installed(name) is None for name in problems):
-        raise UserError(f"not installed: {', '.join(problems)}; every command needs pip install 'radixtrain[fit]'")
+        raise UserError(f"not installed: {', '.join(problems)}; this command needs pip install 'radixtrain[fit]'")
     wanted = " ".join(f"'{name}>={packages[name]}'" for name in problems)
     raise UserError(f"{'; '.join(problems.values())}: pip install -U {wanted}")
 

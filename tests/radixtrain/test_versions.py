@@ -46,8 +46,25 @@ def test_a_library_without_the_commands(monkeypatch, capsys):
     monkeypatch.setattr(versions, "installed", lambda name: None if name in versions.FIT else "999")
     for command in ("fit", "doctor"):
         assert main([command]) == 1
-        assert capsys.readouterr().err.endswith("; every command needs pip install 'radixtrain[fit]'\n")
+        assert capsys.readouterr().err.endswith("; this command needs pip install 'radixtrain[fit]'\n")
     check_versions()
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    """At the end of a refusal; a version that is not known is no reason."""
+    for version, older in (
+        ("5.15.1", True),
+        ("5.16.0", False),
+        ("5.16.0.dev0", False),
+        ("unknown", False),
+        (None, False),
+    ):
+        monkeypatch.setattr(versions, "installed", lambda name, version=version: version)
+        assert bool(versions.before("recurrent states that fork")) is older
+    monkeypatch.setattr(versions, "installed", lambda name: "5.2.0")
+    assert versions.before("recurrent states that fork") == (
+        " (transformers 5.2.0 has no recurrent states that fork: pip install -U 'transformers>=5.16')"
+    )
 
 
 def test_doctor_looks_further(old, monkeypatch):
