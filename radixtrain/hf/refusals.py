@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
@@ -201,6 +202,11 @@ def _check_decoder(parts: Parts) -> None:
     """Refuse a model that is not one causal decoder with a head after it."""
     if getattr(parts.base.config, "is_encoder_decoder", False):
         raise UserError(f"{parts.name} is not a plain decoder, but an encoder and a decoder; {TRAIN_WITHOUT_SHARING}")
+    if not isinstance(parts.decoder, PreTrainedModel):
+        raise UserError(
+            f"{parts.name} has its layers in a {type(parts.decoder).__name__}, which is no PreTrainedModel, so they "
+            f"cannot be reached; {TRAIN_WITHOUT_SHARING}"
+        )
     if parts.decoder is not parts.base and parts.decoder.get_output_embeddings() is not None:
         path = next(path for path, module in parts.base.named_modules() if module is parts.decoder)
         raise UserError(
