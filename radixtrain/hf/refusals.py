@@ -254,7 +254,7 @@ def _passes_on(parts: Parts) -> bool:
         reached.append(entry in kwargs)
         raise InterruptedError
 
-    ids = torch.ones(1, 1, dtype=torch.long, device=parts.base.device)
+    ids = torch.ones(1, 1, dtype=torch.long)  # on no device: nothing computes with them
     handle = parts.backbone.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     with suppress(Exception), torch.no_grad():  # a model that expects other inputs may raise anything
         parts.base.forward(ids, **{entry: None})

@@ -29,6 +29,7 @@ from typing import Any
 from radixtrain.errors import UserError
 
 MODULE = "transformers.modeling_utils"
+SUMMED = {"num_shared", "num_tokens", "num_unique_tokens"}  # fields of a SharingReport
 
 
 @dataclass
@@ -43,10 +44,9 @@ class LoadedModel:
     def add(self, other: LoadedModel) -> None:
         """The same model in another process."""
         self.num_processes += other.num_processes
-        for key, value in other.report.items():
-            self.report[key] = (
-                Counter(self.report[key]) + Counter(value) if key == "not_shared" else (self.report[key] + value)
-            )
+        for key in SUMMED & other.report.keys():
+            self.report[key] += other.report[key]
+        self.report["not_shared"] = Counter(self.report.get("not_shared")) + Counter(other.report.get("not_shared"))
 
     def __str__(self) -> str:
         """One line."""

@@ -72,7 +72,7 @@ def _restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def a_value(draw: random.Random, key: Key) -> Any:
     """In half of the draws one that the key takes."""
     if draw.random() < 0.5 and key.default:
-        return draw.choice([yaml.safe_load(key.default), *key.choices])
+        return draw.choice([yaml.safe_load(key.default), *key.kind.split(", ")])
     return draw.choice(draw.choice([NUMBERS, OTHERS]))
 
 
