@@ -108,7 +108,7 @@ def test_random_configurations(arguments: Any, tmp_path: Path, capsys: Any) -> N
         ends = ["--trainer.max_steps=1", "--trainer.max_time=00:00:00:20"]
         # What the file says comes last, but for the ends of the run.
         codes.append(run([command, *given, f"--config={path}", *ends], capsys))
-    assert {0, 1, 2} <= set(codes) or CONFIGS < 10, "the draws reach no run, or no refusal"
+    assert {0, 2} <= set(codes) or CONFIGS < 10, "the draws reach no run, or no refusal"
 
 
 def a_row(draw: random.Random) -> Any:
