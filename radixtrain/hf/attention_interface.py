@@ -71,6 +71,19 @@ class RadixCall:
         self.calls: list[int] = []
         self.mixed: list[int] = []
 
+    @property
+    def num_rows(self) -> int:
+        """The rows that this process holds."""
+        return self.layout.num_rows
+
+    def all_rows(self, rows: Tensor) -> Tensor:
+        """(rows of this process, ...) -> (U, ...)."""
+        return rows
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """(U, ...) -> (rows of this process, ...)."""
+        return rows
+
     @cached_property
     def runs(self) -> TreeRuns:
         """What recurrent mixers compute."""

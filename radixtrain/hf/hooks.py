@@ -30,6 +30,7 @@ from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
+from radixtrain.hf.sequence_parallel import SPLIT, RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
@@ -49,6 +50,7 @@ class BackboneHooks:
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     sharing: warns if nothing is shared.
+    split: the rows of radix batches over the ranks of `sp_group`; None without one.
     """
 
     model: PreTrainedModel
@@ -61,6 +63,7 @@ class BackboneHooks:
     refused: str | None
     padded: PaddedSharing | None
     sharing: SharingWatch
+    split: RowSplit | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """A copy of only the backbone does not copy the model around it."""
@@ -113,7 +116,8 @@ class BackboneHooks:
         self.sharing.count(backbone, shares, NOT_ALIKE)
         may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = CHOICES[entries[STRATEGY]] if STRATEGY in entries and self.attention == "auto" else None
-        call = RadixCall(layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen)
+        options = layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen
+        call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
         mask = no_mask(may_bind, layout.device, call)
         self.progress.call = call
         return (), {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
@@ -152,7 +156,15 @@ class BackboneHooks:
         check_adapters((self.model, backbone), self.allow_dropout)
         decoder, head = text_decoder_of(backbone), self.model.get_output_embeddings()
         _check_in_force(decoder)
-        check_inputs(decoder, given, layout)
+        if self.split is None:
+            check_inputs(decoder, given, layout.num_rows)
+        elif SPLIT in entries:
+            check_inputs(decoder, given, self.split.rows_per_rank(layout.num_rows))
+        else:
+            raise UserError(
+                "a radix batch came to a model of prepare_model(model, sp_group=...) without having been split over "
+                "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
+            )
         check_pass(decoder, head, layout, LEFT_PADDED in entries, self.allow_dropout)
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -202,14 +214,14 @@ class BackboneHooks:
         expanded = []
         for index, logits in enumerate(router_logits):
             rows = logits.flatten(0, -2)
-            if len(rows) != call.layout.num_rows:
+            if len(rows) != call.num_rows:
                 raise UserError(
                     f"{name} layer {index} returns router logits of shape {tuple(logits.shape)} for "
-                    f"{call.layout.num_rows} unique tokens, so the router loss cannot be counted by token; set "
+                    f"{call.num_rows} unique tokens, so the router loss cannot be counted by token; set "
                     f"output_router_logits to false"
                 )
             if call.places is None:
-                expanded.append(gather_rows(rows, call.layout.inverse_indices))
+                expanded.append(gather_rows(call.all_rows(rows), call.layout.inverse_indices))
             else:
                 assert self.padded is not None
                 expanded.append(self.padded.at_places(rows, call.places).whole().flatten(0, 1))

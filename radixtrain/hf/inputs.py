@@ -50,12 +50,12 @@ def layout_of(entries: Mapping[str, Any]) -> TreeLayout:
         ) from None
 
 
-def check_inputs(decoder: Any, given: Mapping[str, Any], layout: TreeLayout) -> None:
+def check_inputs(decoder: Any, given: Mapping[str, Any], num_rows: int) -> None:
     """Refuse a batch that lost tokens or positions, and what cannot be used with a batch of unique tokens.
 
-    given: the arguments of the call that are not entries of the layout.
+    given: the arguments of the call that are not entries of the layout. num_rows: unique tokens of this process.
     """
-    _check_complete(given, layout)
+    _check_complete(given, num_rows)
     for name, value in given.items():
         reason = next((reason for pattern, reason in NOT_USABLE.items() if re.search(pattern, name)), None)
         if reason and isinstance(value, Tensor | Cache):
@@ -67,21 +67,21 @@ def check_inputs(decoder: Any, given: Mapping[str, Any], layout: TreeLayout) -> 
             )
 
 
-def _check_complete(given: Mapping[str, Any], layout: TreeLayout) -> None:
+def _check_complete(given: Mapping[str, Any], num_rows: int) -> None:
     """Unique tokens, as ids or as embeddings, and their positions."""
     rows = given.get("input_ids")
     rows = given.get("inputs_embeds") if rows is None else rows
-    if rows is None or tuple(rows.shape[:2]) != (1, layout.num_rows):
+    if rows is None or tuple(rows.shape[:2]) != (1, num_rows):
         came = None if rows is None else tuple(rows.shape)
         raise UserError(
-            f"a radix batch of {layout.num_rows} unique tokens needs input_ids [1, {layout.num_rows}], got {came}; "
+            f"a radix batch of {num_rows} unique tokens needs input_ids [1, {num_rows}], got {came}; "
             f"something on the way cut the batch or added tokens to it (prompt tuning does)"
         )
     positions = given.get("position_ids")
-    if positions is None or positions.shape[-1] != layout.num_rows:
+    if positions is None or positions.shape[-1] != num_rows:
         came = None if positions is None else tuple(positions.shape)
         raise UserError(
-            f"a radix batch of {layout.num_rows} unique tokens needs its position_ids [1, {layout.num_rows}], got "
+            f"a radix batch of {num_rows} unique tokens needs its position_ids [1, {num_rows}], got "
             f"{came}: without them a token after a shared prefix would get the position of its row; keep every key of "
             f"the collator"
         )

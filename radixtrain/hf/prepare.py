@@ -27,6 +27,7 @@ from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 from radixtrain.hf.refusals import check_cacheable, check_choice, check_model, not_reached, why_no_radix_batch
+from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.tree.runs import RunCost
 
@@ -39,16 +40,22 @@ class _State:
     """What `restore_model` needs.
 
     options: attention, kernel and allow_dropout, as they were given. previous: each part's configuration and its
-    attention before. sharing: None for a model of `prepare_model` only.
+    attention before. sharing: None for a model of `prepare_model` only. split: None without `sp_group`.
     """
 
     options: dict[str, Any]
     previous: list[tuple[Any, str]]
     sharing: PaddedSharing | None
+    split: SplitModel | None
 
 
 def prepare_model(
-    model: ModelT, *, attention: str = "auto", kernel: str = "auto", allow_dropout: Iterable[str] = ()
+    model: ModelT,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    allow_dropout: Iterable[str] = (),
+    sp_group: Any = None,
 ) -> ModelT:
     """Make a model accept the batches of a `RadixCollator`, and still the ordinary ones. Returns the same model.
 
@@ -61,6 +68,11 @@ def prepare_model(
     allow_dropout: names of what may draw at random: a dropout module or a module around it, by one part of its path
         without dots (such as `lora_dropout`), or a setting of the model or of an adapter. A shared token then draws
         once, while an ordinary batch draws once per copy: still dropout, but no longer the same gradient.
+    sp_group: a process group of torch.distributed whose n ranks compute each radix batch together (sequence
+        parallelism): a rank holds U / n rows, and n ranks have room for n times the tokens. Every rank of the group
+        gets the same batch, without `merge_labels`, and calls the model that was prepared, PEFT's wrapper included. The
+        loss is that of the whole batch on every rank, the logits are those of the rank's own predictions. The average
+        of the gradients over all ranks, as DDP and FSDP take it, is the gradient. n divides the number of query heads.
 
     Soft-capping, sinks, sliding windows, latent attention and router losses (`output_router_logits`) are computed
     exactly.
@@ -78,7 +90,7 @@ def prepare_model(
     sharing = earlier and earlier.sharing
     if sharing is not None:
         sharing = replace(sharing, attention=attention, kernel=kernel, report=SharingReport())
-    _install(parts, options, sharing)
+    _install(parts, options, sharing, None if sp_group is None else SplitModel(model, parts, sp_group))
     return model
 
 
@@ -178,6 +190,8 @@ def restore_model(model: ModelT) -> ModelT:
     if state is not None:
         remove_hooks(base)
         remove_mixers(base)
+        if state.split is not None:
+            state.split.remove()
         delattr(base, STATE)
         delattr(backbone_of(base), PREPARED)
         _set_back(state.previous)
@@ -212,7 +226,9 @@ def _check_sharing(min_shared_tokens: int, min_ratio: float) -> None:
         raise UserError(f"min_ratio must be a number from 0 on, got {min_ratio!r}")
 
 
-def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | None) -> None:
+def _install(
+    parts: Parts, options: dict[str, Any], sharing: PaddedSharing | None, split: SplitModel | None = None
+) -> None:
     """Set our attention and the hooks in place of those that the model has."""
     restore_model(parts.base)
     if hasattr(parts.backbone, PREPARED):  # two sets of hooks would run
@@ -235,10 +251,13 @@ def _install(parts: Parts, options: dict[str, Any], sharing: PaddedSharing | Non
         refused=why_no_radix_batch(parts),
         padded=sharing,
         sharing=SharingWatch(parts.name),
+        split=None if split is None else split.rows,
         **options,
     )
     hooks.install(parts.backbone)
-    setattr(parts.base, STATE, _State(options, previous, sharing))
+    if split is not None:
+        split.install(len(mixers))
+    setattr(parts.base, STATE, _State(options, previous, sharing, split))
     setattr(parts.backbone, PREPARED, True)
     end_watch()
 

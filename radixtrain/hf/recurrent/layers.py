@@ -62,12 +62,14 @@ class Mixer:
 
     @torch.compiler.disable  # host integers: traced, it would be compiled anew for every tree
     def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, given = self.call, arguments_by_name(self.module, args, kwargs)
+        call = self.call
+        arguments = arguments_by_name(self.module, args, kwargs).items()
+        given = {name: _each(call.all_rows, call.num_rows, value) for name, value in arguments}
         runs = call.runs.forked
         if runs.num_forks and self._must_be_whole(given):
             runs = call.runs.whole
         call.mixed.append(id(self.module))
-        return run_on_tree(self.module, self.original, given, runs)
+        return _each(call.own_rows, call.layout.num_rows, run_on_tree(self.module, self.original, given, runs))
 
     def _must_be_whole(self, given: dict[str, Any]) -> bool:
         """Whether this mixer cannot fork, tried once for all of its kind on a device, in a dtype."""
@@ -153,6 +155,14 @@ class Checkpoint:
                 self.hooks.give(before)
 
         return self.original(with_call, *args, **kwargs)
+
+
+def _each(change: Callable[[Tensor], Tensor], num_rows: int, value: Any) -> Any:
+    """A value with every tensor (1, rows, ...) of it changed along its rows, those of tuples too."""
+    if isinstance(value, tuple):
+        return tuple(_each(change, num_rows, each) for each in value)
+    is_changed = isinstance(value, Tensor) and value.shape[:2] == (1, num_rows)
+    return change(value[0])[None] if is_changed else value
 
 
 def _check_mark_stays(layer: nn.Module, hidden: Tensor) -> None:

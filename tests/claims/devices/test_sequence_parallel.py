@@ -1,0 +1,344 @@
+"""One batch split over the ranks of a group: loss and gradient are those of one process, in float64.
+
+Ranks are forked, and meet by gloo. Each returns its gradients averaged over all ranks, as DDP averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from families import FAMILIES, MULTIMODAL
+from forked_ranks import on_ranks
+from tiers import FULL
+from tiny_models import tiny_qwen3
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain.errors import UserError
+from radixtrain.hf import sequence_parallel
+from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel
+from radixtrain.testing import relative_error
+from radixtrain.verification.oracle import float64_throughout
+
+Result = tuple[float, dict[str, Tensor]]
+BAR = 1e-12
+QUICK = ["Qwen3", "Gemma 2", "gpt-oss", "DeepSeek-V3", "Qwen3-MoE", "Qwen3.5"]
+EVERY = {family.name: family for family in [*FAMILIES, *MULTIMODAL]}
+
+
+def rows(seed: int = 0, count: int = 7) -> list[dict[str, list[int]]]:
+    """Three levels of prefixes: a prompt, three questions, answers of 1 to 6 tokens. Half of them train the prompt."""
+    draw = np.random.default_rng(seed)
+    prompt, questions = draw.integers(2, 30, 9).tolist(), draw.integers(2, 30, (3, 4)).tolist()
+    found = []
+    for number in range(count):
+        ids = [*prompt, *questions[number % 3], *draw.integers(2, 30, 1 + number % 6).tolist()]
+        labels = [-100] * 6 + ids[6:] if number % 2 else [-100] * 13 + ids[13:]
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def learn(model: Any, batch: dict[str, Any], ddp: bool = False) -> Result:
+    """Loss and gradients of one call in float64. ddp: averaged by torch over all ranks."""
+    with float64_throughout(model):
+        loss = (DistributedDataParallel(model) if ddp else model)(**batch).loss
+        loss.backward()
+        return loss.item(), {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def averaged(model: Any, result: Result, size: int) -> Result:
+    """The average over all ranks, in which a rank without a gradient counts zeros."""
+    loss, gradients = torch.tensor(result[0], dtype=torch.float64), {}
+    dist.all_reduce(loss)
+    for name, parameter in model.named_parameters():
+        gradient = result[1].get(name, torch.zeros_like(parameter))
+        dist.all_reduce(gradient)
+        gradients[name] = gradient / size
+    return loss.item() / size, gradients
+
+
+def split(
+    build: Callable[[], Any], features: list[Any], ranks: int = 2, groups: int = 1, ddp: bool = False, **options: Any
+) -> tuple[Result, Result]:
+    """What one process computes and what `ranks` of them average. groups: data-parallel groups, one batch each."""
+    share = len(features) // groups
+    batches = [RadixCollator()(features[i * share : (i + 1) * share]) for i in range(groups)]
+    model = prepare_model(build().double(), **options)
+    results = [learn(model, batch) for batch in batches]
+    model.zero_grad()
+    ordinary = learn_mean(build, batches, options) if groups > 1 else results[0]
+
+    def work(rank: int) -> Result:
+        torch.set_num_threads(1)
+        size = ranks // groups
+        made = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(groups)]
+        own = prepare_model(build().double(), sp_group=made[rank // size], **options)
+        return averaged(own, learn(own, batches[rank // size], ddp), ranks)
+
+    answers = on_ranks(ranks, work)
+    return ordinary, answers[0]
+
+
+def learn_mean(build: Callable[[], Any], batches: list[Any], options: Any) -> Result:
+    """The mean over data-parallel groups."""
+    results = []
+    for batch in batches:
+        results.append(learn(prepare_model(build().double(), **options), batch))
+    gradients = {name: sum(found[name] for _, found in results) / len(results) for name in results[0][1]}
+    return sum(loss for loss, _ in results) / len(results), gradients  # type: ignore[return-value]
+
+
+Print = Callable[[str, str], None]
+
+
+def assert_equal(ordinary: Result, other: Result, name: str, print_after: Print) -> None:
+    error = worst(ordinary, other)
+    print_after("one batch over several ranks", f"{name}: {error:.1e}")
+    assert error <= BAR
+
+
+def worst(ordinary: Result, other: Result) -> float:
+    """The worst relative error of the loss and of each tensor. A gradient of zeros must stay zero."""
+    errors = [abs(other[0] / ordinary[0] - 1)]
+    largest = max(float(x.abs().max()) for x in ordinary[1].values())
+    for name, gradient in other[1].items():
+        truth = ordinary[1].get(name, torch.zeros_like(gradient))
+        if float(truth.abs().max()) < 1e-12 * largest:
+            errors.append(float(gradient.abs().max()) / largest)
+        else:
+            errors.append(relative_error(gradient, truth))
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_families(name: str, print_after: Print) -> None:
+    family = EVERY[name]
+    assert_equal(*split(lambda: family.build(num_attention_heads=4), rows()), name, print_after)
+
+
+def tiny(**settings: Any) -> Any:
+    return tiny_qwen3(num_attention_heads=4, **settings)
+
+
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False))
+
+
+def checkpointed(reentrant: bool) -> Any:
+    model = tiny().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+def with_router_loss() -> Any:
+    model = EVERY["Qwen3-MoE"].build(num_attention_heads=4)
+    model.config.output_router_logits = True
+    return model
+
+
+def without_prompts(features: list[Any]) -> list[Any]:
+    """Only the answers train, so the rank with the prompt predicts nothing."""
+    return [{**row, "labels": [-100] * 13 + row["input_ids"][13:]} for row in features]
+
+
+CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
+    "four ranks": (tiny, rows(), {"ranks": 4}),
+    "2 x 2": (tiny, rows(count=8), {"ranks": 4, "groups": 2}),
+    "2 x 2, DDP": (tiny, rows(count=8), {"ranks": 4, "groups": 2, "ddp": True}),
+    "untied": (lambda: tiny(tie_word_embeddings=False, attention_bias=True), rows(), {}),
+    "one key head, four ranks": (lambda: tiny(num_key_value_heads=1), rows(), {"ranks": 4}),
+    "LoRA": (lambda: with_lora(tiny()), rows(), {}),
+    "checkpointing": (lambda: checkpointed(False), rows(), {}),
+    "reentrant checkpointing": (lambda: checkpointed(True), rows(), {}),
+    "router loss": (with_router_loss, rows(), {}),
+    "fewer rows than ranks": (tiny, [{"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}], {"ranks": 4}),
+    "a rank without predictions": (
+        tiny,
+        [{**row, "labels": [-100] * 13 + row["input_ids"][13:]} for row in rows()],
+        {},
+    ),
+    "paths": (tiny, rows(), {"attention": "path"}),
+    "ten batches": (tiny, rows(1, 23), {"ranks": 3, "num_heads": 6}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_step(case: str, print_after: Print) -> None:
+    build, features, options = CASES[case]
+    num_heads = options.get("num_heads")
+    built = (lambda: tiny_qwen3(num_attention_heads=num_heads)) if num_heads else build
+    options = {name: value for name, value in options.items() if name != "num_heads"}
+    assert_equal(*split(built, features, **options), case, print_after)
+
+
+@FULL
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in QUICK])
+def test_every_family(name: str, print_after: Print) -> None:
+    """Each is equal, or refused before anything is trained."""
+
+    def build() -> Any:
+        return EVERY[name].build()
+
+    batch = RadixCollator()(rows())
+    try:
+        learn(prepare_model(build()), batch)
+    except UserError as refusal:
+        pytest.skip(f"refused without sp_group, too: {refusal}")
+    try:
+        ordinary, other = split(build, rows())
+    except AssertionError as error:
+        assert "UserError: sp_group" in str(error), error
+    else:
+        assert_equal(ordinary, other, name, print_after)
+
+
+def heads_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = RowSplit.heads_to_rows
+    monkeypatch.setattr(RowSplit, "heads_to_rows", lambda self, x: original(self, x).flip(1))
+
+
+def rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = RowSplit.rows_to_heads
+    monkeypatch.setattr(RowSplit, "rows_to_heads", lambda self, x: original(self, x).roll(1, 0))
+
+
+def a_row_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = RowSplit.own
+    cut = lambda self, rows, dim: original(self, rows, dim).index_fill(dim, torch.tensor([0]), 0)  # noqa: E731
+    monkeypatch.setattr(RowSplit, "own", cut)
+
+
+def gradients_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_parallel._AllToAll, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+
+
+def a_loss_that_is_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unscaled(self: RowSplit, loss: Tensor) -> Tensor:
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return loss + (total - loss).detach()
+
+    monkeypatch.setattr(RowSplit, "sum", unscaled)
+
+
+def a_label_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SplitModel.cut
+
+    def cut(self: SplitModel, *given: Any) -> Any:
+        args, kwargs = original(self, *given)
+        own = self.labels
+        assert own is not None
+        self.labels = torch.cat([own[:, :1], own[:, :1], own[:, 2:]], dim=1)
+        return args, {**kwargs, "shift_labels": self.labels}
+
+    monkeypatch.setattr(SplitModel, "cut", cut)
+
+
+def positions_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SplitModel.cut
+
+    def cut(self: SplitModel, model: Any, args: Any, kwargs: Any) -> Any:
+        args, changed = original(self, model, args, kwargs)
+        count = changed["position_ids"].shape[-1]
+        return args, {**changed, "position_ids": kwargs["position_ids"][:, :count]}
+
+    monkeypatch.setattr(SplitModel, "cut", cut)
+
+
+def keys_of_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SplitCall.attend
+    swap = lambda self, heads, *rest, **more: original(self, (heads[0], heads[1].flip(1), heads[2]), *rest, **more)  # noqa: E731
+    monkeypatch.setattr(SplitCall, "attend", swap)
+
+
+def own_count_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SplitModel.cut
+
+    def cut(self: SplitModel, *given: Any) -> Any:
+        found = original(self, *given)
+        assert self.labels is not None
+        self.num_items = (self.labels != -100).sum()
+        return found
+
+    monkeypatch.setattr(SplitModel, "cut", cut)
+
+
+def a_sink_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SplitCall.attend
+
+    def attend(self: SplitCall, heads: Any, window: Any, **scoring: Any) -> Tensor:
+        first = scoring["sinks"][: len(scoring["sinks"]) // 2]
+        return original(self, heads, window, **{**scoring, "sinks": torch.cat([first, first])})
+
+    monkeypatch.setattr(SplitCall, "attend", attend)
+
+
+MUTATIONS = [
+    *(heads_in_another_order, rows_in_another_order, a_row_left_out, gradients_not_sent_back),
+    *(a_loss_that_is_not_scaled, a_label_counted_twice, positions_of_the_first_rank, keys_of_another_head),
+    *(own_count_of_labels, a_sink_not_cut),
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+def test_mutations_are_seen(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    build = (lambda: EVERY["gpt-oss"].build(num_attention_heads=4)) if mutate is a_sink_not_cut else tiny
+    mutate(monkeypatch)
+    ordinary, other = split(build, rows())
+    assert worst(ordinary, other) > 1e-6
+
+
+def refused(build: Callable[[Any, int], Any], ranks: int = 2) -> str:
+    """What every rank of a group says of `build(group, rank)`."""
+
+    def work(rank: int) -> str:
+        with pytest.raises(UserError) as error:
+            build(dist.new_group(list(range(ranks))), rank)
+        return str(error.value)
+
+    found = set(on_ranks(ranks, work))
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_refusals() -> None:
+    """What would not be the gradient of the batch is refused on every rank, in the same words."""
+
+    def call(group: Any, seed: int = 0, **options: Any) -> Any:
+        return prepare_model(tiny(), sp_group=group)(**RadixCollator(**options)(rows(seed)))
+
+    assert "got different batches" in refused(call)
+    assert "without merge_labels" in refused(lambda group, rank: call(group, merge_labels=True))
+    assert "these numbers do: 1, 2, 4" in refused(lambda group, rank: call(group), ranks=3)
+    assert "has no head" in refused(lambda group, rank: prepare_model(tiny().model, sp_group=group))
+    not_split = refused(lambda group, rank: prepare_model(tiny(), sp_group=group).model(**RadixCollator()(rows())))
+    assert "without having been split over its ranks" in not_split
+
+
+def test_what_goes_on_as_before() -> None:
+    """Ordinary batches, evaluation without gradients, a model that is restored, and a copy."""
+
+    def work(rank: int) -> None:
+        ids = torch.tensor([[5, 6, 7, 8]])
+        model = tiny()
+        ordinary = model(input_ids=ids, labels=ids).loss
+        whole = prepare_model(model)(**RadixCollator()(rows())).loss
+        prepare_model(model, sp_group=dist.new_group([0, 1]))
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ordinary)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(**RadixCollator()(rows())).loss, whole)
+        restore_model(model)
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ordinary)
+        assert model.loss_function.__name__ == "ForCausalLMLoss"
+
+    on_ranks(2, work)
