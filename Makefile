@@ -43,7 +43,7 @@ test-gpu: setup  ## run the tests that need a CUDA device; one that skips says w
 test-plugins: setup  ## train in TRL, ms-swift, Axolotl, LLaMA-Factory and verl, untouched and shared; installs each by itself
 	.venv/bin/python recipes/plugins.py
 
-test-versions: setup  ## test the library beside older transformers, and write docs/versions.md: 40 minutes on two cores
+test-versions: setup  ## test the library beside older transformers, and write docs/versions.md: 20 minutes on two cores
 	.venv/bin/python recipes/versions.py
 
 docs:  ## write the pages as a site into build/site; a broken link is an error

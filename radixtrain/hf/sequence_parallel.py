@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,9 @@ class RowSplit:
         """(u, ...) -> (U, ...), those of every rank. The gradient of a row is the sum over the ranks."""
         return _AllToAll.apply(rows.expand(self.size, *rows.shape), self.group).flatten(0, 1)[:num_rows]
 
-    def rows_to_heads(self, x: Tensor) -> Tensor:
-        """(u, N, H), N a multiple of n -> (n u, N / n, H): all rows of the heads of this rank."""
-        by_rank = x.unflatten(1, (self.size, -1)).transpose(0, 1)
+    def rows_to_heads(self, heads: Sequence[Tensor]) -> Tensor:
+        """Several (u, N, H), N a multiple of n -> (n u, the sum of N / n, H): all rows of the heads of this rank."""
+        by_rank = torch.cat([x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in heads], dim=2)
         return _AllToAll.apply(by_rank, self.group).flatten(0, 1)
 
     def heads_to_rows(self, x: Tensor) -> Tensor:
@@ -143,14 +143,13 @@ class SplitCall(RadixCall):
         check_heads(query.shape[1], n)
         copies = n // math.gcd(n, key.shape[1])  # of a key head, with its queries: n divides what comes out
         widths = [query.shape[1] // n, *[key.shape[1] * copies // n] * 2]
-        expanded = [heads[0], *(x.repeat_interleave(copies, dim=1) for x in heads[1:])]
-        by_rank = torch.cat([x.unflatten(1, (n, -1)) for x in expanded], dim=2).flatten(1, 2)
-        own = self.split.rows_to_heads(by_rank)[:num_rows].split(widths, dim=1)
+        copied = (x[:, :, None].expand(-1, -1, copies, -1).flatten(1, 2) for x in heads[1:])
+        own = self.split.rows_to_heads([query, *copied])[:num_rows].split(widths, dim=1)
         if scoring.get("sinks") is not None:
             scoring["sinks"] = scoring["sinks"].unflatten(0, (n, -1))[self.split.rank]
         out = super().attend((own[0], own[1], own[2]), window, **scoring)
         missing = self.split.rows_per_rank(num_rows) * n - num_rows
-        return self.split.heads_to_rows(nn.functional.pad(out, (0, 0, 0, 0, 0, missing)))
+        return self.split.heads_to_rows(nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out)
 
 
 def check_heads(num_heads: int, size: int) -> None:

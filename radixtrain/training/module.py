@@ -80,7 +80,8 @@ class RadixModule(L.LightningModule):
         on_nonfinite: a loss or gradient that is not finite: raise stops before the weights change, skip leaves the step
             out and names its rows.
         max_skipped_steps: most steps that `on_nonfinite: skip` leaves out.
-        activation_checkpointing: recompute activations in the backward pass: less memory, a third more time.
+        activation_checkpointing: recompute activations in the backward pass: less memory, a third more time. A number
+            from 0 to 1 is the share of the decoder layers that do, evenly spread.
         use_peft: train LoRA adapters and not the weights.
         lora_r: rank of the adapters.
         lora_alpha: their scale, times `1 / lora_r`, or `1 / sqrt(lora_r)` with use_rslora.
@@ -123,7 +124,7 @@ class RadixModule(L.LightningModule):
         max_grad_norm: float = 1.0,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         max_skipped_steps: int = 10,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | float = False,
         use_peft: bool = False,
         lora_r: int = 16,
         lora_alpha: int = 32,

@@ -28,13 +28,18 @@ LIMITS = {
 
 
 def check_settings(settings: Any) -> None:
-    """UserError for numbers that the optimizer, the schedule and adapters cannot take. settings: of a `RadixModule`."""
+    """UserError for numbers that optimizer, schedule, adapters and checkpointing cannot take. settings: a module's."""
     for name, (least, most) in LIMITS.items():
         if not least <= settings[name] <= most:  # nor is NaN
             raise UserError(f"model.{name} must be from {least:,} to {most:,}, got {settings[name]}")
     for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
         if not 0 <= settings[name] < 1:
             raise UserError(f"model.{name} must be at least 0 and below 1, got {settings[name]}")
+    if not 0 <= settings.activation_checkpointing <= 1:
+        raise UserError(
+            f"model.activation_checkpointing must be true, false or a share of the layers from 0 to 1, got "
+            f"{settings.activation_checkpointing}"
+        )
     step_size = settings.learning_rate / (1 - settings.adam_beta1)  # of AdamW's first step
     if step_size > LARGEST:
         raise UserError(f"model.learning_rate {settings.learning_rate} is too large: AdamW computes with float32")

@@ -3,17 +3,20 @@
 import csv
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked_ranks import on_ranks
 from tiers import FULL
 
 from radixtrain.collators.batching import SequenceCost
 
 ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 
 
 @pytest.fixture
@@ -113,6 +116,32 @@ class TestRanks:
         step = benchmark.divided(sequences, 2, 3, SequenceCost(row=1, pair=0))
         assert (sorted(step.costs), step.rows, step.num_weightless) == ([3, 6], 9 + 2, 1)
 
+    def test_a_step_that_is_split(self) -> None:
+        """Five rows on two ranks; with a budget of 2 rows a rank, micro-batches of 4 and 3."""
+        import ranks as benchmark
+
+        sequences = [np.array(ids) for ids in ([7, 8, 1], [7, 8, 2], [7, 8, 3])]
+        cost = SequenceCost(row=1, pair=0)
+        assert benchmark.split_rows(sequences, 2, 100, cost) == [3, 2]
+        assert benchmark.split_rows(sequences, 2, 2, cost) == [2 + 2, 2 + 1]
+        assert sorted(benchmark.data_parallel_rows(sequences, 2, 100, cost)) == [3, 4]
+
+    @FULL
+    @pytest.mark.data
+    @pytest.mark.parametrize("name", ["banking77", "gsm8k_many_prompts"])
+    def test_the_split_keeps_r(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """That of one process to 1 %, however many ranks, with equal parts."""
+        import ranks as benchmark
+
+        file = DATA / f"{name}_train.jsonl"
+        if not file.is_file():
+            pytest.skip(f"RADIXTRAIN_DATA names no folder with {file.name}")
+        benchmark.main([str(file), "--split", "--batch_size", "32", "128", "--num_ranks", "2", "8"])
+        rows = [[float(cell) for cell in line.split("|")[4:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+        assert len(rows) == 4
+        for *_, over_one, worst in rows:
+            assert over_one >= 0.99 and worst <= 1.01
+
     @FULL
     def test_a_run(self, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
         import ranks as benchmark
@@ -129,6 +158,34 @@ class TestRanks:
         benchmark.main([str(chats), "--batch_size", "10", "--num_ranks", "2", "--per_rank"])
         (row,) = capsys.readouterr().out.splitlines()[2:]
         assert [cell.strip() for cell in row.split("|")[2:5]] == ["20", "2", "2"]
+
+
+@FULL
+class TestSplitBatch:
+    """split_batch.py: what it prints of a split step, whose gradients it compares before it takes a time."""
+
+    TINY = ("--layers=1", "--hidden=32", "--length=200", "--repeats=1")
+
+    @pytest.fixture
+    def lines(self, capfd: pytest.CaptureFixture[str]) -> Any:
+        def run(ranks: int, *flags: str) -> list[list[str]]:
+            import split_batch as benchmark
+
+            on_ranks(ranks, lambda rank: benchmark.main([*flags, *self.TINY]), has_group=False)
+            text = [line for line in capfd.readouterr().out.splitlines() if line.startswith("| ")]
+            return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[1:]]
+
+        return run
+
+    def test_time(self, chats: Path, lines: Any) -> None:
+        of_chats, _, of_tree, _ = lines(2, "time", f"--file={chats}")
+        assert of_chats[:2] == ["32 of chats", "of the wall"] and of_tree[5] == "0.50"
+        assert 0.5 < float(of_tree[3]) < 1, "each rank of data parallel computes the prompt"
+
+    def test_memory(self, lines: Any) -> None:
+        rows = lines(2, "memory")
+        assert [row[:2] for row in rows] == [["200 tokens, 200 trained", "1"], ["200 tokens, 200 trained", "2"]] * 2
+        assert float(rows[1][3]) < 0.95 and float(rows[3][3]) < 0.95, rows
 
 
 @FULL

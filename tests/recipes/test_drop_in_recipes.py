@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import cases
+from forked_ranks import on_ranks
+from tiers import FULL, cases
+
+from radixtrain.verification.oracle import float64_arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 LOSS = re.compile(r"(?<!_)loss'?:? '?(\d[\d.e-]*)")
@@ -47,13 +50,36 @@ def test_trains_and_saves(demo, tmp_path, recipe, monkeypatch, capsys):
     assert left is None or (tmp_path / "out" / left).is_file()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@FULL
+def test_sequence_parallel(demo, monkeypatch, capfd):
+    """Two ranks print the losses of one, in float64; torchrun's variables are those of `on_ranks`."""
+    from transformers import PreTrainedModel
+
+    load = PreTrainedModel.from_pretrained.__func__
+    in_float64 = classmethod(lambda cls, *names, **options: load(cls, *names, **options).double())
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", in_float64)
+    flags = [f"--model={demo / 'model'}", f"--train_file={demo / 'train.jsonl'}", "--epochs=1"]
+    monkeypatch.setattr(sys, "argv", ["sequence_parallel.py", *flags])
+
+    def work(rank):
+        with float64_arithmetic():
+            runpy.run_path(str(ROOT / "recipes" / "sequence_parallel.py"), run_name="__main__")
+
+    losses = []
+    for ranks in (2, 1):
+        on_ranks(ranks, work, has_group=False)
+        losses.append([float(loss) for loss in LOSS.findall(capfd.readouterr().out)])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4), "four digits are printed"
+    assert len(losses[0]) == 12 and losses[0][-1] < 0.6 * losses[0][0], losses
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "sequence_parallel"])
 def test_teaches_by_difference(recipe):
     """The lines that differ are marked, and a recipe is read on one screen. The demo's weights are random: a command
     for a checkpoint of the user's own names a rate for fine-tuning.
     """
     text = (ROOT / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
-    assert text.count("# <-") >= 2 and f"python recipes/{recipe}.py" in text
+    assert text.count("# <-") >= 2 and f" recipes/{recipe}.py" in text
     assert len(text.splitlines()) <= 72
     assert '"--learning_rate"' in text
     for command in re.findall(r"^python recipes/.*--model .*$", text, re.MULTILINE):

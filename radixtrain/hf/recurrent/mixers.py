@@ -41,10 +41,11 @@ def layer_around(decoder: nn.Module, path: str) -> nn.Module | None:
 
 def text_layers(decoder: Any) -> list[nn.Module]:
     """The decoder layers of the text in order; empty if they are not one list of num_hidden_layers."""
+    num_layers = getattr(decoder.config, "num_hidden_layers", None)  # BLT's has none
     lists = [
         module
         for path, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and is_text(path) and len(module) == decoder.config.num_hidden_layers
+        if isinstance(module, nn.ModuleList) and is_text(path) and len(module) == num_layers
     ]
     return list(lists[0]) if lists else []
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from radixtrain.errors import UserError, first_line
+from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.config import MODEL_JSON, check_json_files, read_config, reason_of
 from radixtrain.hf.prepare import prepare_model
@@ -57,8 +58,7 @@ def with_training_options(model: Any, settings: Any) -> Any:
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product of experts takes no float64
     if settings.activation_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older
-        enable({"use_reentrant": False})
+        recompute(model, settings.activation_checkpointing)
     if settings.use_peft:
         model = with_adapters(model, settings)
     _check_router_loss(model)

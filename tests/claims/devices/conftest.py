@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from forked import Server
 from launched_ranks import Launched, ranks_of
 from outcomes import EXACT
+from transformers import AutoTokenizer
 
 NUM_ROWS = 21  # five steps of four rows and one of a single row: three of four ranks have no sequence then
 STEPS = 12  # two epochs
@@ -36,6 +38,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(40, 200) for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def deep_model(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of four layers, with the tokenizer of the shop."""
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    folder = tmp_path_factory.mktemp("deep") / "model"
+    tiny.tiny_qwen3(tokenizer, layers=4, hidden=64, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

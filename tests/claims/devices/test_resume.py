@@ -57,6 +57,18 @@ def test_other_ranks_go_on(train, reference, print_after, chain, weights):
     print_after("devices", f"{weights}, resumed with {chain}: the trajectory of one process; {told}")
 
 
+def test_another_share_of_recomputed_layers_goes_on(train, reference, deep_model, print_after):
+    """Each part recomputes other layers: the trajectory of a run that recomputes none."""
+    flags = {**FLOAT64, "model__model_name_or_path": deep_model}
+    whole, checkpoint = reference(**flags), None
+    for part, share in enumerate((0.5, "true", 0.25)):
+        options = {"ckpt_path": checkpoint, "model__activation_checkpointing": share, **ALL_SAVED}
+        run = train(f"part_{part}", **flags, **options)
+        told = assert_same_trajectory(run, whole, since=4 * part)
+        checkpoint = run / "checkpoints" / f"step={4 * (part + 1)}"
+    print_after("devices", f"half, all and a quarter of the layers recomputed: the same trajectory; {told}")
+
+
 @pytest.fixture(scope="session")
 def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_overflowing(tmp_path_factory.mktemp("overflowing"))

@@ -16,12 +16,15 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "full": FLOAT64,
     "LoRA": {**FLOAT64, "model__use_peft": "true", "model__learning_rate": 1e-3},
     "recomputed": {**FLOAT64, "model__activation_checkpointing": "true"},
+    "half of the layers recomputed": {**FLOAT64, "model__activation_checkpointing": 0.5},
 }
 CASES = [(weights, strategy, ranks) for weights in WEIGHTS for strategy in ("ddp", "fsdp2") for ranks in (2, 4)]
 
 
 @pytest.mark.parametrize(("weights", "strategy", "ranks"), cases(CASES, [("full", "ddp", 2), ("full", "fsdp2", 2)]))
-def test_ranks_take_the_steps_of_one_process(train, reference, print_after, weights, strategy, ranks):
-    run = train("ranks", ranks=ranks, strategy=strategy, **WEIGHTS[weights])
-    told = assert_same_trajectory(run, reference(**WEIGHTS[weights]))
+def test_ranks_take_the_steps_of_one_process(train, reference, deep_model, print_after, weights, strategy, ranks):
+    """That keeps all activations."""
+    flags = WEIGHTS[weights] | ({"model__model_name_or_path": deep_model} if "recomputed" in weights else {})
+    run = train("ranks", ranks=ranks, strategy=strategy, **flags)
+    told = assert_same_trajectory(run, reference(**{**flags, "model__activation_checkpointing": None}))
     print_after("devices", f"{weights}, {ranks} ranks, {strategy}: {told}")

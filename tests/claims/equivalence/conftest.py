@@ -11,6 +11,7 @@ from torch import Tensor
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import radix_batch
@@ -29,13 +30,14 @@ class Way:
 
     loss: the model's own loss on one batch; its own loss on micro-batches; or the fused loss of `fit` on micro-batches.
     max_tokens: unique tokens in a micro-batch.
+    activation_checkpointing: the share of the layers that recompute.
     """
 
     loss: str
     max_tokens: int
     min_shared_tokens: int
     pad_to_multiple_of: int | None
-    activation_checkpointing: bool
+    activation_checkpointing: float
 
     def terms(self, model: Any, features: Any) -> Iterator[Tensor]:
         """The terms of the step's loss."""
@@ -93,7 +95,7 @@ def ways() -> Callable[..., st.SearchStrategy[Way]]:
             "max_tokens": st.integers(8, 16),
             "min_shared_tokens": st.integers(1, 5),
             "pad_to_multiple_of": st.sampled_from([None, 4]),
-            "activation_checkpointing": st.booleans(),
+            "activation_checkpointing": st.sampled_from([0.0, 0.5, 1.0]),
         }
         return st.builds(Way, **{**drawn, **given})
 
@@ -101,15 +103,14 @@ def ways() -> Callable[..., st.SearchStrategy[Way]]:
 
 
 @pytest.fixture(scope="session")
-def set_checkpointing() -> Callable[[Any, bool], None]:
-    """`set_checkpointing(model, wanted)`, of a model or one that PEFT wraps."""
+def set_checkpointing() -> Callable[[Any, float], None]:
+    """`set_checkpointing(model, share)`, of a model or one that PEFT wraps."""
 
-    def set_it(model: Any, wanted: bool) -> None:
-        base = getattr(model, "get_base_model", lambda: model)()
-        if wanted:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
+    def set_it(model: Any, share: float) -> None:
+        if share:
+            recompute(model, share)
         else:
-            base.gradient_checkpointing_disable()
+            getattr(model, "get_base_model", lambda: model)().gradient_checkpointing_disable()
 
     return set_it
 

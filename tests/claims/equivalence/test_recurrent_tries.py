@@ -121,7 +121,7 @@ def test_cases(mixer: str) -> None:
 
 @pytest.mark.parametrize("mixer", ONE_OF_EACH)
 def test_generated_tries(
-    set_checkpointing: Callable[[Any, bool], None], print_after: Callable[[str, str], None], mixer: str
+    set_checkpointing: Callable[[Any, float], None], print_after: Callable[[str, str], None], mixer: str
 ) -> None:
     model = tiny(MIXERS[mixer])
     rungs: list[Rung] = []
@@ -134,9 +134,9 @@ def test_generated_tries(
         forks=st.sampled_from([EVERY_BRANCH, EVERY_BRANCH, *CHOICES.values()]),
         min_shared_tokens=st.sampled_from([1, 1, 1, 3]),
         pad_to_multiple_of=st.sampled_from([None, 4]),
-        checkpointing=st.booleans(),
+        checkpointing=st.sampled_from([0.0, 0.5, 1.0]),
     )
-    def one_try(features: Features, trunk: list[int], forks: Forks, checkpointing: bool, **options: Any) -> None:
+    def one_try(features: Features, trunk: list[int], forks: Forks, checkpointing: float, **options: Any) -> None:
         features = [features[0], *(after(trunk, feature) for feature in features[1:])]
         assume(RunLayout.from_batch(EVERY_BRANCH.batch(features, **options)).num_forks)
         set_checkpointing(restore_model(model), checkpointing)

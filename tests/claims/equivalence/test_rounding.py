@@ -40,7 +40,7 @@ KINDS = ["tied", "untied, biased", "LoRA"]
 def test_rounding(
     build: Callable[..., Any],
     ways: Callable[..., Any],
-    set_checkpointing: Callable[[Any, bool], None],
+    set_checkpointing: Callable[[Any, float], None],
     dtype: torch.dtype,
     kind: str,
     print_after: Callable[[str, str], None],

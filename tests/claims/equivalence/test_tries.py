@@ -26,7 +26,7 @@ KINDS = ["tied", "untied, biased", "LoRA"]
 def test_generated_tries(
     build: Callable[..., Any],
     ways: Callable[..., Any],
-    set_checkpointing: Callable[[Any, bool], None],
+    set_checkpointing: Callable[[Any, float], None],
     kind: str,
     print_after: Callable[[str, str], None],
 ) -> None:

@@ -112,6 +112,7 @@ SETTINGS = {
     "--save_best=eval_los --data.validation_file={shop}/validation.jsonl": "save_best: no metric 'eval_los', did you",
     "--model.adam_beta2=1.0": "model.adam_beta2 must be at least 0 and below 1, got 1.0",
     "--model.learning_rate=.inf": "model.learning_rate must be from 0 to 1e+38, got inf",
+    "--model.activation_checkpointing=1.5": "model.activation_checkpointing must be true, false or a share of the",
     "--model.kernel=flash_attn": "kernel='flash_attn' cannot be used: needs CUDA",
     "--dedup=false --model.attn_implementation=sdpaa": "model.model_name_or_path",
     "--model.model_name_or_path={shop}/nowhere": "model.model_name_or_path: no such folder: {shop}/nowhere",

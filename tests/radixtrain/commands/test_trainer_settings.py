@@ -49,6 +49,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "model.adam_epsilon": lambda x: 0 <= x <= 1e38,
     "model.max_grad_norm": lambda x: 0 <= x <= 1e38,
     "model.max_skipped_steps": lambda x: 0 <= x < 2**31,
+    "model.activation_checkpointing": lambda x: 0 <= x <= 1,
     "model.lora_r": lambda x: 1 <= x <= 65536,
     "model.lora_alpha": lambda x: 1 <= x < 2**31,
     "model.lora_dropout": lambda x: 0 <= x < 1,

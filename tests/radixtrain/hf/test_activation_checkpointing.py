@@ -1,0 +1,121 @@
+"""A share of the decoder layers recomputes: which ones, seen by their calls; and the gradient is the ordinary one."""
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from tiers import cases
+from tiny_models import tiny_model, tiny_qwen3
+
+from radixtrain import RadixCollator, prepare_model
+from radixtrain.errors import UserError
+from radixtrain.hf.activation_checkpointing import num_recomputed, recompute, recomputes
+from radixtrain.testing import FREE_FORKS
+from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
+
+BAR = 1e-12
+SHARES = (0.25, 0.5, 0.75, 1.0)
+FORK = [5, 6, 7, 8, 9, 10]
+ROWS = [[*FORK, 11, 12, 13], [*FORK, 14, 15], [*FORK[:4], 16, 17, 18], [20, 21, 22, 23]]
+FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ROWS]
+# Windows with soft caps, latent attention and experts, layers with the keys of others, one layer in several places,
+# recurrent layers that fork, and those that run on whole sequences.
+CLASSES = [
+    *("Gemma2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM", "Gemma3nForCausalLM"),
+    *("Zamba2ForCausalLM", "Qwen3_5ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM"),
+]
+
+
+def recomputing(model: Any) -> list[int]:
+    """The layers that a training step calls twice."""
+    calls: Counter[int] = Counter()
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+    model(**RadixCollator()(FEATURES)).loss.backward()
+    assert set(calls) == set(range(len(model.model.layers)))
+    return [index for index, count in sorted(calls.items()) if count == 2]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "share", "expected"),
+    [
+        (4, 0.25, [2]),
+        (4, 0.5, [0, 2]),
+        (4, 0.75, [0, 1, 2]),
+        (4, 1.0, [0, 1, 2, 3]),
+        (4, True, [0, 1, 2, 3]),
+        (4, 0.1, []),
+        (8, 0.25, [2, 6]),
+        (7, 0.5, [0, 2, 4, 5]),
+        (1, 0.5, [0]),
+    ],
+)
+def test_layers_at_even_distances_recompute(num_layers: int, share: float, expected: list[int]) -> None:
+    model = tiny_qwen3(num_hidden_layers=num_layers).train()
+    recompute(model, share)
+    assert recomputing(prepare_model(model)) == expected
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 28, 36, 61])
+def test_every_count_is_spread(num_layers: int) -> None:
+    """Distances differ by one at the most, and unless all recompute the last one does not."""
+    for count in range(num_layers + 1):
+        chosen = [index for index in range(num_layers) if recomputes(index, count, num_layers)]
+        assert len(chosen) == count == num_recomputed(count / num_layers, num_layers)
+        assert count == num_layers or num_layers - 1 not in chosen
+        kept = [index - num_layers for index in range(num_layers) if index not in chosen]
+        for indices in (chosen, kept):
+            gaps = {b - a for a, b in pairwise([*indices, *(index + num_layers for index in indices[:1])])}
+            assert not gaps or max(gaps) - min(gaps) <= 1, (num_layers, count, indices)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_share_can_be_set_again(share: float) -> None:
+    model = tiny_qwen3(num_hidden_layers=4).train()
+    for earlier in (1.0, 0.25):
+        recompute(model, earlier)
+    recompute(model, share)
+    assert len(recomputing(prepare_model(model))) == 4 * share
+
+
+@pytest.mark.parametrize("model_class", cases(CLASSES, ["Gemma3nForCausalLM", "Qwen3_5ForCausalLM"]))
+def test_gradients_of_families(model_class: str) -> None:
+    """In float64, of every parameter, with some layers that recompute beside some that keep."""
+    family = next(each for each in FAMILIES if each.model_class == model_class)
+    model = family.build(**{"num_hidden_layers": 4, **family.settings})
+    truth = float64_truth(model, FEATURES)
+    for share in SHARES[:-1]:
+        recompute(model, share)
+        with float64_throughout(model):
+            batch = RadixCollator(run_cost=FREE_FORKS)(FEATURES)
+            found = gradients_of(prepare_model(model), lambda batch=batch: radix_batch(model, batch))
+        errors = {name: found.tensors[name] - each for name, each in truth.tensors.items() if each.norm()}
+        worst = max(float(error.norm() / truth.tensors[name].norm()) for name, error in errors.items())
+        assert worst <= BAR, (share, worst)
+
+
+def test_adapters_recompute_too() -> None:
+    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    model = tiny_qwen3(num_hidden_layers=4).train()
+    recompute(model, 0.5)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    prepare_model(adapted)
+    assert recomputing(adapted.get_base_model()) == [0, 2]
+
+
+def test_a_model_without_one_list_of_layers() -> None:
+    model = tiny_model("GPT2LMHeadModel")
+    recompute(model, 0.5)
+    assert [block.gradient_checkpointing for block in model.transformer.h] == [True, False]
+    model.transformer.h.append(torch.nn.Identity())
+    recompute(model, True)
+    with pytest.raises(
+        UserError, match=r"activation_checkpointing 0\.5: the decoder layers of GPT2LMHeadModel are not"
+    ):
+        recompute(model, 0.5)
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UserError, match=r"activation_checkpointing: GPT2LMHeadModel has none; set it to false"):
+        recompute(model, True)
