@@ -9,7 +9,7 @@ process, while the others wait; data parallel, divided as `fit` divides a step; 
 `prepare_model(sp_group=...)`. The last two average their gradients by DDP. The gradients of all three are compared
 before a time is taken. The table has the median ratio of a turn, the least and the greatest, of the rank that takes
 most: on the wall, for which a quiet machine needs a core for each rank, and of the processor, in which waiting does not
-count. The ideal is the ratio of the floating-point operations of the busiest rank, so communication costs nothing in it.
+count. The ideal is the ratio of the floating-point operations of the busiest rank: communication costs nothing in it.
 
 `memory`: one row of `--length` tokens, all of them trained, or only the last 1,024; on 1, 2, 4 ... ranks. The peak is
 that of the rank that holds most, without weights and with their gradients.
