@@ -29,18 +29,23 @@ def recomputes(index: int, num_recomputed: int, num_layers: int) -> bool:
 def recompute(model: Any, share: float) -> None:
     """Switch on checkpointing in a share of the decoder layers, without reentrance. It can be called again.
 
-    model: a `PreTrainedModel`, or one wrapped by PEFT. share: from 0 to 1; for 1, towers and nested blocks too.
+    model: a `PreTrainedModel`, or one wrapped by PEFT. share: from 0, which switches it off, to 1, with towers and
+    nested blocks.
 
     UserError if the model has no checkpointing, or has no list of layers to take a share of.
     """
     base, _, decoder = parts_of(model)
+    if share == 0:
+        disable = getattr(base, "activation_checkpointing_disable", None) or base.gradient_checkpointing_disable
+        disable()
+        return
     if not base.supports_gradient_checkpointing:
         raise UserError(f"model.activation_checkpointing: {type(base).__name__} has none; set it to false")
     enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable  # older
     enable({"use_reentrant": False})
     if share == 1:
         return
-    layers = list(dict.fromkeys(text_layers(decoder)))
+    layers: list[Any] = list(dict.fromkeys(text_layers(decoder)))
     if not layers or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         raise UserError(
             f"model.activation_checkpointing {share}: the decoder layers of {type(base).__name__} are not one list, of "

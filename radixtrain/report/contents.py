@@ -33,6 +33,7 @@ class Setting:
     r: tokens of the rows per computed token. whole_r: tokens of the whole chats per computed token, which is less; None
         if no chat is split into its turns.
     best_r: `least_r` if every step were one micro-batch.
+    activation_checkpointing: the share of the decoder layers that recompute.
     speedup: predicted, of a training step, against the ordinary padded baseline on this machine; whole_speedup: against
         that of whole chats. None: not predicted.
     seconds_per_epoch: predicted. memory_bytes: predicted peak of a step, weights and optimizer included.
@@ -48,6 +49,7 @@ class Setting:
     whole_speedup: float | None = None
     seconds_per_epoch: float | None = None
     memory_bytes: int | None = None
+    activation_checkpointing: float = 0.0
 
     @property
     def least_r(self) -> float:

@@ -33,9 +33,11 @@ def duration(seconds: float) -> str:
 
 
 def setting_name(setting: Setting) -> str:
-    """`batch_size 64, max_tokens 8,192`, with `, group_by_prefix` if it is on."""
+    """`batch_size 64, max_tokens 8,192`, and `group_by_prefix`, `activation_checkpointing 0.5` if they are on."""
     grouped = ", group_by_prefix" if setting.group_by_prefix else ""
-    return f"batch_size {setting.batch_size:,}, max_tokens {setting.max_tokens:,}{grouped}"
+    share = f", activation_checkpointing {setting.activation_checkpointing:g}"
+    recomputed = share if setting.activation_checkpointing else ""
+    return f"batch_size {setting.batch_size:,}, max_tokens {setting.max_tokens:,}{grouped}{recomputed}"
 
 
 def headline(report: DataReport) -> str:

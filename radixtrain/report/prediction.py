@@ -8,6 +8,8 @@ half of the difference. To the seconds of the timed micro-batches, for each arm,
 is fitted (least squares of the relative errors, no rate below 0), which gives micro-batches of other sizes: other
 settings. A step adds clipping, the optimizer, and what surrounds a step of `fit`. Peak memory is fitted in the same way
 to the peaks, a and b only, and added to weights, gradients and the optimizer's moments.
+
+A third arm is the first with all layers recomputing their activations; what a share of them would take lies between.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 
 from radixtrain.errors import UserError
+from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.report.profiling import Arm, Case, RunSetup, Timings, time_cases
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
@@ -33,6 +37,7 @@ from radixtrain.tree.cost_model import StepCost
 STEP_SECONDS = 8e-3
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
+SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; of two that are the same layers, the later one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class Prediction:
     optimizer_seconds: of a step. state_bytes: weights, gradients and moments.
     waits_for_collator: whether collating takes cores from the step.
     timed_layers: of the models that were timed. cpu_share: see `Timings`.
+    recomputing: seconds of a micro-batch if all layers recompute, over those if none does; recomputing_peak: as peak.
+    num_layers: of the whole model. shares: of its layers, that could recompute.
     """
 
     radix: np.ndarray
@@ -53,6 +60,22 @@ class Prediction:
     waits_for_collator: bool
     timed_layers: tuple[int, ...]
     cpu_share: float
+    recomputing: float
+    recomputing_peak: np.ndarray
+    num_layers: int
+    shares: tuple[float, ...]
+
+    def at(self, share: float) -> Prediction:
+        """With this share of the layers recomputing, of one that has none: each adds its forward pass, in both arms.
+
+        A layer that recomputes holds its activations for that time. The last one to keep them is done by then, so that
+        all layers but one hold as much as all.
+        """
+        count = num_recomputed(share, self.num_layers)
+        factor = 1 + count / self.num_layers * (self.recomputing - 1)
+        part = min(count / max(self.num_layers - 1, 1), 1.0)
+        peak = (1 - part) * self.peak + part * self.recomputing_peak
+        return replace(self, radix=factor * self.radix, ordinary=factor * self.ordinary, peak=peak)
 
     def radix_seconds(self, step: CountedStep) -> float:
         collating = step.collate_seconds if self.waits_for_collator else 0.0
@@ -91,13 +114,16 @@ def step_cost_of_run(setup: RunSetup) -> StepCost | None:
 
 
 def predict_seconds(setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float) -> Prediction:
-    """Time these micro-batches and fit.
+    """Time these micro-batches and fit. What is found is of a model none of whose layers recompute; see `at`.
 
     num_workers: processes that collate while a step runs.
 
     Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. UserError if the memory
-    that is free here does not hold the cut model.
+    that is free here does not hold the cut model, or its layers cannot recompute as the setup says.
     """
+    shares = _shares(setup) if any(case.arm == "recomputing" for case in cases) else (setup.share,)
+    if len(shares) == 1:
+        cases = [case for case in cases if case.arm != "recomputing"]
     depths = (setup.period, DEEPER * setup.period) if DEEPER * setup.period < setup.num_layers else (setup.num_layers,)
     max_bytes = _free_beside(setup, depths[-1])
     last = time_cases(setup, depths[-1], cases, max_seconds * depths[-1] / sum(depths), max_bytes)
@@ -114,7 +140,30 @@ def predict_seconds(setup: RunSetup, cases: Sequence[Case], num_workers: int, ma
         waits_for_collator=_shares_cores(setup.device, num_workers),
         timed_layers=depths,
         cpu_share=min(first.cpu_share, last.cpu_share),
+        recomputing=_recomputing(seconds),
+        recomputing_peak=_fitted(peaks, "radix" if len(shares) == 1 else "recomputing", 2),
+        num_layers=setup.num_layers,
+        shares=shares,
     )
+
+
+def _shares(setup: RunSetup) -> tuple[float, ...]:
+    """That the model can be given, the one of the setup among them. UserError if it cannot."""
+    model = setup.build(setup.num_layers, torch.device("meta"))
+    recompute(model, setup.share)
+    possible = {}
+    for share in (*SHARES, setup.share):
+        with suppress(UserError):
+            recompute(model, share)
+            possible[num_recomputed(share, setup.num_layers)] = share
+    return tuple(sorted(possible.values()))
+
+
+def _recomputing(seconds: Mapping[Case, float]) -> float:
+    """Seconds of the micro-batches all of whose layers recompute, over those of the same ones if none does."""
+    without = {case.counts: each for case, each in seconds.items() if case.arm == "radix"}
+    both = {case: each for case, each in seconds.items() if case.arm == "recomputing" and case.counts in without}
+    return max(1.0, sum(both.values()) / sum(without[case.counts] for case in both)) if both else 1.0
 
 
 def free_bytes(device: torch.device) -> float:

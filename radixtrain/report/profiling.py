@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.collators.steps import StepCollator
+from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
@@ -27,8 +28,8 @@ from radixtrain.report.sharing import Counts, Features, ordinary_counts, plans_o
 from radixtrain.timing import peak_bytes, seconds_in_turns, seconds_of
 from radixtrain.tree.cost_model import StepCost
 
-Arm = Literal["radix", "ordinary"]
-ARMS: tuple[Arm, ...] = ("radix", "ordinary")
+Arm = Literal["radix", "ordinary", "recomputing"]  # the last: radix, and all layers recompute their activations
+ARMS: tuple[Arm, ...] = ("radix", "ordinary", "recomputing")
 PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all
 REPEATS = 3  # keep the minimum: other load can only slow a run down
 
@@ -38,10 +39,10 @@ class RunSetup:
     """How a run would train, without its weights.
 
     build: number of layers, device -> the model with random weights, in training mode and in the dtype of the run, with
-        adapters if it has any, not prepared.
+        adapters if it has any, not prepared, without activation checkpointing.
     optimizer, moment_bytes: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike.
-    dtype: of the computation.
+    dtype: of the computation. share: of the layers that recompute.
     """
 
     build: Callable[[int, torch.device], Any]
@@ -52,6 +53,7 @@ class RunSetup:
     dtype: torch.dtype
     num_layers: int
     period: int = 1
+    share: float = 0.0
     attention: str = "auto"
     kernel: str = "auto"
     allow_dropout: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ class Case:
 
 
 def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
-    """Micro-batches of both arms, of these steps and of parts of them, from the smallest to the largest.
+    """Micro-batches of all arms, of these steps and of parts of them, from the smallest to the largest.
 
     collator: with `dedup`, as in training. Of each step, the first and the last micro-batch.
     """
@@ -81,7 +83,8 @@ def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepC
             plans = plans_of(some, step)
             for index in {0, len(plans) - 1}:
                 counts = radix_counts(step.micro_batches[index], plans[index], step_cost)
-                cases.append(Case("radix", counts, step.micro_batches[index], step.num_labels))
+                for arm in ("recomputing", "radix"):  # of equal ones the last is the first to be afforded
+                    cases.append(Case(arm, counts, step.micro_batches[index], step.num_labels))
             for batch in padded.micro_batches[:1] + padded.micro_batches[1:][-1:]:
                 cases.append(Case("ordinary", ordinary_counts(batch), batch, padded.num_labels))
     different = {(case.arm, case.counts): case for case in cases}
@@ -113,11 +116,11 @@ def time_cases(
 ) -> Timings:
     """Time cases on a model of so many layers, as many as time and memory allow, and the smallest ones in any case.
 
-    cases: of both arms, from the smallest to the largest.
+    cases: of the arms, from the smallest to the largest.
     max_seconds: for all of them. max_bytes: that a case may add to weights, gradients and optimizer.
     """
     model = setup.build(num_layers, setup.device)
-    runner = _Runner(setup, model)
+    runner = _Runner(setup, model, any(case.arm == "recomputing" for case in cases))
     try:
         with _without_messages():
             chosen, peaks = runner.affordable(cases, max_seconds, max_bytes)
@@ -158,19 +161,21 @@ def _one_of_each_arm(cases: Iterable[Case]) -> list[Case]:
     firsts: dict[Arm, Case] = {}
     for case in cases:
         firsts.setdefault(case.arm, case)
-    return [firsts[arm] for arm in ARMS]
+    return [firsts[arm] for arm in ARMS if arm in firsts]
 
 
 class _Runner:
     """Runs cases on a model."""
 
-    def __init__(self, setup: RunSetup, model: Any):
-        self.setup, self.model = setup, model
+    def __init__(self, setup: RunSetup, model: Any, recomputes: bool):
+        self.setup, self.model, self.recomputes = setup, model, recomputes
         self.plain_head = has_plain_head(model)
         self.optimizer = setup.optimizer(model)
 
     def enter(self, arm: Arm) -> None:
         """Make the model ready for the batches of an arm."""
+        if self.recomputes:
+            recompute(self.model, float(arm == "recomputing"))
         if arm == "ordinary":
             restore_model(self.model)
         else:

@@ -61,20 +61,24 @@ def _data_table(report: DataReport) -> Table:
 def _settings_table(report: DataReport) -> Table:
     """All settings; the user's own and the best one are named."""
     table = _table("Settings of data, and what a step and an epoch would be")
-    is_split = report.current.whole_r is not None
-    for name in ("batch_\nsize", "max_\ntokens", "group", "r", *(["r,\nrows"] if is_split else []), *NUMBERS):
+    is_split, recomputes = report.current.whole_r is not None, any(x.activation_checkpointing for x in report.settings)
+    shares, rs = ["recom-\nputed"] if recomputes else [], ["r", "r,\nrows"] if is_split else ["r"]
+    for name in ("batch_\nsize", "max_\ntokens", "group", *shares, *rs, *NUMBERS):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for setting in report.settings:
-        table.add_row(*map(Text, _cells(setting)), Text(_names(setting, report)), style=_style(setting, report))
+        table.add_row(
+            *map(Text, _cells(setting, recomputes)), Text(_names(setting, report)), style=_style(setting, report)
+        )
     return table
 
 
-def _cells(setting: Setting) -> list[str]:
+def _cells(setting: Setting, recomputes: bool) -> list[str]:
     return [
         f"{setting.batch_size:,}",
         f"{setting.max_tokens:,}",
         "yes" if setting.group_by_prefix else "",
+        *([f"{setting.activation_checkpointing:g}"] if recomputes else []),
         *([] if setting.whole_r is None else [ratio(setting.whole_r)]),
         ratio(setting.r),
         ratio(setting.best_r),

@@ -92,24 +92,30 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
                 f"Measured beside other programs: they took {1 - prediction.cpu_share:.0%} of the time, so seconds are "
                 f"too long and the speed-up is uncertain. Run it again when the machine is idle. r is not affected."
             )
-    settings = {draw: _setting(sampled[draw], prediction) for draw in grid}
-    best = best_setting(settings[own], settings.values(), free_bytes(setup.device)) if prediction else None
+    settings = [_setting(sampled[draw], setup.share, prediction) for draw in grid]
+    current, best = settings[grid.index(own)], None
+    if prediction is not None:
+        others = [share for share in prediction.shares if share != setup.share]
+        shares = [_setting(sampled[draw], share, prediction) for draw in grid for share in others]
+        best = best_setting(current, [*settings, *shares], free_bytes(setup.device))
+        shown = [each for each in shares if _draw(each) == _draw(current) or each == best]
+        settings = sorted([*settings, *shown], key=lambda each: (*_draw(each), each.activation_checkpointing))
     about = _about_data(data, epoch, notes)
     return DataReport(
         **about,
         title=_name_of(hparams.train_file),
         model=str(hparams.model_name_or_path),
-        current=settings[own],
-        settings=tuple(settings.values()),
+        current=current,
+        settings=tuple(settings),
         best=best,
-        command=command_to_paste(typed, settings[own], best or settings[own]),
+        command=command_to_paste(typed, current, best or current),
         environment={
             name: str(value)
             for name, value in environment(setup.device, str(setup.dtype).removeprefix("torch.")).items()
             if value
         },
         notes=tuple(notes),
-        hints=tuple(hints(settings[own], list(settings.values()), about["splitting"])),
+        hints=tuple(hints(current, settings, about["splitting"])),
     )
 
 
@@ -128,8 +134,9 @@ def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
     )
 
 
-def _setting(sampled: SampledSteps, prediction: Prediction | None) -> Setting:
+def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None) -> Setting:
     draw, is_split = sampled.draw, sampled.whole_share != 1
+    prediction = prediction and prediction.at(share)
     speedup, whole_speedup = (None, None) if prediction is None else prediction.speedups(sampled)
     return Setting(
         batch_size=draw.batch_size,
@@ -142,6 +149,7 @@ def _setting(sampled: SampledSteps, prediction: Prediction | None) -> Setting:
         whole_speedup=whole_speedup if is_split else None,
         seconds_per_epoch=None if prediction is None else prediction.seconds_per_epoch(sampled),
         memory_bytes=None if prediction is None else prediction.memory_bytes(sampled),
+        activation_checkpointing=share,
     )
 
 
@@ -197,18 +205,20 @@ def _name_of(train_file: Any) -> str:
 
 
 def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -> Setting:
-    """What shares most and leaves the optimization as it is: only `max_tokens` differs from the user's own.
+    """What computes least and leaves the optimization as it is: only `max_tokens` and the share of the layers that
+    recompute differ from the user's own.
 
-    The user's own unless it does not fit or another one has a clearly larger r; then the smallest that comes near the
-    largest r. Seconds do not count: they would choose another one each time that something else runs.
+    The user's own unless it does not fit or another one computes clearly less; then the smallest that comes near the
+    least. Seconds do not count: they would choose another one each time that something else runs.
 
     free_bytes: memory that a run can have.
     """
     same = (each for each in settings if _optimization(each) == _optimization(own))
     fitting = [each for each in same if (each.memory_bytes or 0) <= USABLE * free_bytes]
-    most = max((each.least_r for each in fitting), default=0.0)
-    enough = [each for each in fitting if most < CLEARLY * each.least_r]
-    return own if own in enough or not enough else min(enough, key=lambda each: each.max_tokens)
+    least = min(map(_computed, fitting), default=0.0)
+    enough = [each for each in fitting if _computed(each) < CLEARLY * least]
+    smallest = min(enough, key=lambda each: (each.max_tokens, each.activation_checkpointing), default=own)
+    return own if own in enough else smallest
 
 
 def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
@@ -223,6 +233,8 @@ def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
         elif not word.startswith("--max_seconds="):
             for_fit.append(word)
     changed = [f"--data.max_tokens={best.max_tokens}"] if best.max_tokens != own.max_tokens else []
+    if best.activation_checkpointing != own.activation_checkpointing:
+        changed.append(f"--model.activation_checkpointing={best.activation_checkpointing:g}")
     return shlex.join(["python", "-m", "radixtrain", "fit", *for_fit, *changed])
 
 
@@ -268,6 +280,15 @@ def _gain(own: Setting, other: Setting) -> str:
     return (
         f"{text}, an epoch in about {duration(other.seconds_per_epoch)} in place of {duration(own.seconds_per_epoch)}"
     )
+
+
+def _computed(setting: Setting) -> float:
+    """For each token: one forward and two backward, and another forward in layers that recompute."""
+    return (1 + setting.activation_checkpointing / 3) / setting.least_r
+
+
+def _draw(setting: Setting) -> tuple[int, int, bool]:
+    return setting.batch_size, setting.max_tokens, setting.group_by_prefix
 
 
 def _optimization(setting: Setting) -> tuple[int, bool]:

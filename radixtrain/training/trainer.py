@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -127,11 +128,12 @@ class Trainer(L.Trainer):
 
     def _run_setup(self, model: RadixModule, config: Any) -> RunSetup:
         """How a run with this trainer would train the model."""
-        settings = model.hparams
+        settings, plain = model.hparams, copy(model.hparams)
+        plain.activation_checkpointing = False
         is_mixed = str(self.precision) == "bf16-mixed"
 
         def build(num_layers: int, device: torch.device) -> Any:
-            return self.precision_plugin.convert_module(random_trainable(settings, num_layers, device))
+            return self.precision_plugin.convert_module(random_trainable(plain, num_layers, device))
 
         return RunSetup(
             build=build,
@@ -142,6 +144,7 @@ class Trainer(L.Trainer):
             dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,
             num_layers=config.get_text_config().num_hidden_layers,
             period=layer_period(config),
+            share=float(settings.activation_checkpointing),
             attention=settings.attention,
             kernel=settings.kernel,
             allow_dropout=tuple(settings.allow_dropout or ()),

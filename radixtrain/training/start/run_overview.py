@@ -138,7 +138,7 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     held = sum(size * (2 if trained else 1) for size, trained in sizes) + moment_bytes(module, module.hparams)
     num_steps, num_ranks = num_steps_of_run(trainer, steps_per_epoch), ranks().size
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
-    entries, divided = [], ""
+    entries, divided, kept = [], "", 1 - module.hparams.activation_checkpointing
     if num_ranks > 1:
         strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
         entries = [("devices", f"{num_ranks} ranks, {strategy}: each step is the same as on one")]
@@ -149,7 +149,10 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     return [
         *entries,
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
-        ("memory", f"{memory}; the activations of a micro-batch come on top"),
+        (
+            "memory",
+            f"{memory}; the activations of a micro-batch come on top{f', in {kept:.0%} of the layers' * (kept < 1)}",
+        ),
         ("disk", f"about {bytes_text(written)} for the model and its checkpoints"),
     ]
 

@@ -1,5 +1,6 @@
 """Numbers as the page and the terminal show them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,3 +34,5 @@ def test_bytes() -> None:
 
 def test_setting_name() -> None:
     assert formatting.setting_name(SETTING) == "batch_size 64, max_tokens 8,192, group_by_prefix"
+    half = replace(SETTING, group_by_prefix=False, activation_checkpointing=0.5)
+    assert formatting.setting_name(half) == "batch_size 64, max_tokens 8,192, activation_checkpointing 0.5"

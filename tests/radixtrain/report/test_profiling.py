@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.report.profiling import RunSetup, cases_of, time_cases
+from radixtrain.report.profiling import ARMS, RunSetup, cases_of, time_cases
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def setup(tiny_qwen3: Callable[..., Any]) -> RunSetup:
 
 def test_cases_are_micro_batches_of_steps_and_of_their_parts(features: list[dict[str, Any]]) -> None:
     cases = cases_of([features], StepCollator(max_tokens=1000), None)
-    sizes = {arm: [case.counts.rows for case in cases if case.arm == arm] for arm in ("radix", "ordinary")}
+    sizes = {arm: [case.counts.rows for case in cases if case.arm == arm] for arm in ARMS}
     lengths = [len(feature["input_ids"]) for feature in features]
-    assert sizes["radix"] == [30 + sum(lengths[:n]) - 30 * n for n in (1, 2, 4, 8, 16)]
+    assert sizes["radix"] == sizes["recomputing"] == [30 + sum(lengths[:n]) - 30 * n for n in (1, 2, 4, 8, 16)]
     assert sizes["ordinary"] == [n * max(lengths[:n]) for n in (1, 2, 4, 8, 16)]
     assert [case.counts.rows for case in cases] == sorted(case.counts.rows for case in cases)
 
@@ -42,7 +42,7 @@ def test_cases_are_micro_batches_of_steps_and_of_their_parts(features: list[dict
 def test_a_small_budget_gives_the_first_and_the_last_micro_batch(features: list[dict[str, Any]]) -> None:
     cases = cases_of([features[:8]], StepCollator(max_tokens=50), None)
     assert max(case.counts.rows for case in cases) <= 50
-    assert {case.arm for case in cases} == {"radix", "ordinary"}
+    assert {case.arm for case in cases} == set(ARMS)
 
 
 class TestTimeCases:
@@ -51,9 +51,7 @@ class TestTimeCases:
         timed = time_cases(setup, 1, cases)
         assert list(timed.seconds) == cases and min(timed.seconds.values()) > 0
         assert timed.num_layers == 1 and timed.optimizer_seconds > 0
-        smallest, largest = (
-            [[case for case in cases if case.arm == arm][place] for arm in ("radix", "ordinary")] for place in (0, -1)
-        )
+        smallest, largest = ([[case for case in cases if case.arm == arm][place] for arm in ARMS] for place in (0, -1))
         assert set(timed.peaks) == {*smallest, *largest}
         assert all(timed.peaks[more] > timed.peaks[less] > 0 for less, more in zip(smallest, largest, strict=True))
 
@@ -64,7 +62,7 @@ class TestTimeCases:
         cases = cases_of([features], StepCollator(max_tokens=1000), None)
         timed = time_cases(setup, 1, cases, **limits)
         assert [case.counts.rows for case in timed.seconds] == [
-            min(case.counts.rows for case in cases if case.arm == arm) for arm in ("radix", "ordinary")
+            min(case.counts.rows for case in cases if case.arm == arm) for arm in ARMS
         ]
 
     def test_the_model_is_restored_if_a_case_fails(self, features: list[dict[str, Any]], setup: RunSetup) -> None:

@@ -60,6 +60,9 @@ def test_no_line_is_wider_than_the_terminal_but_the_command(report: DataReport, 
     own = replace(report.current, group_by_prefix=True, whole_r=1.25, r=1250.0, best_r=19.9, seconds_per_epoch=59_460.0)
     split = replace(report, current=own, best=own, settings=(own,))
     assert any("yes 1.25 1,250 19.9 2x 16 h 31 min" in " ".join(x.split()) for x in printed(split, width).splitlines())
+    shares = replace(split, settings=(own, replace(own, activation_checkpointing=0.25, max_tokens=262_144)))
+    found = [" ".join(line.split()) for line in printed(shares, width).splitlines()]
+    assert any("262,144 yes 0.25 1.25 1,250 19.9 2x 16 h 31 min" in line for line in found)
     lines = printed(replace(report, command=command, title="t" * 150), width).splitlines()
     assert all(len(line) <= width for line in lines if "x" * 200 not in line)
     assert sum("x" * 200 in line for line in lines) == 1

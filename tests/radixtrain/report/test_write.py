@@ -37,6 +37,20 @@ def test_memory_decides_first_and_it_is_the_users_own_if_nothing_is_clearly_bett
     assert best_setting(OWN, [LESS, OWN, replace(MORE, r=2.05)], 1000) is OWN
 
 
+def test_recomputing_is_weighed_by_what_it_computes_once_more() -> None:
+    """Larger micro-batches if they pay for it and do not fit without; less of it if that fits; the least that does."""
+    r4 = replace(OWN, max_tokens=8000, r=4.0, memory_bytes=200)
+    shares = [replace(r4, activation_checkpointing=share, memory_bytes=200 - round(150 * share)) for share in (0.5, 1)]
+    for free, chosen in ((1000, r4), (150, shares[0]), (100, shares[1]), (49, OWN)):
+        assert best_setting(OWN, [OWN, *shares, r4], free / 0.9) is chosen
+    assert best_setting(OWN, [OWN, replace(shares[0], r=2.3)], 1000) is OWN
+    recomputing = replace(OWN, activation_checkpointing=1.0, memory_bytes=30)
+    assert best_setting(recomputing, [recomputing, OWN], 1000) is OWN
+    assert best_setting(recomputing, [recomputing, OWN], 40) is recomputing
+    assert command_to_paste([], OWN, shares[0]).endswith("--data.max_tokens=8000 --model.activation_checkpointing=0.5")
+    assert command_to_paste([], recomputing, OWN).endswith("fit --model.activation_checkpointing=0")
+
+
 def test_the_command_repeats_what_was_typed() -> None:
     typed = ["--config", "my sft.yaml", "--data.max_tokens=1000"]
     command = command_to_paste(typed, OWN, MORE)
