@@ -131,9 +131,7 @@ def split_line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]]
     return f"| {name} | {size:,} | {num_ranks} | {' | '.join(cells)} |"
 
 
-def data_parallel_rows(
-    sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, cost: SequenceCost
-) -> list[int]:
+def data_parallel_rows(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, cost: SequenceCost) -> list[int]:
     """Unique tokens of each rank, in micro-batches of its own."""
     groups = share_by_unique_tokens(sequences, num_ranks, max_tokens, cost=cost).groups
     return [sum(unique_tokens(sequences, group) for group in of_rank) for of_rank in groups]

@@ -197,7 +197,6 @@ def test_adapters(shop: Path) -> None:
             for name, parameter in module.model.named_parameters():
                 parameter.add_(0.1 if "lora_B" in name else 0)
         found.append(module.predict_step(StepCollator(dedup=dedup, merge_labels=False)(features), 0))
-    assert_equal(found[0][:1], found[0][2:])
     outputs = [module.model(torch.tensor([x["input_ids"]]), output_hidden_states=True) for x in features]
     for records in found:
         for record, output, feature in zip(records, outputs, features, strict=True):
