@@ -30,6 +30,7 @@ from radixtrain.collators.features import (
     packed,
 )
 from radixtrain.collators.radix import RadixCollator, policy_entries
+from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.cost_model import StepCost
@@ -95,6 +96,8 @@ class StepCollator:
     min_shared_tokens, pad_to_multiple_of, step_cost: see `RadixCollator`.
     pad_token_id: see `PaddedCollator`.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
+    sp_size: consecutive ranks that have the same micro-batches, of as many times `max_tokens`. The collator keeps the
+        rows of its own (`row_split.py`); it has to merge labels.
 
     Called with features as `RadixCollator`, returns a `Step`. Raises as `RadixCollator`, naming the feature by its
     index in the step.
@@ -110,20 +113,25 @@ class StepCollator:
     shared_targets: Literal["every", "once"] = "every"
     rank: int = 0
     num_ranks: int = 1
+    sp_size: int = 1
 
     def __post_init__(self) -> None:
         check_shared_targets(self.shared_targets)
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank must be from 0 to {self.num_ranks - 1}, as num_ranks says; got {self.rank}")
+        if self.num_ranks % self.sp_size or (self.sp_size > 1 and not (self.dedup and self.merge_labels)):
+            raise ValueError(f"sp_size {self.sp_size} must divide num_ranks, and needs dedup and merge_labels")
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = self._read(features)
         shares = self.shares(arrays)
-        groups = shares.groups[self.rank]
+        groups = shares.groups[self.rank // self.sp_size]
         batches = [self._fitting([arrays[index] for index in group]) for group in groups]
         if num_missing := shares.num_micro_batches - len(groups):
             empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
             batches += [self._collate([empty]) for _ in range(num_missing)]
+        if self.sp_size > 1:
+            batches = [split_batch(batch, self.rank % self.sp_size, self.sp_size) for batch in batches]
         return Step(
             micro_batches=batches,
             members=groups + [[] for _ in range(num_missing)],
@@ -134,15 +142,16 @@ class StepCollator:
         )
 
     def shares(self, arrays: Sequence[FeatureArrays]) -> Shares:
-        """What each rank collates. arrays: the features of the step."""
+        """What each rank collates, or each group of `sp_size`. arrays: the features of the step."""
         sequences = [feature.input_ids for feature in arrays]
         if not self.dedup:
             return share_by_padded_tokens(sequences, self.num_ranks, self.max_tokens)
-        multiple, max_tokens = self.pad_to_multiple_of or 1, self.max_tokens
+        multiple, max_tokens = self.pad_to_multiple_of or 1, self._budget
         if max_tokens is not None:
             max_tokens -= max_tokens % multiple  # padding takes no micro-batch over the budget
         cost = SequenceCost.of(self.step_cost)
-        return share_by_unique_tokens(sequences, self.num_ranks, max_tokens, packed(arrays).position_ids, cost)
+        num_groups = self.num_ranks // self.sp_size
+        return share_by_unique_tokens(sequences, num_groups, max_tokens, packed(arrays).position_ids, cost)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
         """The features with the labels that are to be trained."""
@@ -157,9 +166,14 @@ class StepCollator:
         They are not cut in two: every rank knows the number of micro-batches before any of them is collated.
         """
         batch = self._collate(arrays)
-        if self.min_shared_tokens == 1 or self.max_tokens is None or batch["input_ids"].numel() <= self.max_tokens:
+        if self.min_shared_tokens == 1 or self._budget is None or batch["input_ids"].numel() <= self._budget:
             return batch
         return replace(self, min_shared_tokens=1)._collate(arrays)
+
+    @property
+    def _budget(self) -> int | None:
+        """Most unique tokens of a micro-batch."""
+        return None if self.max_tokens is None else self.max_tokens * self.sp_size
 
     @cached_property
     def _collate(self) -> Callable[[Sequence[FeatureArrays]], dict[str, Any]]:
@@ -172,7 +186,7 @@ class StepCollator:
             merge_labels=self.merge_labels,
             step_cost=self.step_cost,
         )
-        return partial(collator.collate, max_tokens=self.max_tokens)
+        return partial(collator.collate, max_tokens=self._budget)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ values travel over gloo, on the host, so that asking does not wait for a device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from radixtrain.errors import EndedElsewhere
+from radixtrain.errors import EndedElsewhere, UserError
 
 Value = TypeVar("Value")
 
+# NCCL's watchdog kills the process with a report of its own. What waits for a hanging rank over gloo says more, so it
+# comes first: it has the time to report, and to end.
+NCCL_LATER = timedelta(seconds=60)
 PATIENCE = timedelta(days=2)  # for work of hours on rank 0: before the first step, and in the export
 
 
@@ -28,17 +31,26 @@ class Ranks:
 
     step_group, patient_group: of gloo, over all ranks. One waits as long as for a step, the other `PATIENCE`; None for
         a single process.
+    sp_size: consecutive ranks that compute each micro-batch together. sp_group: those with this one, on the devices;
+        None if each computes its own.
     """
 
     rank: int = 0
     size: int = 1
     step_group: Any = None
     patient_group: Any = None
+    sp_size: int = 1
+    sp_group: Any = None
 
     @property
     def is_first(self) -> bool:
         """Whether this one writes files and speaks for all."""
         return self.rank == 0
+
+    @property
+    def num_groups(self) -> int:
+        """How many share out the micro-batches of a step: groups of `sp_size` ranks."""
+        return self.size // self.sp_size
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
         """The largest that any rank gave, of each number."""
@@ -143,3 +155,28 @@ def join(timeout: timedelta) -> Ranks:
         groups = [dist.new_group(backend="gloo", timeout=each) for each in (timeout, PATIENCE)]
         _joined = Ranks(dist.get_rank(), dist.get_world_size(), *groups)
     return ranks()
+
+
+def form_groups(sp_size: int, timeout: timedelta) -> None:
+    """From now on `sp_size` consecutive ranks compute each micro-batch together. Call it in each rank, after `join`.
+
+    sp_size: divides the ranks, see `check_sp_size`. timeout: as for `join`.
+    """
+    global _joined
+    if sp_size == 1:
+        return
+    here = ranks()
+    wait = timeout + NCCL_LATER if dist.get_backend() == "nccl" else timeout
+    starts = range(0, here.size, sp_size)  # every rank makes every group, as torch.distributed asks
+    groups = [dist.new_group(list(range(start, start + sp_size)), timeout=wait) for start in starts]
+    _joined = replace(here, sp_size=sp_size, sp_group=groups[here.rank // sp_size])
+
+
+def check_sp_size(sp_size: int, num_ranks: int) -> None:
+    """UserError if groups of `sp_size` ranks do not come out even."""
+    if num_ranks % sp_size:
+        fit = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+        raise UserError(
+            f"sp_size {sp_size}: this run has {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, which it has to "
+            f"divide: {fit}; change it, or trainer.devices"
+        )

@@ -24,6 +24,7 @@ LINKS = {
     "trainer.default_root_dir": "output_dir",
     "model.dedup": "dedup",
     "data.dedup": "dedup",
+    "data.sp_size": "sp_size",
     "data.seed": "seed_everything",
     "data.model_name_or_path": "model.model_name_or_path",
     "data.predict_unlabelled": "model.scores",

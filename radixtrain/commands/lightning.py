@@ -38,12 +38,12 @@ from radixtrain.commands.trainer_settings import (
     check_trainer_settings,
 )
 from radixtrain.data.datamodule import SFTData
-from radixtrain.distributed import ranks
+from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UsageError, UserError, first_line
 from radixtrain.redaction import masked_arguments
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import launcher_env
-from radixtrain.training.devices.settings import check_devices, default_devices, device_settings
+from radixtrain.training.devices.settings import check_devices, default_devices, device_settings, sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import settings_of_run
@@ -166,7 +166,7 @@ class RadixCLI(LightningCLI):
                 trainer = super().instantiate_trainer(**kwargs)
         except REFUSED_BY_LIGHTNING as error:
             raise UserError(f"trainer: {first_line(error)}") from None
-        check_devices(trainer, self.timeout)
+        check_devices(trainer, self.timeout, self.sp_size)
         trainer.strategy.checkpoint_io = FolderCheckpointIO()
         return trainer
 
@@ -174,6 +174,11 @@ class RadixCLI(LightningCLI):
     def timeout(self) -> timedelta:
         """How long a rank waits for the others in a step."""
         return timedelta(seconds=self.settings.ddp_timeout)
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that compute each micro-batch together."""
+        return sp_size_of(self.settings, self.typed[0])
 
     @property
     def is_try(self) -> bool:
@@ -226,6 +231,7 @@ class RadixCLI(LightningCLI):
         evaluation = self.callbacks.evaluation
         if subcommand not in WITHOUT_WEIGHTS:
             self.datamodule.setup(subcommand)
+            form_groups(self.sp_size, self.timeout)
             self.model.configure_model()
         if subcommand in ("fit", "validate"):
             evaluation.prepare(self.model, self.datamodule)

@@ -38,6 +38,7 @@ LEAST = {
     "save_every_steps": 1,
     "save_total_limit": 1,
     "early_stopping": 1,
+    "sp_size": 1,
     "ddp_timeout": 1,
     "trainer.check_val_every_n_epoch": 1,
     "trainer.log_every_n_steps": 0,
@@ -50,7 +51,7 @@ FUNCTIONS = (multiplicative,)
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 MOST_DEVICES = 1_000
 MOST_SECONDS = 2_000_000  # gloo counts milliseconds in 32 bits
-NEVER_NULL = ("save_total_limit", "ddp_timeout")
+NEVER_NULL = ("save_total_limit", "sp_size", "ddp_timeout")
 ABOVE_ZERO = ("save_every_minutes", "trainer.val_check_interval")
 
 

@@ -80,6 +80,7 @@ class SFTData(L.LightningDataModule):
         dataloader_num_workers: processes that collate and plan ahead of the training step.
         model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
         dedup: False for the ordinary padded baseline on the same batches.
+        sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`.
         predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true
             if no score of `model.scores` is of labelled tokens.
         predict_prompts: rows for `predict` are prompts, up to their last answer if they have one; on the command line
@@ -120,6 +121,7 @@ class SFTData(L.LightningDataModule):
         dataloader_num_workers: int = 1,
         model_name_or_path: str | None = None,
         dedup: bool = True,
+        sp_size: int = 1,
         predict_unlabelled: bool = False,
         predict_prompts: bool = False,
     ):
@@ -288,7 +290,9 @@ class SFTData(L.LightningDataModule):
 
     def _share_collator(self, merge_labels: bool) -> StepCollator:
         """What makes this rank's share of a step. Every rank draws the same steps, and reads all their sequences."""
-        return replace(self.step_collator(merge_labels), rank=ranks().rank, num_ranks=ranks().size)
+        here = ranks()
+        sp_size = here.sp_size if merge_labels else 1
+        return replace(self.step_collator(merge_labels), rank=here.rank, num_ranks=here.size, sp_size=sp_size)
 
     def _file(self, split: str) -> Files:
         if split == "predict":
@@ -321,6 +325,7 @@ LIMITS = {
     "dataset_num_proc": (1, 1024),
     "dataloader_num_workers": (0, 1024),
     "seed": (0, 2**32 - 1),
+    "sp_size": (1, LARGEST),
 }
 
 
@@ -339,10 +344,11 @@ def check_sizes(settings: Any) -> None:
     if settings.train_on == "last_turn" and not (settings.split_turns and settings.assistant_only_loss):
         raise UserError("data.train_on: last_turn needs split_turns: true and assistant_only_loss: true")
     check_group_by_prefix(settings.group_by_prefix, settings.batch_size, settings.shuffle_dataset)
+    together = f" x sp_size {settings.sp_size}" if settings.sp_size > 1 else ""
     for name in ("max_length", "pad_to_multiple_of"):
-        if settings[name] is not None and settings[name] > settings.max_tokens:
+        if settings[name] is not None and settings[name] > settings.max_tokens * settings.sp_size:
             what = "a sequence that long has" if name == "max_length" else "rows padded to it have"
             raise UserError(
-                f"data.{name} {settings[name]} exceeds data.max_tokens {settings.max_tokens}: {what} no micro-batch to "
-                f"go into; raise max_tokens or lower {name}"
+                f"data.{name} {settings[name]} exceeds data.max_tokens {settings.max_tokens}{together}: {what} no "
+                f"micro-batch to go into; raise max_tokens or lower {name}"
             )

@@ -30,12 +30,12 @@ from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
-from radixtrain.hf.sequence_parallel import SPLIT, RowSplit, SplitCall
+from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import LEFT_PADDED, PREDICTOR_INDICES, PREFIX, STRATEGY, TreeLayout
+from radixtrain.tree.layout import LEFT_PADDED, PREDICTOR_INDICES, PREFIX, SPLIT, STRATEGY, TreeLayout
 
 
 @dataclass(eq=False)

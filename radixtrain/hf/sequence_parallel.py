@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.row_split import own_inputs, own_predictors, own_rows, rows_per_rank
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts
-from radixtrain.tree.layout import PREDICTOR_INDICES, PREFIX, TreeLayout
+from radixtrain.tree.layout import PREDICTOR_INDICES, SPLIT, TreeLayout
 
 logger = logging.getLogger(__name__)
-SPLIT = PREFIX + "split"  # marks a batch that is cut: the unique rows that it had
 
 
 class RowSplit:
@@ -47,16 +47,11 @@ class RowSplit:
         return self
 
     def rows_per_rank(self, num_rows: int) -> int:
-        return -(-num_rows // self.size)
+        return rows_per_rank(num_rows, self.size)
 
-    def own(self, rows: Tensor, dim: int) -> Tensor:
-        """Those of this rank, filled up with zeros: U of `dim` -> u."""
-        count = self.rows_per_rank(rows.shape[dim])
-        start = min(self.rank * count, rows.shape[dim])
-        cut = rows.narrow(dim, start, min(count, rows.shape[dim] - start))
-        missing = list(cut.shape)
-        missing[dim] = count - cut.shape[dim]
-        return torch.cat([cut, cut.new_zeros(missing)], dim) if missing[dim] else cut
+    def own(self, rows: Tensor) -> Tensor:
+        """Those of this rank, filled up with zeros: (U, ...) -> (u, ...)."""
+        return own_rows(rows, 0, self.rank, self.size)
 
     def all_rows(self, rows: Tensor, num_rows: int) -> Tensor:
         """(u, ...) -> (U, ...), those of every rank. The gradient of a row is the sum over the ranks."""
@@ -135,7 +130,7 @@ class SplitCall(RadixCall):
         return self.split.all_rows(rows, self.layout.num_rows)
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        return self.split.own(rows, dim=0)
+        return self.split.own(rows)
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Tree attention on the own heads of all rows. One all-to-all brings queries, keys and values, one returns."""
@@ -156,7 +151,7 @@ def check_heads(num_heads: int, size: int) -> None:
     if num_heads % size:
         fit = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise UserError(
-            f"sp_group has {size} ranks, which do not divide the {num_heads} heads of queries of this model; "
+            f"{size} ranks of sp_group (sp_size in fit) do not divide the {num_heads} heads of queries of this model; "
             f"these numbers do: {fit}"
         )
 
@@ -196,8 +191,11 @@ class SplitModel:
 
     @torch.compiler.disable
     def cut(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Rows, positions and predictions of this rank. An ordinary batch is computed by every rank as a whole."""
-        if PREDICTOR_INDICES not in kwargs:
+        """Rows, positions and predictions of this rank. An ordinary batch is computed by every rank as a whole.
+
+        A batch that a `StepCollator` has split is left as it is.
+        """
+        if PREDICTOR_INDICES not in kwargs or SPLIT in kwargs:
             return None
         if kwargs.get("shift_labels") is None or kwargs.get("labels") is None:
             raise UserError(
@@ -206,17 +204,13 @@ class SplitModel:
             )
         self.rows.check_same(kwargs)
         num_rows = TreeLayout.from_batch(kwargs).num_rows
-        count, targets = self.rows.rows_per_rank(num_rows), kwargs["shift_labels"]
-        rows = kwargs[PREDICTOR_INDICES] - self.rows.rank * count
-        own = ((rows >= 0) & (rows < count) & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
+        rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"]
+        rows, is_own = own_predictors(kwargs[PREDICTOR_INDICES], num_rows, rank, size)
+        own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
         self.labels = nn.functional.pad(targets[:, own], (0, 1), value=IGNORE_INDEX)  # no rank without any
         given = kwargs.get("num_items_in_batch")
         self.num_items = (targets != IGNORE_INDEX).sum() if given is None else given
-        cut = {
-            name: self.rows.own(kwargs[name], dim)
-            for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1))
-            if kwargs.get(name) is not None
-        }
+        cut = own_inputs(kwargs, rank, size)
         predictors = nn.functional.pad(rows[own], (0, 1))
         labels = {"shift_labels": self.labels, "labels": self.labels.roll(1)}
         return args, {**kwargs, **cut, **labels, PREDICTOR_INDICES: predictors, SPLIT: num_rows}

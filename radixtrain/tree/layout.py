@@ -38,6 +38,7 @@ LABEL_INDICES = PREFIX + "label_indices"  # which original token each prediction
 STRATEGY = PREFIX + "strategy"  # the attention strategy that the cost model chose: a place in its `CHOICES`
 MIN_SHARED_TOKENS = PREFIX + "min_shared_tokens"  # the smallest branch that the cost model chose
 LEFT_PADDED = PREFIX + "left_padded"  # 1 if positions were counted without the padding on the left
+SPLIT = PREFIX + "split"  # marks a batch of which a rank holds some rows: how many unique rows it has
 CU_SEQLENS = PREFIX + "cu_seqlens"  # a field of `TreeLayout`, as is the next
 INVERSE_INDICES = PREFIX + "inverse_indices"
 TILES = PREFIX + "tiles_"  # begins the keys of the lists of tiles, if `RadixCollator` was asked for them

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-__all__ = ["MUTATIONS"]
+from radixtrain.tree.layout import LOSS_WEIGHTS
+
+__all__ = ["MUTATIONS", "SPLIT_MUTATIONS"]
 
 
 def mean_not_scaled() -> None:
@@ -111,5 +113,73 @@ MUTATIONS: list[Callable[[], None]] = [
 ]
 
 
-def _set(owner: type, name: str, function: Callable[..., Any]) -> None:
+def labels_once_on_each_rank() -> None:
+    """Every rank of a group counts a label as often as the group has ranks."""
+    _change_split(lambda part, rank, size: {**part, LOSS_WEIGHTS: part[LOSS_WEIGHTS] * size})
+
+
+def last_prediction_left_out() -> None:
+    """As by a border between two ranks that is off by one."""
+
+    def changed(part: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+        weights = part[LOSS_WEIGHTS].clone()
+        weights[-1] = 0
+        return {**part, LOSS_WEIGHTS: weights}
+
+    _change_split(changed)
+
+
+def positions_of_the_first_rank() -> None:
+    """Every rank counts positions from 0."""
+
+    def changed(part: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+        positions = part["position_ids"]
+        return {**part, "position_ids": positions - positions[..., :1]}
+
+    _change_split(changed)
+
+
+def gradient_not_exchanged() -> None:
+    """The backward pass keeps the gradient of rows that belong to other ranks."""
+    from radixtrain.hf.sequence_parallel import _AllToAll
+
+    _set(_AllToAll, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+
+
+def heads_in_another_order() -> None:
+    """What comes back from attention belongs to the heads of another rank."""
+    from radixtrain.hf.sequence_parallel import RowSplit
+
+    back = RowSplit.heads_to_rows
+    _set(RowSplit, "heads_to_rows", lambda split, x: back(split, x).roll(1, 1))
+
+
+def gradients_averaged_over_groups() -> None:
+    """The loss is scaled by the number of groups, and DDP averages over all ranks."""
+    from radixtrain.distributed import ranks
+    from radixtrain.training.module import RadixModule
+
+    backward = RadixModule.manual_backward
+    _set(RadixModule, "manual_backward", lambda module, loss: backward(module, loss / ranks().sp_size))
+
+
+SPLIT_MUTATIONS: list[Callable[[], None]] = [
+    labels_once_on_each_rank,
+    last_prediction_left_out,
+    positions_of_the_first_rank,
+    gradient_not_exchanged,
+    heads_in_another_order,
+    gradients_averaged_over_groups,
+]
+"""Of runs with `sp_size`."""
+
+
+def _change_split(change: Callable[[dict[str, Any], int, int], dict[str, Any]]) -> None:
+    from radixtrain.collators import steps
+
+    split = steps.split_batch
+    vars(steps)["split_batch"] = lambda batch, rank, size: change(split(batch, rank, size), rank, size)
+
+
+def _set(owner: type, name: str, function: Any) -> None:
     setattr(owner, name, function)

@@ -31,12 +31,14 @@ def on_ranks(
     seconds: float = SECONDS,
     timeout: timedelta = timedelta(seconds=60),
     has_group: bool = True,
+    sp_size: int = 1,
 ) -> list[Any]:
     """What `work(rank)` returns on each of `count` ranks, in processes that are forked from this one and use gloo.
 
     work: any function; what it returns is pickled. It finds torchrun's environment variables, an initialised process
         group, and `distributed.join` called. Its tensors are its own copies.
-    timeout: of the process group. has_group: False leaves it to `work` to make one.
+    timeout: of the process group. has_group: False leaves it to `work` to make one. sp_size: of
+        `distributed.form_groups`.
 
     AssertionError with the tracebacks of the ranks that failed, or if one takes longer than `seconds`.
     """
@@ -45,7 +47,7 @@ def on_ranks(
     context, port = get_context("fork"), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [
-        context.Process(target=_run, args=(rank, count, port, work, timeout_of_group, end))
+        context.Process(target=_run, args=(rank, count, port, work, timeout_of_group, end, sp_size))
         for rank, (_, end) in enumerate(pipes)
     ]
     for process in processes:
@@ -91,7 +93,9 @@ def _answer(pipe: Any) -> tuple[bool, Any]:
         return False, "ended without an answer"
 
 
-def _run(rank: int, count: int, port: int, work: Callable[[int], Any], timeout: timedelta | None, pipe: Any) -> None:
+def _run(
+    rank: int, count: int, port: int, work: Callable[[int], Any], timeout: timedelta | None, pipe: Any, sp_size: int
+) -> None:
     torch.set_num_threads(1)
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
@@ -100,6 +104,7 @@ def _run(rank: int, count: int, port: int, work: Callable[[int], Any], timeout: 
         if timeout is not None:
             dist.init_process_group("gloo", timeout=timeout)
             distributed.join(timeout)
+            distributed.form_groups(sp_size, timeout)
         answer = True, work(rank)
     except BaseException:
         answer = False, traceback.format_exc()

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, launcher_env
@@ -36,11 +37,6 @@ REFUSED = {
 }
 
 
-# NCCL's watchdog kills the process with a report of its own. What waits for a hanging rank over gloo says more, so it
-# comes first: it has the time to report, and to end.
-NCCL_LATER = timedelta(seconds=60)
-
-
 # Options of Lightning's DDP that do not leave the gradient of a step as it is.
 CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
 
@@ -52,6 +48,14 @@ WHOLE = {
     "model.generate": ("predict",),
     "evaluate_generation.metric": ("fit", "validate"),
 }
+
+
+SPLITTING = ("fit", "validate", "test")  # commands that split a micro-batch over the ranks of `sp_size`
+
+
+def sp_size_of(settings: Any, command: str) -> int:
+    """Ranks that compute each micro-batch together. Every other command computes whole sequences on each rank."""
+    return int(settings.sp_size) if command in SPLITTING else 1
 
 
 def default_devices() -> dict[str, int]:
@@ -71,6 +75,8 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     _check_strategy(config.strategy)
     if config.strategy == "fsdp2" or _class_of(config.strategy) == FSDP2Strategy.__name__:
         _check_sharded(settings, command)
+    if sp_size_of(settings, command) > 1:
+        _check_split(settings, command)
     if not _is_launched():
         if config.num_nodes > 1:
             raise UserError(
@@ -85,10 +91,10 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     return {**fixed, **changed}
 
 
-def check_devices(trainer: Any, timeout: timedelta) -> None:
+def check_devices(trainer: Any, timeout: timedelta, sp_size: int = 1) -> None:
     """UserError if Lightning has made something else of the settings than can run here; completes the strategy.
 
-    timeout: how long a rank waits for the others.
+    timeout: how long a rank waits for the others. sp_size: of these ranks, see `sp_size_of`.
     """
     strategy, launcher = trainer.strategy, launcher_env()
     if isinstance(strategy, DDPStrategy):
@@ -104,6 +110,7 @@ def check_devices(trainer: Any, timeout: timedelta) -> None:
             f"trainer.devices {devices[0]} and trainer.num_nodes {devices[1]}: {launcher.by} has started "
             f"{launcher.local_size} processes on each of {launcher.num_nodes} machines; leave both keys out"
         )
+    check_sp_size(sp_size, devices[0] * devices[1])
 
 
 def _is_launched() -> bool:
@@ -163,6 +170,16 @@ def _check_sharded(settings: Any, command: str) -> None:
     for key, commands in WHOLE.items():
         if command in commands and settings.get(key):
             raise UserError(f"{key}: not with trainer.strategy fsdp2, which divides the weights; set it to ddp")
+
+
+def _check_split(settings: Any, command: str) -> None:
+    if not settings.dedup:
+        raise UserError(f"sp_size {settings.sp_size}: only unique rows are split, and dedup is false; set sp_size: 1")
+    if command == "fit" and settings.get("model.verify_first_batch"):
+        raise UserError(
+            f"model.verify_first_batch: not with sp_size {settings.sp_size}, since one rank compares by itself; "
+            f"leave it out, and run the command verify"
+        )
 
 
 def as_list(value: Any) -> list[Any]:

@@ -25,7 +25,7 @@ PARTS_OF_THE_MODEL = (
 WITHOUT_EFFECT = (
     *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
     *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
-    *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row"),
+    *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row", "sp_size"),
 )
 # Keys of `data` by which the steps are drawn: a position among others would mean nothing.
 DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size")

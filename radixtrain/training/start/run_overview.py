@@ -108,7 +108,7 @@ def data_entries(corpus: Corpus, report: EncodeReport, max_length: int | None, u
 
 def sharing_entries(data: SFTData) -> list[Entry]:
     """Prompts that several conversations share, the r to expect, and what another order would bring."""
-    corpus, settings, num_ranks = data.conversations["train"], data.hparams, ranks().size
+    corpus, settings, num_groups = data.conversations["train"], data.hparams, ranks().num_groups
     drawn, seen = corpus, ""
     if len(corpus) > MOST_CONVERSATIONS:
         indices = np.random.default_rng([settings.seed, 0x5C]).choice(len(corpus), MOST_CONVERSATIONS, replace=False)
@@ -120,13 +120,15 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     if not settings.dedup:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
     batches = list(batches_of(data.train_order(), settings.batch_size))
-    on_one = expected_r(corpus, batches, settings.max_tokens)
-    r = on_one.r if num_ranks == 1 else expected_r(corpus, batches, settings.max_tokens, num_ranks).r
+    max_tokens = settings.max_tokens * ranks().sp_size
+    on_one = expected_r(corpus, batches, max_tokens)
+    r = on_one.r if num_groups == 1 else expected_r(corpus, batches, max_tokens, num_groups).r
     text = f"about {r * on_one.whole_share:.1f} tokens per computed token in this order"
     if on_one.whole_share < 1:
         text += f" against whole chats, as TRL trains them, {r:.1f} against the same rows"
-    if num_ranks > 1:  # devices share nothing with one another
-        text += f" on {num_ranks} devices, {on_one.r * on_one.whole_share:.1f} on one"
+    if num_groups > 1:  # they share nothing with one another
+        what = "devices" if ranks().sp_size == 1 else "groups"
+        text += f" on {num_groups} {what}, {on_one.r * on_one.whole_share:.1f} on one"
     entries.append(("r", text))
     hint = _arrangement(data, drawn, groups, r, on_one.whole_share).hint
     return [*entries, ("advice", hint)] if hint else entries
@@ -141,7 +143,8 @@ def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int)
     entries, divided, kept = [], "", 1 - module.hparams.activation_checkpointing
     if num_ranks > 1:
         strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
-        entries = [("devices", f"{num_ranks} ranks, {strategy}: each step is the same as on one")]
+        groups = f" in {ranks().num_groups} x {ranks().sp_size} that split each micro-batch" * (ranks().sp_size > 1)
+        entries = [("devices", f"{num_ranks} ranks{groups}, {strategy}: each step is the same as on one")]
         divided = (
             f", 1/{num_ranks} of it on each rank" if isinstance(trainer.strategy, FSDP2Strategy) else " on each rank"
         )
@@ -165,7 +168,7 @@ def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float, w
         return Arrangement(r, r)
     order = grouped.draw(np.arange(len(drawn)), np.random.default_rng([settings.seed, 0]))
     batches = batches_of(order, settings.batch_size)
-    grouped_r = expected_r(drawn, batches, settings.max_tokens, ranks().size).r
+    grouped_r = expected_r(drawn, batches, settings.max_tokens * ranks().sp_size, ranks().num_groups).r
     return Arrangement(r * whole_share, grouped_r * whole_share)
 
 

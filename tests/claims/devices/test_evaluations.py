@@ -44,8 +44,10 @@ def test_a_mean_over_all_labels(finished, rows, command):
     files = {"data__validation_file" if command == "validate" else "data__test_file": rows}
     one = figures(finished("one", command=command, **files))
     two = figures(finished("two", ranks=2, strategy="ddp", command=command, **files))
-    assert one.keys() == two.keys() and len(one) == 1
+    split = figures(finished("split", ranks=2, strategy="ddp", sp_size=2, command=command, **files))
+    assert one.keys() == two.keys() == split.keys() and len(one) == 1
     assert two == pytest.approx(one, rel=BAR)
+    assert split == pytest.approx(one, rel=BAR)
 
 
 @FULL
@@ -66,11 +68,11 @@ SCORES = [("ddp", "true"), ("ddp", "false"), ("fsdp2", "true")]
 
 @pytest.mark.parametrize(("strategy", "dedup"), cases(SCORES, SCORES[:1]))
 def test_scores(finished, rows, tmp_path, strategy, dedup):
-    """Embeddings are of every sequence, labelled or not."""
+    """Embeddings are of every sequence, labelled or not. `sp_size` splits none: each rank has its own."""
     scores = {"model__scores": "[logprobs, perplexity, embedding]", "dedup": dedup}
     files = {"data__predict_file": rows, "command": "predict", **scores}
     finished("one", **files)
-    finished("two", ranks=2, strategy=strategy, **files)
+    finished("two", ranks=2, strategy=strategy, sp_size=2, **files)
     one, two = records(tmp_path / "one"), records(tmp_path / "two")
     assert [each["row"] for each in one] == [f"{rows}:{number}" for number in range(1, 22)]
     assert [(each["row"], each["tokens"]) for each in two] == [(each["row"], each["tokens"]) for each in one]
@@ -97,14 +99,15 @@ def test_answers(finished, shop, tmp_path, dedup):
 
 
 @FULL
-def test_answers_of_a_run(train, shop):
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_answers_of_a_run(train, shop, sp_size):
     """The metric of generated answers after a validation is that of all of them."""
     flags = {
         **{**FLOAT64, "data__train_file": shop / "train.jsonl", "data__validation_file": shop / "validation.jsonl"},
         **{"trainer__max_steps": 2, "trainer__val_check_interval": 2, "evaluate_generation__metric": "exact_match"},
         **{"evaluate_generation__max_new_tokens": 8, **BATCHES},
     }
-    one, two = train("one", **flags), train("two", ranks=2, strategy="ddp", **flags)
+    one, two = train("one", **flags), train("two", ranks=2, strategy="ddp", sp_size=sp_size, **flags)
     names = ("loss", "eval_loss", "eval_exact_match")
     assert metrics(two, *names) == pytest.approx(metrics(one, *names), rel=BAR)
     assert {name for name, _ in metrics(one, *names)} == set(names)

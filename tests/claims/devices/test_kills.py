@@ -36,12 +36,12 @@ def assert_ends(launched: Launched, killed: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["step", "save"])
-@pytest.mark.parametrize(("rank", "strategy"), [(0, "ddp"), (1, "fsdp2")])
-def test_a_killed_rank(launch, train, reference, tmp_path, print_after, rank, strategy, place):
+@pytest.mark.parametrize(("rank", "strategy", "sp_size"), [(0, "ddp", 1), (1, "fsdp2", 1), (1, "ddp", 2)])
+def test_a_killed_rank(launch, train, reference, tmp_path, print_after, rank, strategy, sp_size, place):
     """Before a step, and while a checkpoint is half written."""
-    options = {"ranks": 2, "strategy": strategy, "save_every_steps": 1}
+    options = {"ranks": 2, "strategy": strategy, "sp_size": sp_size, "save_every_steps": 1}
     whole = reference(**options)
-    draw = random.Random(f"{rank} {strategy} {place}")
+    draw = random.Random(f"{rank} {strategy} {sp_size} {place}")
     for number in range(KILLS):
         folder = tmp_path / f"run_{number}"
         where = f"{place} {draw.randint(2, 9)}"
@@ -54,7 +54,8 @@ def test_a_killed_rank(launch, train, reference, tmp_path, print_after, rank, st
         assert_same_run(train(folder, ckpt_path="last", **options), whole)
         assert_nothing_left(folder, tmp_path / "temporary")
     print_after(
-        "devices", f"kill -9 of rank {rank} of 2, {strategy}, {place}: {KILLS} times; bit-equal when it goes on"
+        "devices",
+        f"kill -9 of rank {rank} of 2, {strategy}, sp_size {sp_size}, {place}: {KILLS} times; bit-equal after it",
     )
 
 
@@ -69,10 +70,10 @@ def test_a_rank_that_is_killed_while_weights_are_loaded(launch, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(("rank", "when"), [(1, "a save"), (0, "a step")])
-def test_a_rank_that_hangs(launch, tmp_path, rank, when):
+@pytest.mark.parametrize(("rank", "when", "sp_size"), [(1, "a save", 1), (0, "a step", 1), (1, "a step", 2)])
+def test_a_rank_that_hangs(launch, tmp_path, rank, when, sp_size):
     """Stopped, so its sockets stay open: the other one waits for `ddp_timeout`, and says so."""
-    options = {"ranks": 2, "strategy": "ddp", "ddp_timeout": 10, "trainer__max_steps": 100_000}
+    options = {"ranks": 2, "strategy": "ddp", "sp_size": sp_size, "ddp_timeout": 10, "trainer__max_steps": 100_000}
     launched = launch("run", **options, save_every_steps=1 if when == "a save" else 100_000)
     first = tmp_path / "run" / ("checkpoints/last" if when == "a save" else "logs/version_0/metrics.csv")
     wait_until(first.exists, launched)

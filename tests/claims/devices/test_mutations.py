@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from changed_runs import FLOAT64, compute_in_float64
-from device_mutations import MUTATIONS
+from device_mutations import MUTATIONS, SPLIT_MUTATIONS
 from device_trajectories import assert_same_trajectory
 from tiers import cases
 
@@ -20,8 +20,17 @@ FLAGS = {**FLOAT64, "trainer__max_steps": 6, "data__max_tokens": 48, "data__max_
     ids=lambda each: each.__name__ if each else "without_a_mutation",
 )
 def test_a_mistake_is_seen(train, reference, mutation):
+    assert_seen(train, reference, mutation)
+
+
+@pytest.mark.parametrize("mutation", cases(SPLIT_MUTATIONS, SPLIT_MUTATIONS[:1]), ids=lambda each: each.__name__)
+def test_a_mistake_of_the_split_is_seen(train, reference, mutation):
+    assert_seen(train, reference, mutation, sp_size=2)
+
+
+def assert_seen(train, reference, mutation, **options):
     changes = [compute_in_float64, *([mutation] if mutation else [])]
-    run = train("ranks", ranks=2, strategy="ddp", **{**FLAGS, "before": changes})
+    run = train("ranks", ranks=2, strategy="ddp", **{**FLAGS, **options, "before": changes})
     whole = reference(**FLAGS)
     if mutation is None:
         assert_same_trajectory(run, whole)

@@ -57,6 +57,17 @@ def test_other_ranks_go_on(train, reference, print_after, chain, weights):
     print_after("devices", f"{weights}, resumed with {chain}: the trajectory of one process; {told}")
 
 
+def test_another_split_goes_on(train, reference, print_after):
+    """One process, two ranks as one, two groups of two, and two ranks by data parallel."""
+    whole, checkpoint = reference(**FLOAT64), None
+    for part, (ranks, sp_size, stop) in enumerate([(1, 1, 3), (2, 2, 6), (4, 2, 9), (2, 1, 12)]):
+        options = {"ranks": ranks, "sp_size": sp_size, "strategy": "ddp" if ranks > 1 else None}
+        run = train(f"part_{part}", ckpt_path=checkpoint, **options, **FLOAT64, **ALL_SAVED)
+        told = assert_same_trajectory(run, whole, since=3 * part)
+        checkpoint = run / "checkpoints" / f"step={stop}"
+    print_after("devices", f"resumed 1, sp 2, 2 x 2, ddp 2: the trajectory of one process; {told}")
+
+
 def test_another_share_of_recomputed_layers_goes_on(train, reference, deep_model, print_after):
     """Each part recomputes other layers: the trajectory of a run that recomputes none."""
     flags = {**FLOAT64, "model__model_name_or_path": deep_model}

@@ -332,9 +332,12 @@ def rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_row_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = RowSplit.own
-    cut = lambda self, rows, dim: original(self, rows, dim).index_fill(dim, torch.tensor([0]), 0)  # noqa: E731
-    monkeypatch.setattr(RowSplit, "own", cut)
+    original = sequence_parallel.own_inputs
+
+    def cut(*args: Any) -> dict[str, Tensor]:
+        return {name: rows.index_fill(-1, torch.tensor([0]), 0) for name, rows in original(*args).items()}
+
+    monkeypatch.setattr(sequence_parallel, "own_inputs", cut)
 
 
 def gradients_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:

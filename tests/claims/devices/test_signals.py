@@ -35,12 +35,13 @@ def send(launched: Launched, number: int, ranks: tuple[int, ...]) -> None:
         launched.send_groups(number)
 
 
+@pytest.mark.parametrize("sp_size", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{signal.Signals(case[0]).name}-{case[1] or 'all'}-{case[2]}")
-def test_a_signal(launch, train, reference, rows, tmp_path, print_after, case):
+def test_a_signal(launch, train, reference, rows, tmp_path, print_after, case, sp_size):
     """Before a step of a run that validates in the middle of its epochs."""
     number, ranks, strategy = case
     validates = {"data__validation_file": rows, "trainer__val_check_interval": 4}
-    options = {"ranks": 2, "strategy": strategy, "data__dataloader_num_workers": 1, **validates}
+    options = {"ranks": 2, "strategy": strategy, "sp_size": sp_size, "data__dataloader_num_workers": 1, **validates}
     whole = reference(**options)
     draw = random.Random(str(case))
     for attempt in range(TRIES):
@@ -56,7 +57,7 @@ def test_a_signal(launch, train, reference, rows, tmp_path, print_after, case):
             train(folder, ckpt_path="last", **options)
         assert_same_run(folder, whole)
         assert_nothing_left(folder, tmp_path / "temporary")
-    name = f"{signal.Signals(number).name} to {f'rank {ranks}' if ranks else 'all'} of 2, {strategy}"
+    name = f"{signal.Signals(number).name} to {f'rank {ranks}' if ranks else 'all'} of 2, {strategy}, sp_size {sp_size}"
     print_after("devices", f"{name}: {TRIES} times; bit-equal")
 
 

@@ -18,13 +18,22 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "recomputed": {**FLOAT64, "model__activation_checkpointing": "true"},
     "half of the layers recomputed": {**FLOAT64, "model__activation_checkpointing": 0.5},
 }
-CASES = [(weights, strategy, ranks) for weights in WEIGHTS for strategy in ("ddp", "fsdp2") for ranks in (2, 4)]
+CASES = [
+    (weights, strategy, ranks, sp_size)
+    for weights in WEIGHTS
+    for strategy in ("ddp", "fsdp2")
+    for ranks in (2, 4)
+    for sp_size in (1, 2)
+]
+QUICK = [("full", "ddp", 2, 1), ("full", "fsdp2", 2, 1), ("full", "ddp", 2, 2)]
 
 
-@pytest.mark.parametrize(("weights", "strategy", "ranks"), cases(CASES, [("full", "ddp", 2), ("full", "fsdp2", 2)]))
-def test_ranks_take_the_steps_of_one_process(train, reference, deep_model, print_after, weights, strategy, ranks):
-    """That keeps all activations."""
+@pytest.mark.parametrize(("weights", "strategy", "ranks", "sp_size"), cases(CASES, QUICK))
+def test_ranks_take_the_steps_of_one_process(
+    train, reference, deep_model, print_after, weights, strategy, ranks, sp_size
+):
+    """That keeps all activations. With `sp_size` 2 they are one group of two, or two groups."""
     flags = WEIGHTS[weights] | ({"model__model_name_or_path": deep_model} if "recomputed" in weights else {})
-    run = train("ranks", ranks=ranks, strategy=strategy, **flags)
+    run = train("ranks", ranks=ranks, strategy=strategy, sp_size=sp_size, **flags)
     told = assert_same_trajectory(run, reference(**{**flags, "model__activation_checkpointing": None}))
-    print_after("devices", f"{weights}, {ranks} ranks, {strategy}: {told}")
+    print_after("devices", f"{weights}, {ranks} ranks, {strategy}, sp_size {sp_size}: {told}")

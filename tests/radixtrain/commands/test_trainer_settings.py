@@ -35,6 +35,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "save_every_minutes": lambda x: 0 < x < math.inf,
     "save_total_limit": lambda x: x >= 1,
     "early_stopping": lambda x: x >= 1,
+    "sp_size": lambda x: x >= 1,
     "ddp_timeout": lambda x: 1 <= x <= 2_000_000,
     "seed_everything": lambda x: 0 <= x < 2**32,
     "evaluate_generation.num_samples": lambda x: x >= 1,

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from radixtrain.checkpoints.sharded import is_sharded, whole
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.distributed import ranks
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.module import RadixModule
@@ -135,6 +136,36 @@ CASES = [
     *((name, strategy, 2, 9) for name in MODELS for strategy in STRATEGIES),
     *((name, strategy, 4, 3) for name in ("tied", "LoRA") for strategy in STRATEGIES),
 ]
+
+
+SPLIT = [
+    *((name, strategy, 2, 9) for name in MODELS if name != "ordinary" for strategy in STRATEGIES),
+    *((name, strategy, 4, 3) for name in ("tied", "LoRA") for strategy in STRATEGIES),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "size", "rows"), cases(SPLIT, [SPLIT[0], SPLIT[-4]]))
+def test_groups_of_two_take_the_step_of_one_process(name: str, strategy: str, size: int, rows: int) -> None:
+    """Each rank its rows of the micro-batches of its group; with two groups and three rows, one label may be alone."""
+    model = MODELS[name]().double().train()
+    module = Watched.around(model)
+    cut = StepCollator(max_tokens=7)
+
+    def work(rank: int) -> dict[str, Any]:
+        prepare_model(model, attention="reference", sp_group=ranks().sp_group)
+        step = replace(cut, rank=rank, num_ranks=size, sp_size=ranks().sp_size)(features(rows))
+        assert size > 2 or len(step.micro_batches) > 1
+        return one_step(module, step, size, STRATEGIES[strategy]())
+
+    def alone(rank: int) -> dict[str, Any]:
+        prepare_model(model, attention="reference")
+        return one_step(module, replace(cut, max_tokens=14)(features(rows)), 1)
+
+    (expected,) = on_ranks(1, alone)
+    for found in on_ranks(size, work, sp_size=2):
+        assert_near(found["gradients"], expected["gradients"])
+        for figure in ("loss", "grad_norm"):
+            assert found[figure] == pytest.approx(expected[figure], rel=EXACT)
 
 
 @pytest.mark.parametrize(("name", "strategy", "size", "rows"), cases(CASES, CASES[:2]))

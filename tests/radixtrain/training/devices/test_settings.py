@@ -26,7 +26,10 @@ def settings(**keys):
     trainer = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "strategy": "auto", "plugins": None}
     model = {"load_in_4bit": False, "verify_first_batch": False, "generate": False}
     found = Namespace(
-        trainer=Namespace(**trainer), model=Namespace(**model), evaluate_generation=Namespace(metric=None)
+        trainer=Namespace(**trainer),
+        model=Namespace(**model),
+        evaluate_generation=Namespace(metric=None),
+        **{"sp_size": 1, "dedup": True},
     )
     for key, value in keys.items():
         found[key.replace("__", ".")] = value
@@ -169,6 +172,22 @@ def test_gradients_are_held_once(given):
     strategy = DDPStrategy() if isinstance(made, str) else made
     check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
     assert vars(strategy)["_ddp_kwargs"]["gradient_as_bucket_view"] is True
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_ranks_that_sp_size_does_not_divide(devices):
+    trainer = SimpleNamespace(strategy=DDPStrategy(), num_devices=devices, num_nodes=1)
+    with pytest.raises(UserError, match=rf"sp_size 2: this run has {devices} ranks?, which it has to divide: 1"):
+        check_devices(trainer, timedelta(seconds=7), sp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "other"), [({"dedup": False}, "predict"), ({"model__verify_first_batch": True}, "test")]
+)
+def test_what_cannot_be_split_is_refused(keys, other):
+    with pytest.raises(UserError, match="sp_size 2"):
+        device_settings(settings(sp_size=2, trainer__devices=2, **keys), "fit")
+    device_settings(settings(sp_size=2, trainer__devices=2, **keys), other)
 
 
 def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch):

@@ -1,0 +1,79 @@
+"""A micro-batch -> the part that one of n ranks computes: U / n of its unique rows, and the predictions of these.
+
+The first rank has the first ceil(U / n) rows, and so on. The last ones are filled up by zeros that reach nothing, so
+that every rank has as many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from radixtrain.tree.layout import (
+    ADVANTAGES,
+    LABEL_INDICES,
+    LOSS_WEIGHTS,
+    OLD_LOGPROBS,
+    PREDICTION_ROWS,
+    PREDICTOR_INDICES,
+    SPLIT,
+)
+
+OF_ROWS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # entries by rows, and the dimension of the rows
+OF_PREDICTIONS = ("shift_labels", LOSS_WEIGHTS, LABEL_INDICES, OLD_LOGPROBS, ADVANTAGES)
+
+
+def rows_per_rank(num_rows: int, size: int) -> int:
+    """ceil(U / size), the same on every rank."""
+    return -(-num_rows // size)
+
+
+def own_rows(rows: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """Those of one of `size` ranks, filled up with zeros: U of `dim` -> ceil(U / size)."""
+    count = rows_per_rank(rows.shape[dim], size)
+    start = min(rank * count, rows.shape[dim])
+    cut = rows.narrow(dim, start, min(count, rows.shape[dim] - start))
+    missing = list(cut.shape)
+    missing[dim] = count - cut.shape[dim]
+    return torch.cat([cut, cut.new_zeros(missing)], dim) if missing[dim] else cut
+
+
+def own_inputs(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Tensor]:
+    """The entries of a batch that have a place for each row, of the rows of one of `size` ranks."""
+    found = {name: dim for name, dim in OF_ROWS.items() if batch.get(name) is not None}
+    return {name: own_rows(batch[name], dim, rank, size) for name, dim in found.items()}
+
+
+def own_predictors(predictor_indices: Tensor, num_rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Which row of the rank each predictor is, int64, and whether it is one of them, bool; both as `predictor_indices`.
+
+    predictor_indices: of `num_rows` rows.
+    """
+    count = rows_per_rank(num_rows, size)
+    rows = predictor_indices - rank * count
+    return rows, (rows >= 0) & (rows < count)
+
+
+def split_batch(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The part of one of `size` ranks. batch: of a `RadixCollator` with `merge_labels`.
+
+    The layout stays that of all rows. A rank without predictions gets one of weight 0, so that it runs the same passes.
+    """
+    num_rows = batch["input_ids"].shape[1]
+    rows, is_own = own_predictors(batch[PREDICTOR_INDICES], num_rows, rank, size)
+    is_kept = is_own[batch[PREDICTION_ROWS]]
+    missing = int(not is_own.any())
+    targets = {name: pad(batch[name][..., is_kept], (0, missing)) for name in OF_PREDICTIONS if name in batch}
+    places = (is_own.cumsum(0) - 1)[batch[PREDICTION_ROWS][is_kept]]
+    return {
+        **batch,
+        **own_inputs(batch, rank, size),
+        **targets,
+        PREDICTOR_INDICES: pad(rows[is_own], (0, missing)),
+        PREDICTION_ROWS: pad(places, (0, missing)),
+        SPLIT: num_rows,
+    }
