@@ -18,7 +18,7 @@ from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.tree.cost_model import FIXED_RATES, StepCost
 
-COST = StepCost(rates=FIXED_RATES["cpu"], on_host=True, num_heads=4, num_key_value_heads=2, head_dim=16, row_flops=6e6)
+COST = StepCost(rates=FIXED_RATES["cpu"], on_host=True, num_heads=4, num_key_value_heads=2, head_dim=16, row_flops=6e9)
 
 
 def step(num_sequences: int) -> list[np.ndarray]:
@@ -34,8 +34,17 @@ def test_a_step_on_two_ranks() -> None:
     assert (parallel.r, split.r) == (445 / 245, 445 / 146)
     # half of the heads of q, k, v and the output go to the other rank, and their gradients
     assert (parallel.sent_bytes, split.sent_bytes) == (0, split.num_rows * 2 * (2 * 4 + 2 * 2) * 16 * 4 / 2)
-    assert split.seconds - split.sent_bytes * 6e-10 == pytest.approx(0.5 * (140 + 5) / 2 * 6e6 * 8e-12, rel=0.1)
-    assert parallel.seconds == pytest.approx((120 + 5) / 2 * 6e6 * 8e-12, rel=0.1)
+    assert split.seconds - split.sent_bytes * 6e-10 - 5e-3 == pytest.approx(36.5 * 6e9 * 8e-12, rel=0.01)
+    assert parallel.seconds == pytest.approx(62.5 * 6e9 * 8e-12, rel=0.01)
+
+
+def test_attention_is_that_of_all_rows_on_some_heads() -> None:
+    """Calls are not divided by the ranks, pairs are."""
+    free = replace(FIXED_RATES["cpu"], flop=0.0, sent_byte=0.0, exchange=0.0)
+    for rate, part in (("call", 1.0), ("pair", 0.5)):
+        rates = replace(free, **{name: 0.0 for name in ("call", "rectangle", "pair", "element") if name != rate})
+        one, two = (divide([step(4)], n, n, 1000, replace(COST, rates=rates), 4) for n in (1, 2))
+        assert two.seconds == pytest.approx(part * one.seconds) and one.seconds > 0
 
 
 def test_the_budget_is_that_of_a_rank() -> None:
