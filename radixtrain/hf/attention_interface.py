@@ -49,6 +49,7 @@ class RadixCall:
     chosen: the strategy for `auto`, if the collator's `step_cost` chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
+    images: those of the padded batch; None without any.
     calls: the id of every attention module that ran.
     mixed: the id of every recurrent mixer that ran.
     """
@@ -68,6 +69,7 @@ class RadixCall:
         self.attention, self.kernel, self.chosen = attention, kernel, chosen
         self.window_may_bind = window_may_bind
         self.places, self.misses_cache = places, misses_cache
+        self.images: Any = None
         self.calls: list[int] = []
         self.mixed: list[int] = []
 

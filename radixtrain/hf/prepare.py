@@ -122,7 +122,7 @@ def share_prefixes(
         call with gradients or `output_hidden_states` does not use it; `sharing_report` counts those.
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
-    with the reason: a cache, `inputs_embeds`, `output_attentions`, images, a mask with holes, left padding without
+    with the reason: a cache, `inputs_embeds`, `output_attentions`, video, a mask with holes, left padding without
     `position_ids` in a model with learned positions. Hidden states of padding are those of another token. If a loss
     reads them, the backward pass raises a UserError; without gradients nothing warns. A hook of your own on a layer
     sees the unique tokens, [1, U, D].

@@ -21,6 +21,7 @@ from radixtrain.collators.misuse_guard import callers
 from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.padded.images import given_of_images, why_not
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.sharing_report import is_frozen
@@ -31,7 +32,7 @@ READ = {"input_ids", "attention_mask", "position_ids"}
 FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
 # No layer reads these either, unless the backbone's forward method names them.
 UNREAD = {
-    *("token_type_ids", "cache_position"),
+    *("token_type_ids", "mm_token_type_ids", "cache_position"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 }
 
@@ -48,7 +49,7 @@ def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], gene
         return "inputs_embeds are given, and tokens are compared by their ids"
     return (
         _why_cache(backbone, decoder, given, generates)
-        or _why_shapes(given)
+        or _why_shapes(given, given_of_images(backbone, given))
         or _why_outputs(decoder.config, given)
         or _why_other_inputs(backbone, given)
         or _why_state(model, backbone, decoder)
@@ -100,7 +101,7 @@ def option(name: str, config: Any, given: Mapping[str, Any], default: bool = Fal
     return bool(given.get(name, getattr(config, name, default)))
 
 
-def _why_shapes(given: Mapping[str, Any]) -> str | None:
+def _why_shapes(given: Mapping[str, Any], of_images: set[str]) -> str | None:
     ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
     if ids.is_floating_point():
         return "input_ids are not whole numbers"
@@ -110,7 +111,9 @@ def _why_shapes(given: Mapping[str, Any]) -> str | None:
         return "position_ids are not whole numbers"
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
         return "attention_mask is not [B, L]"
-    if positions is not None and (positions.ndim != 2 or positions.shape[1] != ids.shape[1]):
+    if positions is not None and positions.shape[-2:] != ids.shape and of_images:
+        return "position_ids are not [axes, B, L]"
+    if positions is not None and not of_images and (positions.ndim != 2 or positions.shape[1] != ids.shape[1]):
         return "position_ids are not [B, L]"
     return None if ids.numel() else "the batch is empty"
 
@@ -127,11 +130,16 @@ def _why_outputs(config: Any, given: Mapping[str, Any]) -> str | None:
 
 def _why_other_inputs(backbone: nn.Module, given: Mapping[str, Any]) -> str | None:
     """A further tensor that a layer may read. It may have one entry for each token or each row."""
+    if "pixel_values" in given:
+        reason = why_not(backbone, given)
+        if reason is not None:
+            return reason
+    of_images = given_of_images(backbone, given)
     for name, value in given.items():
         parts = value if isinstance(value, list | tuple) else [value]
         is_data = any(isinstance(part, Tensor) for part in parts)
         is_read = name not in UNREAD or name in inspect.signature(backbone.forward).parameters
-        if is_data and is_read and name not in READ | FOR_THE_LOSS:
+        if is_data and is_read and name not in READ | FOR_THE_LOSS | of_images:
             return f"{name} is given"
     return None
 

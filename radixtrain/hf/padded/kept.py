@@ -74,6 +74,8 @@ class KeptPrefixes:
 
     def why_not(self, model: nn.Module, backbone: nn.Module, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
         """Why a call that can be shared cannot use the cache; None if it can: then `start` it. given: its arguments."""
+        if "pixel_values" in given:
+            return "images are given, and it knows tokens by their ids"
         if not is_frozen(backbone):
             if torch.is_grad_enabled():
                 return "it has gradients"

@@ -81,9 +81,9 @@ class TestClasses:
     def test_the_text_of_a_multimodal_model(self):
         model = tiny_model("LlavaForConditionalGeneration", vision_feature_layer=-1, image_token_id=40).train()
         assert assert_same_gradient(model, own_loss).num_shared == 1
-        ids = torch.tensor([[40] * 4 + [7, 8], [40] * 4 + [7, 9]])
-        model(input_ids=ids, pixel_values=torch.zeros(2, 3, 28, 28))
-        assert dict(sharing_report(model).not_shared) == {"pixel_values is given": 1}
+        ids = torch.tensor([[41] * 4 + [7, 8], [41] * 4 + [7, 9]])
+        model(input_ids=ids, pixel_values_videos=torch.zeros(2, 3, 28, 28))
+        assert dict(sharing_report(model).not_shared) == {"pixel_values_videos is given": 1}
 
 
 ADAPTERS: list[dict[str, Any]] = [

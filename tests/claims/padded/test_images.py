@@ -1,0 +1,299 @@
+"""Under `share_prefixes` rows with images have the ordinary gradient, and the tower computes each distinct image once.
+
+In float64; the oracle is the model as it came from Hugging Face on the same batch. The mutations at the end are
+mistakes of the plan, each of which the same check must see.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_batches import IMAGE, ROWS, Kind, Row, batch_of, of_rows, patches, squares, with_sizes
+from peft import LoraConfig, get_peft_model
+from shared_runs import in_float64
+from tiers import cases
+from torch import Tensor
+from transformers.models.llava.modeling_llava import LlavaModel
+
+from radixtrain import share_prefixes, sharing_report
+from radixtrain.hf.padded import images
+from radixtrain.hf.padded.images import Images, Tower
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import gradients_of
+
+pytestmark = pytest.mark.skipif(
+    images.FEATURES not in inspect.signature(LlavaModel.forward).parameters,
+    reason="this transformers does not take the features of images ready made, so such calls run untouched",
+)
+BAR = 1e-12
+TOKEN = {"image_token_id": IMAGE}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+DIM = 3 * 2 * 14 * 14  # of a patch of two frames
+LARGER = {"vision_config": {"image_size": 56}}
+KINDS = {
+    "LLaVA": Kind("LlavaForConditionalGeneration", TOKEN, squares(28, 4)),
+    "Qwen2.5-VL": Kind(
+        "Qwen2_5_VLForConditionalGeneration",
+        {**TOKEN, "text_config": MROPE, "vision_config": {"window_size": 56, "fullatt_block_indexes": [1]}},
+        patches(DIM),
+        True,
+    ),
+    "Qwen3-VL": Kind(
+        "Qwen3VLForConditionalGeneration",
+        {**TOKEN, "vision_config": {"deepstack_visual_indexes": [0, 1]}},
+        patches(DIM),
+        True,
+    ),
+    "Qwen3.5": Kind("Qwen3_5ForConditionalGeneration", TOKEN, patches(DIM), True),
+    "InternVL": Kind(
+        "InternVLForConditionalGeneration", {**TOKEN, "vision_config": {"image_size": [56, 56]}}, squares(56, 4)
+    ),
+    "Idefics3": Kind("Idefics3ForConditionalGeneration", {**TOKEN, **LARGER}, of_rows(56, 4)),
+    "SmolVLM": Kind("SmolVLMForConditionalGeneration", {**TOKEN, **LARGER}, of_rows(56, 4)),
+    "Mistral 3": Kind("Mistral3ForConditionalGeneration", {**TOKEN, **LARGER}, with_sizes(56, 28), True),
+}
+QUICK = ["LLaVA", "Qwen3-VL", "Idefics3"]
+OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
+
+
+def loss_of(model: Any, inputs: dict[str, Tensor], kept: Tensor) -> Tensor:
+    logits = model(**inputs, use_cache=False).logits[kept]
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0), dtype=logits.dtype)
+    return (logits.log_softmax(-1) * weights).mean()
+
+
+def check(
+    kind: Kind, rows: Sequence[Row] = ROWS, left: bool = False, change: Callable[[Any], Any] = lambda model: model
+) -> Any:
+    """Assert equal gradients, that the batch was shared, and that the tower had each distinct image once."""
+    inputs, kept = batch_of(kind, rows, left)
+    model = change(kind.build())
+    with in_float64(model) as pair:
+        truth = gradients_of(pair.ordinary, lambda: [loss_of(pair.ordinary, inputs, kept)])
+        towers: list[Tower] = []
+        read = Tower.read
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tower, "read", lambda *args: towers.append(read(*args)) or towers[-1])
+            found = gradients_of(pair.shared, lambda: [loss_of(pair.shared, inputs, kept)])
+        report = sharing_report(pair.shared)
+        assert report.num_shared == 1, str(report)
+        rung = compare_gradients("float64", truth, truth, found)
+        assert not rung.failed, rung.reason
+        assert rung.worst.radix <= BAR, rung.worst
+        assert abs(found.loss - truth.loss) <= BAR * abs(truth.loss)
+        letters = [part for row in rows for part in row if isinstance(part, str)]
+        if letters:
+            assert len(towers) == 1
+            assert towers[0].num_distinct == len(set(letters))
+            assert any("vis" in tensor.name for tensor in rung.alive), "no gradient reached the tower"
+    return report
+
+
+@pytest.mark.parametrize("name", cases(KINDS, QUICK))
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_the_gradient_is_the_ordinary_one(name: str, left: bool) -> None:
+    if name == "Qwen3.5" and left:
+        pytest.skip("recurrent layers see padding on the left, so such rows are not shared")
+    report = check(KINDS[name], left=left)
+    assert report.num_unique_tokens < report.num_tokens
+
+
+@pytest.mark.parametrize("name", cases([name for name, kind in KINDS.items() if kind.has_sizes], ["Qwen3-VL"]))
+def test_images_of_different_sizes(name: str) -> None:
+    check(KINDS[name], OF_SIZES)
+
+
+def test_images_are_told_apart_by_their_bytes() -> None:
+    """Alike rows behind different images share what stands before the images, and nothing after."""
+    together = check(KINDS["LLaVA"], [[7, 8, "A", 9, 10], [7, 8, "B", 9, 10]])
+    assert together.num_unique_tokens == 2 + 2 * (4 + 2)
+    alone = check(KINDS["LLaVA"], [[7, 8, "A", 9, 10], [7, 8, "A", 9, 11]])
+    assert alone.num_unique_tokens == 2 + 4 + 1 + 2
+
+
+def with_lora(model: Any) -> Any:
+    names = ["q_proj", "v_proj", "qkv"]
+    return get_peft_model(model, LoraConfig(r=2, target_modules=names, init_lora_weights=False)).train()
+
+
+def checkpointing(model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+@pytest.mark.parametrize("name", cases(["LLaVA", "Qwen3-VL"], ["Qwen3-VL"]))
+@pytest.mark.parametrize("change", [with_lora, checkpointing])
+def test_with_lora_and_with_recomputed_activations(name: str, change: Callable[[Any], Any]) -> None:
+    check(KINDS[name], change=change)
+
+
+def test_positions_that_are_given() -> None:
+    """Rows with equal ids and images, of which one counts another axis differently, share nothing after that."""
+    kind = KINDS["Qwen3-VL"]
+    inputs, kept = batch_of(kind, [[7, "A", 8, 9], [7, "A", 8, 9]])
+    model = kind.build()
+    inputs["position_ids"] = model.model.get_rope_index(
+        inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+    )[0].clone()
+    inputs["position_ids"][2, 1, 3:] += 2
+    with in_float64(model) as pair:
+        truth = gradients_of(pair.ordinary, lambda: [loss_of(pair.ordinary, inputs, kept)])
+        found = gradients_of(pair.shared, lambda: [loss_of(pair.shared, inputs, kept)])
+        assert compare_gradients("float64", truth, truth, found).worst.radix <= BAR
+        assert sharing_report(pair.shared).num_unique_tokens == 3 + 2 * (len(inputs["input_ids"][0]) - 3)
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "InternVL"])
+def test_the_features_of_every_image_are_returned(name: str) -> None:
+    inputs, _ = batch_of(KINDS[name], ROWS)
+    with in_float64(KINDS[name].build()) as pair:
+        expected, found = (
+            model.model(**inputs, use_cache=False).image_hidden_states for model in (pair.ordinary, pair.shared)
+        )
+        assert sharing_report(pair.shared).num_shared == 1
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found + 0, expected, rtol=BAR, atol=BAR)
+
+
+# What is not shared, and runs as it is.
+
+
+def reason_of(model: Any, inputs: dict[str, Tensor]) -> str:
+    share_prefixes(model, min_ratio=0.0)
+    model(**inputs, use_cache=False)
+    (reason,) = sharing_report(model).not_shared
+    return reason
+
+
+def test_images_that_attend_in_both_directions() -> None:
+    kind = Kind("Gemma3ForConditionalGeneration", {**TOKEN, "mm_tokens_per_image": 4}, squares(28, 4))
+    inputs, _ = batch_of(kind, ROWS)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
+    assert reason_of(kind.build(), inputs) == "token_type_ids is given"
+
+
+def test_a_tower_whose_features_depend_on_the_batch() -> None:
+    model = KINDS["LLaVA"].build()
+    model.model.vision_tower.norm = torch.nn.BatchNorm1d(3)
+    inputs, _ = batch_of(KINDS["LLaVA"], ROWS)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    assert "batch norms" in reason_of(model, inputs)
+
+
+@pytest.mark.parametrize("place", ["module", "setting"])
+def test_a_tower_that_draws(place: str) -> None:
+    model = KINDS["LLaVA"].build()
+    if place == "module":
+        model.model.vision_tower.dropout = torch.nn.Dropout(0.1)
+    else:
+        model.model.config.vision_config.attention_dropout = 0.1
+    inputs, _ = batch_of(KINDS["LLaVA"], ROWS)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    assert "draws at random" in reason_of(model, inputs)
+
+
+def test_embeddings_without_ids() -> None:
+    model = KINDS["LLaVA"].build()
+    embeddings = model.get_input_embeddings()(torch.tensor([[7, 8, 9]])).detach()
+    assert "inputs_embeds are given" in reason_of(model, {"inputs_embeds": embeddings})
+
+
+# Mistakes.
+
+
+def mistaken(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, changed: Callable[..., Any]) -> None:
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: changed(real, *args, **kwargs))
+
+
+def all_one(real: Any, parts: Any) -> Any:
+    """Every image is the first one."""
+    return np.zeros(len(parts), dtype=np.int64), [0]
+
+
+def shapes_only(real: Any, parts: Any) -> Any:
+    """Images are compared without their pixels."""
+    return real([tuple(torch.zeros_like(part) for part in image) for image in parts])
+
+
+def of_one_copy(real: Any, tower: Tower, rows: Any) -> Any:
+    """The gradient of the tower is that of the first placeholder of each row only."""
+    output = real(tower, rows)
+    _, first = np.unique(rows, return_index=True)
+    is_first = torch.zeros(len(rows), 1, dtype=torch.bool)
+    is_first[torch.from_numpy(first)] = True
+    (pooled,) = output.pooler_output
+    output.pooler_output = (torch.where(is_first, pooled, pooled.detach()),)
+    return output
+
+
+def one_place_further(real: Any, tower: Tower, rows: Any) -> Any:
+    return real(tower, np.roll(rows, 1))
+
+
+def deepstack_of_another_place(real: Any, tower: Tower, rows: Any) -> Any:
+    output = real(tower, rows)
+    output.deepstack_features = [(each[0].flip(0),) for each in output.deepstack_features]
+    return output
+
+
+def deepstack_in_another_order(real: Any, tower: Tower, rows: Any) -> Any:
+    output = real(tower, rows)
+    output.deepstack_features = output.deepstack_features[::-1]
+    return output
+
+
+def detached(real: Any, tower: Tower, rows: Any) -> Any:
+    output = real(tower, rows)
+    output.pooler_output = tuple(each.detach() for each in output.pooler_output)
+    return output
+
+
+def ids_only(real: Any, *args: Any) -> Any:
+    """Tokens are compared without the images behind them."""
+    found = real(*args)
+    found.codes[found.is_image] = 10_000
+    return found
+
+
+def without_positions(real: Any, *args: Any) -> Any:
+    """Positions are counted along each row."""
+    found = real(*args)
+    found.positions = None
+    return found
+
+
+def of_the_next_token(real: Any, self: Images, arguments: Any, tokens: Any) -> Any:
+    given = real(self, arguments, tokens)
+    given["position_ids"] = given["position_ids"].roll(1, -1)
+    return given
+
+
+def one_axis(real: Any, self: Images, arguments: Any, tokens: Any) -> Any:
+    """All three axes are the first one."""
+    given = real(self, arguments, tokens)
+    given["position_ids"] = given["position_ids"][:1].expand(3, -1, -1)
+    return given
+
+
+MISTAKES: list[tuple[Any, str, Any]] = [
+    (images, "_distinct", all_one),
+    (images, "_distinct", shapes_only),
+    *((Tower, "features_at", change) for change in (of_one_copy, one_place_further, deepstack_of_another_place)),
+    *((Tower, "features_at", change) for change in (deepstack_in_another_order, detached)),
+    (Images, "in_place_of", of_the_next_token),
+    (Images, "in_place_of", one_axis),
+    (Images, "read", ids_only),
+    (Images, "read", without_positions),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "changed"), MISTAKES, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, changed: Any) -> None:
+    mistaken(monkeypatch, owner, name, changed)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        check(KINDS["Qwen3-VL"])
