@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -30,7 +30,7 @@ def run_settings(
     save_total_limit: int = 2,
     save_best: str | None = None,
     early_stopping: int | None = None,
-    sp_size: int = 1,
+    sp_size: int | Literal["auto"] = 1,
     ddp_timeout: int = 1800,
     push_to_hub: bool = False,
     hub_model_id: str | None = None,
@@ -47,7 +47,8 @@ def run_settings(
         save_total_limit: checkpoints that are kept, besides the best one.
         save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
         early_stopping: end after so many validations without a better save_best, or eval_loss.
-        sp_size: ranks that compute each micro-batch together, each a part of its unique rows.
+        sp_size: ranks that compute each micro-batch together, each a part of its unique rows; auto for what fit
+            predicts to be fastest.
         ddp_timeout: seconds that a rank waits for the others in a step.
         push_to_hub: upload model/ to the Hugging Face hub after training.
         hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.

@@ -44,6 +44,7 @@ from radixtrain.redaction import masked_arguments
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import launcher_env
 from radixtrain.training.devices.settings import check_devices, default_devices, device_settings, sp_size_of
+from radixtrain.training.devices.split import choose_sp_size
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import settings_of_run
@@ -177,7 +178,7 @@ class RadixCLI(LightningCLI):
 
     @property
     def sp_size(self) -> int:
-        """Ranks that compute each micro-batch together."""
+        """Ranks that compute each micro-batch together, as far as it is known before the data are read."""
         return sp_size_of(self.settings, self.typed[0])
 
     @property
@@ -228,11 +229,11 @@ class RadixCLI(LightningCLI):
 
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
-        evaluation = self.callbacks.evaluation
+        evaluation, told = self.callbacks.evaluation, ""
         if subcommand not in WITHOUT_WEIGHTS:
             self.datamodule.setup(subcommand)
-            form_groups(self.sp_size, self.timeout)
             self.model.configure_model()
+            told = self._form_groups(subcommand)
         if subcommand in ("fit", "validate"):
             evaluation.prepare(self.model, self.datamodule)
         self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
@@ -242,7 +243,7 @@ class RadixCLI(LightningCLI):
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
             if ranks().is_first:
-                shown = self.settings.trainer, written, evaluation.line()
+                shown = self.settings.trainer, written, evaluation.line(), told
                 print_overview(trainer, self.model, self.datamodule, *shown)
                 stack.enter_context(self._training())
         try:
@@ -250,6 +251,15 @@ class RadixCLI(LightningCLI):
                 super()._run_subcommand(subcommand)
         except MisconfigurationException as error:
             raise UserError(f"trainer: {first_line(error)}") from None
+
+    def _form_groups(self, subcommand: str) -> str:
+        """The ranks that compute each micro-batch together; what `sp_size: auto` says of its choice, or nothing."""
+        sp_size, told = self.sp_size, ""
+        if subcommand == "fit" and self.settings.sp_size == "auto":
+            sp_size, told = choose_sp_size(self.trainer, self.model, self.datamodule)
+        form_groups(sp_size, self.timeout)
+        self.model.split_rows()
+        return told
 
     def _checkpoint(self, subcommand: str) -> str | None:
         """What `ckpt_path` stands for."""

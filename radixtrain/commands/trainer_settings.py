@@ -140,8 +140,8 @@ def check_limits(config: Any) -> None:
     _check_nulls(config)
     for key, least in LEAST.items():
         value = config.get(key)
-        if value is not None and value < least:
-            also = "" if key in NEVER_NULL else ", or null"
+        if value not in (None, "auto") and value < least:
+            also = ", or auto" if key == "sp_size" else "" if key in NEVER_NULL else ", or null"
             raise UserError(f"{key} must be at least {least}{also}; got {value}")
     if (config.get("ddp_timeout") or 0) > MOST_SECONDS:
         raise UserError(f"ddp_timeout must be at most {MOST_SECONDS:,} seconds; got {config.ddp_timeout}")

@@ -80,7 +80,7 @@ class SFTData(L.LightningDataModule):
         dataloader_num_workers: processes that collate and plan ahead of the training step.
         model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
         dedup: False for the ordinary padded baseline on the same batches.
-        sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`.
+        sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`; auto: maybe one.
         predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true
             if no score of `model.scores` is of labelled tokens.
         predict_prompts: rows for `predict` are prompts, up to their last answer if they have one; on the command line
@@ -121,7 +121,7 @@ class SFTData(L.LightningDataModule):
         dataloader_num_workers: int = 1,
         model_name_or_path: str | None = None,
         dedup: bool = True,
-        sp_size: int = 1,
+        sp_size: int | Literal["auto"] = 1,
         predict_unlabelled: bool = False,
         predict_prompts: bool = False,
     ):
@@ -344,9 +344,10 @@ def check_sizes(settings: Any) -> None:
     if settings.train_on == "last_turn" and not (settings.split_turns and settings.assistant_only_loss):
         raise UserError("data.train_on: last_turn needs split_turns: true and assistant_only_loss: true")
     check_group_by_prefix(settings.group_by_prefix, settings.batch_size, settings.shuffle_dataset)
-    together = f" x sp_size {settings.sp_size}" if settings.sp_size > 1 else ""
+    sp_size = 1 if settings.sp_size == "auto" else settings.sp_size
+    together = f" x sp_size {sp_size}" if sp_size > 1 else ""
     for name in ("max_length", "pad_to_multiple_of"):
-        if settings[name] is not None and settings[name] > settings.max_tokens * settings.sp_size:
+        if settings[name] is not None and settings[name] > settings.max_tokens * sp_size:
             what = "a sequence that long has" if name == "max_length" else "rows padded to it have"
             raise UserError(
                 f"data.{name} {settings[name]} exceeds data.max_tokens {settings.max_tokens}{together}: {what} no "

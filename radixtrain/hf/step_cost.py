@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from radixtrain.errors import UserError
@@ -22,18 +23,19 @@ from radixtrain.tree.runs import RunCost
 logger = logging.getLogger(__name__)
 
 
-def step_cost_of(model: nn.Module, attention: str = "auto") -> StepCost:
+def step_cost_of(model: nn.Module, attention: str = "auto", device: torch.device | None = None) -> StepCost:
     """The cost of a layer of this model, the mean one if they differ. Nothing is measured.
 
     model: a Hugging Face decoder, or one wrapped by PEFT, on the device that trains it: a CPU or CUDA.
     attention: `auto` to choose among all strategies, or the one that will be used.
+    device: that will train it, if it is not there yet.
 
     Raises UserError for another device, an attention without a known cost, or a configuration that does not say its
     dimensions.
     """
     if attention not in ("auto", *CHOICES):
         raise UserError(f"attention must be auto or one of {', '.join(CHOICES)}, got {attention!r}")
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     if device.type not in FIXED_RATES:
         raise UserError(f"the cost of a step is known on a CPU or a CUDA device, and the model is on {device}")
     parts = parts_of(model)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from radixtrain.data.division import Division
+
 
 @dataclass(frozen=True, kw_only=True)
 class TreeNode:
@@ -120,6 +122,7 @@ class DataReport:
         command to paste.
     num_epoch_tokens: of an epoch, in which sources with a weight come more or less often; 0 if each row comes once.
     environment: machine and versions, for the foot of the page.
+    divisions: of the steps of the current setting on several devices, every branch taken; sent_bytes are of all layers.
     notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
     hints: sentences: what a larger batch or group_by_prefix would bring.
     """
@@ -146,5 +149,12 @@ class DataReport:
     splitting: Splitting
     environment: dict[str, str]
     num_epoch_tokens: int = 0
+    divisions: tuple[Division, ...] = ()
     notes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Of the divisions: predicted seconds over those of data parallel on as many devices."""
+        parallel = {each.num_ranks: each.seconds for each in self.divisions if each.sp_size == 1}
+        return tuple(each.seconds / parallel[each.num_ranks] for each in self.divisions)

@@ -31,6 +31,8 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
     console.print()
     console.print(_data_table(report))
     console.print(_settings_table(report))
+    if report.divisions:
+        console.print(_divisions_table(report))
     console.print(_tree(report.tree, report.num_samples))
     _breaks(console, report.breaks)
     _list(console, "What else would help", report.hints)
@@ -70,6 +72,18 @@ def _settings_table(report: DataReport) -> Table:
         table.add_row(
             *map(Text, _cells(setting, recomputes)), Text(_names(setting, report)), style=_style(setting, report)
         )
+    return table
+
+
+def _divisions_table(report: DataReport) -> Table:
+    """Data parallel, and micro-batches that ranks split."""
+    table = _table("Your settings on several devices")
+    for name in ("devices", "sp_size", "r", "rows of\nthe busiest", "which\nsends", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each, time in zip(report.divisions, report.times, strict=True):
+        sent = bytes_text(round(each.sent_bytes)) if each.sp_size > 1 else NOTHING
+        cells = (f"{each.num_ranks}", f"{each.sp_size}", ratio(each.r), f"{each.num_rows:,.0f}", sent, f"{time:.2f}")
+        table.add_row(*map(Text, cells))
     return table
 
 

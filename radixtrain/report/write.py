@@ -13,6 +13,7 @@ import numpy as np
 
 from radixtrain.bench.environment import environment
 from radixtrain.data.datamodule import SFTData
+from radixtrain.data.division import Division, divide, sp_sizes
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError
 from radixtrain.report.contents import DataReport, Setting, Splitting
@@ -35,6 +36,7 @@ from radixtrain.tree.cost_model import StepCost
 
 logger = logging.getLogger(__name__)
 
+NUM_RANKS = (2, 4, 8)
 TREE_SAMPLES, TREE_NODES = 2000, 300
 TIMED_STEPS = 2
 USABLE = 0.9  # part of the free memory that a setting may take
@@ -100,6 +102,12 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
         best = best_setting(current, [*settings, *shares], free_bytes(setup.device))
         shown = [each for each in shares if _draw(each) == _draw(current) or each == best]
         settings = sorted([*settings, *shown], key=lambda each: (*_draw(each), each.activation_checkpointing))
+    divisions = _divisions(epoch, own, num_steps, step_cost, setup)
+    if not divisions:
+        notes.append(
+            "Steps were not divided among several devices: their cost is not known, or recurrent layers compute all "
+            "rows on each device."
+        )
     about = _about_data(data, epoch, notes)
     return DataReport(
         **about,
@@ -114,6 +122,7 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
             for name, value in environment(setup.device, str(setup.dtype).removeprefix("torch.")).items()
             if value
         },
+        divisions=divisions,
         notes=tuple(notes),
         hints=tuple(hints(current, settings, about["splitting"])),
     )
@@ -132,6 +141,23 @@ def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
         step_cost=step_cost,
         weights=corpus.weights,
     )
+
+
+def _divisions(
+    epoch: Epoch, own: Draw, num_steps: int, step_cost: StepCost | None, setup: RunSetup
+) -> tuple[Division, ...]:
+    """The steps of the user's own setting on several devices, in every way; none for a hybrid model."""
+    if step_cost is None or step_cost.mixer_share:
+        return ()
+    logger.info("dividing the steps among several devices")
+    batches = epoch.batches(own)[:num_steps]
+    steps = [[sample.input_ids for i in batch for sample in epoch.conversations[i]] for batch in batches]
+    found = [
+        divide(steps, num_ranks, sp_size, own.max_tokens, step_cost, setup.dtype.itemsize)
+        for num_ranks in NUM_RANKS
+        for sp_size in sp_sizes(num_ranks, step_cost.num_heads)
+    ]
+    return tuple(each._replace(sent_bytes=setup.num_layers * each.sent_bytes) for each in found)
 
 
 def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None) -> Setting:

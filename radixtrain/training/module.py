@@ -18,6 +18,7 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.hf.prepare import prepare_model, prepared_options
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.redaction import masked
@@ -181,6 +182,17 @@ class RadixModule(L.LightningModule):
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
 
+    def split_rows(self) -> None:
+        """Let the ranks of a group compute each micro-batch together, if there are groups; see `form_groups`.
+
+        Call it in each rank, after `configure_model`. UserError if a group does not divide the heads of queries.
+        """
+        if ranks().sp_size > 1:
+            assert self.model is not None
+            options = prepared_options(self.model)
+            assert options is not None
+            prepare_model(self.model, **options, sp_group=ranks().sp_group)
+
     def setup(self, stage: str) -> None:
         """Once the data are read: an `SFTData` receives the cost of this model, and gives its steps per epoch.
 
@@ -303,15 +315,15 @@ class RadixModule(L.LightningModule):
     def on_validation_end(self) -> None:
         self.speed.start()  # nor is one inside of an epoch
 
-    def step_cost(self) -> StepCost | None:
-        """What `data.min_shared_tokens: auto` chooses by.
+    def step_cost(self, device: torch.device | None = None) -> StepCost | None:
+        """What `data.min_shared_tokens: auto` chooses by. device: that the model will be on; by default where it is.
 
         None for `attention: reference` and on a device that is neither a CPU nor CUDA: then every branch is taken.
         """
-        attention = self.hparams.attention
-        if self.model is None or attention == "reference" or self.device.type not in FIXED_RATES:
+        attention, device = self.hparams.attention, device or self.device
+        if self.model is None or attention == "reference" or device.type not in FIXED_RATES:
             return None
-        return step_cost_of(self.model, attention)
+        return step_cost_of(self.model, attention, device)
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Whether an optimizer step of these sequences has the gradient that ordinary Hugging Face gives it.

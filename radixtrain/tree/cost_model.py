@@ -18,6 +18,7 @@ constant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -57,6 +58,8 @@ class Rates:
     pair: in one column of one head.
     element: that is moved.
     flop: of a matrix product.
+    sent_byte: that a rank sends to another one of its machine. exchange: what a layer takes beyond that and beyond its
+        rows, if ranks split a micro-batch.
     runs: of a recurrent layer; None if the model has none.
     """
 
@@ -65,15 +68,18 @@ class Rates:
     pair: float
     element: float
     flop: float
+    sent_byte: float = 0.0
+    exchange: float = 0.0
     runs: RunCost | None = None
 
 
 # Of a CPU: in the middle of what `radixtrain/hf/step_cost.py` measured with 1 and 2 threads and hidden sizes of 64 to
-# 1024 (2026-11-23, Xeon with AVX-512); of 90 batches, real and generated, they choose 84 as the measured ones do. Of a
-# GPU: about a data-centre one, not measured.
+# 1024 (2026-11-23, Xeon with AVX-512); of 90 batches, real and generated, they choose 84 as the measured ones do. Two
+# ranks send 1.1 to 1.9 GB/s each over gloo (2026-11-24, 0.5 to 32 MiB), and `exchange` is what
+# `recipes/benchmarks/2026-11-24-split.md` leaves for a layer. Of a GPU: about a data-centre one, not measured.
 FIXED_RATES = {
-    "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12),
-    "cuda": Rates(call=5e-5, rectangle=0.0, pair=1e-12, element=4e-12, flop=5e-15),
+    "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12, sent_byte=6e-10, exchange=5e-3),
+    "cuda": Rates(call=5e-5, rectangle=0.0, pair=1e-12, element=4e-12, flop=5e-15, sent_byte=1e-11, exchange=2e-4),
 }
 MIN_GAIN = 2  # by how much gathering paths must be cheaper, because it takes memory and the rates were not measured
 
@@ -133,6 +139,21 @@ class StepCost:
         runs = self.run_cost
         in_mixer = 0.0 if runs is None else self.mixer_share * runs.row
         return self.row_flops * self.rates.flop + in_mixer
+
+    def sent_numbers(self, sp_size: int) -> float:
+        """That a rank sends for each of its rows, forward and backward, if `sp_size` ranks split a micro-batch.
+
+        Queries, keys and values to the ranks that have their heads, and the output back; and once more the gradients.
+        """
+        own = self.of_rank(sp_size)
+        numbers = 2 * (own.num_heads + own.num_key_value_heads) * self.head_dim
+        return self.attention_share * 2 * numbers * (sp_size - 1)
+
+    def of_rank(self, sp_size: int) -> StepCost:
+        """The cost of a layer in one of `sp_size` ranks that split its heads; those of keys are copied if too few."""
+        copies = sp_size // math.gcd(sp_size, self.num_key_value_heads)
+        key_heads = self.num_key_value_heads * copies // sp_size
+        return replace(self, num_heads=self.num_heads // sp_size, num_key_value_heads=key_heads)
 
     def seconds(self, plan: PrefixPlan, strategy: str) -> float:
         """Seconds of forward and backward. strategy: one of `CHOICES`."""

@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForMultimodalLM,
 )
 
-from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.backbone import pretrained_model_of
@@ -48,13 +47,8 @@ def load_trainable(settings: Any) -> Any:
     check_quantized(model, settings)
     model = with_training_options(model, settings)
     if settings.dedup:
-        prepare_model(
-            model,
-            attention=settings.attention,
-            kernel=settings.kernel,
-            allow_dropout=settings.allow_dropout or (),
-            sp_group=ranks().sp_group,
-        )
+        allowed = settings.allow_dropout or ()
+        prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
     logger.info("%s, %s parameters, %s trained", type(model).__name__, *map("{:,}".format, _num_parameters(model)))
     return model.train()
 

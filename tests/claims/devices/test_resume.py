@@ -58,14 +58,14 @@ def test_other_ranks_go_on(train, reference, print_after, chain, weights):
 
 
 def test_another_split_goes_on(train, reference, print_after):
-    """One process, two ranks as one, two groups of two, and two ranks by data parallel."""
+    """One process, two ranks as one, two groups of two, and two ranks as `auto` chooses."""
     whole, checkpoint = reference(**FLOAT64), None
-    for part, (ranks, sp_size, stop) in enumerate([(1, 1, 3), (2, 2, 6), (4, 2, 9), (2, 1, 12)]):
+    for part, (ranks, sp_size, stop) in enumerate([(1, 1, 3), (2, 2, 6), (4, 2, 9), (2, "auto", 12)]):
         options = {"ranks": ranks, "sp_size": sp_size, "strategy": "ddp" if ranks > 1 else None}
         run = train(f"part_{part}", ckpt_path=checkpoint, **options, **FLOAT64, **ALL_SAVED)
         told = assert_same_trajectory(run, whole, since=3 * part)
         checkpoint = run / "checkpoints" / f"step={stop}"
-    print_after("devices", f"resumed 1, sp 2, 2 x 2, ddp 2: the trajectory of one process; {told}")
+    print_after("devices", f"resumed 1, sp 2, 2 x 2, auto on 2: the trajectory of one process; {told}")
 
 
 def test_another_share_of_recomputed_layers_goes_on(train, reference, deep_model, print_after):
