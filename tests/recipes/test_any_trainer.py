@@ -25,8 +25,25 @@ LOSS = re.compile(r"(?<!_)loss'?:? '?(-?\d[\d.]*(?:e-?\d+)?)")
 STEPS = 2
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> Path:
+    """The folder of a tiny LLaVA and its processor, whose tokens are those of a few words."""
+    import tiny
+    from image_processors import llava_processor
+    from tiny_models import tiny_model
+
+    folder, colors = tmp_path_factory.mktemp("seeing"), ["red", "green", "blue", "yellow"]
+    words = tiny.train_tokenizer([*colors, "What color is the circle?"], 300, [*tiny.SPECIAL_TOKENS, "<image>"])
+    processor = llava_processor(words)
+    sizes = {"vocab_size": 320, "pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id}
+    token = {"image_token_id": processor.image_token_id}
+    tiny_model("LlavaForConditionalGeneration", **token, text_config=sizes).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def run(shop, tmp_path, monkeypatch, capsys) -> Callable[..., str]:
+def run(shop, seeing, tmp_path, monkeypatch, capsys) -> Callable[..., str]:
     """What a recipe prints, when `share_prefixes` is this function."""
 
     from transformers import PreTrainedModel
@@ -36,7 +53,8 @@ def run(shop, tmp_path, monkeypatch, capsys) -> Callable[..., str]:
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", in_float64)
 
     def run_it(recipe: Path, share: Callable[..., Any]) -> str:
-        files = (f"--model={shop / 'model'}", f"--train_file={shop / 'train.jsonl'}")
+        files = [f"--model={shop / 'model'}", f"--train_file={shop / 'train.jsonl'}"]
+        files = [f"--model={seeing}"] if recipe.stem == "grpo_images" else files
         monkeypatch.setattr(sys, "argv", [recipe.name, *files, f"--output_dir={tmp_path}", f"--max_steps={STEPS}"])
         monkeypatch.setattr(radixtrain, "share_prefixes", share, raising=False)
         monkeypatch.syspath_prepend(str(recipe.parent))

@@ -116,3 +116,16 @@ def test_a_reference_whose_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     rows = [line.split("|") for line in any_trainer.kept(layers=1, hidden=64, repeats=2).splitlines()]
     assert [row[1].strip() for row in rows[2:8:2]] == ["40 + 8 x 32", "40 + 8 x 64", "40 + 8 x 256"]
     assert all(float(row[7]) < 1e-5 for row in rows[2:8])
+
+
+@FULL
+def test_steps_behind_an_image() -> None:
+    """images.py: the gradients agree, and the tower has the image of a group once."""
+    import images  # imports TRL
+
+    line, nothing = images.measure(size=56, layers=1, hidden=128, repeats=1)[2:]
+    tokens, unique, num_images, distinct, *_, off = (float(each.replace(",", "")) for each in line.split("|")[1:-1])
+    assert (num_images, distinct) == (8, 1)
+    assert tokens == 8 * (4 * 4 + 16 + 64)
+    assert unique < 4 * 4 + 16 + 8 * 64 + 1, "the image and the question once"
+    assert off < 1e-5 and nothing.startswith("nothing shared")

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from families import CORE_MULTIMODAL, MULTIMODAL
 from tiny_models import tiny_model
 from torch import Tensor
 
-__all__ = ["IMAGE", "ROWS", "Kind", "Row", "batch_of", "of_rows", "patches", "squares", "with_sizes"]
+__all__ = ["IMAGE", "KINDS", "ROWS", "TOKEN", "Kind", "Row", "batch_of", "of_family", "squares"]
 
 IMAGE = 5  # id of a placeholder
 START = 4  # of what stands before an image
@@ -96,6 +97,122 @@ def patches(dim: int, merge: int = 2) -> Callable[..., Any]:
         return entries, {letter: number // merge**2 for letter, number in numbers.items()}
 
     return inputs
+
+
+TOKEN = {"image_token_id": IMAGE}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+DIM = 3 * 2 * 14 * 14  # of a patch of two frames
+LARGER = {"vision_config": {"image_size": 56}}
+EAGER = {"experts_implementation": "eager"}
+KINDS = {
+    "LLaVA": Kind("LlavaForConditionalGeneration", TOKEN, squares(28, 4)),
+    "Qwen2.5-VL": Kind(
+        "Qwen2_5_VLForConditionalGeneration",
+        {**TOKEN, "text_config": MROPE, "vision_config": {"window_size": 56, "fullatt_block_indexes": [1]}},
+        patches(DIM),
+        True,
+    ),
+    "Qwen3-VL": Kind(
+        "Qwen3VLForConditionalGeneration",
+        {**TOKEN, "vision_config": {"deepstack_visual_indexes": [0, 1]}},
+        patches(DIM),
+        True,
+    ),
+    "Qwen3.5": Kind("Qwen3_5ForConditionalGeneration", TOKEN, patches(DIM), True),
+    "InternVL": Kind(
+        "InternVLForConditionalGeneration", {**TOKEN, "vision_config": {"image_size": [56, 56]}}, squares(56, 4)
+    ),
+    "Idefics3": Kind("Idefics3ForConditionalGeneration", {**TOKEN, **LARGER}, of_rows(56, 4)),
+    "SmolVLM": Kind("SmolVLMForConditionalGeneration", {**TOKEN, **LARGER}, of_rows(56, 4)),
+    "Mistral 3": Kind("Mistral3ForConditionalGeneration", {**TOKEN, **LARGER}, with_sizes(56, 28), True),
+}
+
+
+def of_family(name: str, inputs_of: Callable[..., Any], has_sizes: bool = False, **settings: Any) -> Kind:
+    """A family of docs/families.md. settings: further ones of its parts."""
+    family = next(each for each in (*CORE_MULTIMODAL, *MULTIMODAL) if each.name == name)
+    parts = {part: {**family.settings.get(part, {}), **own} for part, own in settings.items()}
+    return Kind(family.model_class, {**family.settings, **TOKEN, **parts}, inputs_of, has_sizes)
+
+
+def on_pooled_patches(size: int, kernel: int) -> Callable[..., Any]:
+    """Patches of each image and where they stand, filled up with -1: Gemma 4. A small letter is half as high."""
+
+    def inputs(rows: list[list[str]]) -> Any:
+        letters = [letter for row in rows for letter in row]
+        values = torch.zeros(len(letters), size * size, 3 * 14 * 14, dtype=torch.float64)
+        places = torch.full((len(letters), size * size, 2), -1)
+        counts = {}
+        for index, letter in enumerate(letters):
+            height = size // (1 + letter.islower())
+            values[index, : height * size] = pixels(letter, height * size, 3 * 14 * 14)
+            places[index, : height * size] = torch.cartesian_prod(torch.arange(height), torch.arange(size)).flip(1)
+            counts[letter] = height * size // kernel**2
+        return {"pixel_values": values, "image_position_ids": places}, counts
+
+    return inputs
+
+
+def in_tiles(size: int, num_tokens: int) -> Callable[..., Any]:
+    """Three tiles of each image, the first of the whole: LLaVA-NeXT."""
+
+    def inputs(rows: list[list[str]]) -> Any:
+        letters = [letter for row in rows for letter in row]
+        values = torch.stack([pixels(each, 3, 3, size, size) for each in letters])
+        sizes = torch.tensor([[2 * size, size]] * len(letters))
+        return {"pixel_values": values, "image_sizes": sizes}, dict.fromkeys(letters, num_tokens)
+
+    return inputs
+
+
+def square_patches(rows: list[list[str]]) -> Any:
+    """As `patches`, each patch a small image: PaddleOCR-VL, Kimi K2.5."""
+    entries, counts = patches(DIM // 2)(rows)
+    return {**entries, "pixel_values": entries["pixel_values"].unflatten(1, (3, 14, 14))}, counts
+
+
+KINDS |= {
+    "Gemma 4": of_family(
+        "Gemma 4",
+        on_pooled_patches(4, 2),
+        True,
+        vision_config={"model_type": "gemma4_vision", "pooling_kernel_size": 2},
+    ),
+    "Idefics2": of_family("Idefics2", of_rows(28, 4), perceiver_config={"resampler_n_latents": 4}),
+    "LightOnOCR": of_family("LightOnOCR", with_sizes(56, 28), True),
+    "Qwen2-VL": Kind(
+        "Qwen2VLForConditionalGeneration",
+        {**TOKEN, "text_config": MROPE, "vision_config": {"embed_dim": 32}},
+        patches(DIM),
+        True,
+    ),
+    "Qwen3-VL-MoE": Kind(
+        "Qwen3VLMoeForConditionalGeneration",
+        {**TOKEN, "vision_config": {"deepstack_visual_indexes": [0, 1]}, "text_config": EAGER},
+        patches(DIM),
+        True,
+    ),
+    "LLaVA-NeXT": Kind(
+        "LlavaNextForConditionalGeneration", {**TOKEN, "image_grid_pinpoints": [[56, 28]]}, in_tiles(28, 16)
+    ),
+    "LLaVA-OneVision": Kind(
+        "LlavaOnevisionForConditionalGeneration", {**TOKEN, "image_grid_pinpoints": [[56, 28]]}, in_tiles(28, 16)
+    ),
+    **{name: of_family(name, squares(28, 1)) for name in ("Aya Vision", "Cohere 2 Vision", "GOT-OCR 2", "Qianfan-OCR")},
+    **{name: of_family(name, squares(28, 4)) for name in ("DeepSeek-VL", "Janus", "Video-LLaVA")},
+    "Step 3.7": of_family("Step 3.7", squares(28, 1)),
+    **{
+        name: of_family(name, patches(DIM), True)
+        for name in ("Cohere Compass", "Cosmos 3 Omni", "GLM-4V", "GLM-4.5V", "GLM-4.6V", "GLM-OCR", "LFM3-VL")
+    },
+    "MiniMax-M3, dense": of_family("MiniMax-M3, dense", patches(DIM), True),
+    "Qwen3.5-MoE": of_family("Qwen3.5-MoE", patches(DIM), True),
+    **{name: of_family(name, patches(DIM // 2), True) for name in ("Cosmos 3 Edge", "ERNIE 4.5 VL MoE")},
+    "PaddleOCR-VL": of_family("PaddleOCR-VL", square_patches, True),
+    "Kimi K2.5": Kind(
+        "Kimi_K25ForConditionalGeneration", {**TOKEN, "projection_hidden_size": 32}, square_patches, True
+    ),
+}
 
 
 def batch_of(kind: Kind, rows: Sequence[Row], left: bool = False) -> tuple[dict[str, Tensor], Tensor]:

@@ -77,14 +77,17 @@ class Run:
 
 @dataclass
 class Counts:
-    """Calls of a model's backbone without a cache: how many, their tokens T, their unique tokens U."""
+    """Calls of a model's backbone without a cache: how many, their tokens T, their unique tokens U.
+
+    A placeholder of an image is a token of its own for each image (`told_apart`).
+    """
 
     calls: int = 0
     num_tokens: int = 0
     num_unique: int = 0
 
-    def add(self, rows: Iterable[list[int]]) -> None:
-        trie: dict[tuple[int, int], int] = {}
+    def add(self, rows: Iterable[list[Any]]) -> None:
+        trie: dict[tuple[int, Any], int] = {}
         for row in rows:
             node = 0
             for token in row:
@@ -194,9 +197,11 @@ def count_calls(model: Any, counts: list[Counts]) -> Any:
         ids = keywords.get("input_ids", arguments[0] if arguments else None)
         if keywords.get("past_key_values") is not None or keywords.get("use_cache") or ids is None:
             return
-        own.add(sequences_of(ids, keywords.get("attention_mask"), keywords.get("position_ids")))
+        rows = sequences_of(ids, keywords.get("attention_mask"), keywords.get("position_ids"))
+        own.add(told_apart(rows, keywords, backbone.config.image_token_id) if "pixel_values" in keywords else rows)
 
-    backbone_of(model_inside(model)).register_forward_pre_hook(hook, with_kwargs=True)
+    backbone = backbone_of(model_inside(model))
+    backbone.register_forward_pre_hook(hook, with_kwargs=True)
     return model
 
 
@@ -208,6 +213,25 @@ def sequences_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
         return ids.tolist()
     starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
     return [part.tolist() for part in ids[0].tensor_split(starts)] if len(ids) == 1 else ids.tolist()
+
+
+def told_apart(rows: list[list[int]], given: dict[str, Any], placeholder: int) -> list[list[Any]]:
+    """The rows with the bytes of its image at each placeholder, which the images of a call share by their sizes."""
+    keys = image_keys(given)
+    parts = given["image_grid_thw"].prod(-1).tolist() if "image_grid_thw" in given else [1] * len(keys)
+    total = sum(row.count(placeholder) for row in rows)
+    of_each = iter([key for key, part in zip(keys, parts, strict=True) for _ in range(total * part // sum(parts))])
+    return [[next(of_each) if token == placeholder else token for token in row] for row in rows]
+
+
+def image_keys(given: dict[str, Any]) -> list[bytes]:
+    """The bytes of every image of a call, equal for equal images."""
+    values, grids = given["pixel_values"], given.get("image_grid_thw")
+    if grids is not None:
+        parts = values.split(grids.prod(-1).tolist())
+        return [part.numpy().tobytes() + grid.numpy().tobytes() for part, grid in zip(parts, grids, strict=True)]
+    images = values.flatten(0, 1) if values.ndim == 5 else values
+    return [image.numpy().tobytes() for image in images]
 
 
 def differences_of(

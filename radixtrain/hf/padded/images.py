@@ -50,7 +50,10 @@ def given_of_images(backbone: Any, given: Mapping[str, Any]) -> set[str]:
 def why_not(backbone: Any, given: Mapping[str, Any]) -> str | None:
     """Why the images of a call cannot be shared; None if they can. Judged by what the class does with them."""
     name = type(backbone).__name__
-    if FEATURES not in inspect.signature(backbone.forward).parameters or _image_token(backbone) is None:
+    if (
+        not {FEATURES, "pixel_values"} <= inspect.signature(backbone.forward).parameters.keys()
+        or _image_token(backbone) is None
+    ):
         return f"images, and {name} does not take their features ready made ({FEATURES})"
     read = set(re.findall(r'\["image"\]\.(\w+)', inspect.getsource(inspect.unwrap(type(backbone).forward))))
     if "pooler_output" not in read or read - USED:
@@ -250,6 +253,6 @@ def _flat(features: Any) -> Tensor:
 
 
 def _taken(features: Any, index: Tensor) -> Any:
-    """These rows, as a tensor or as a tuple of one, like the features."""
+    """These rows, as a tensor of as many dimensions or as a tuple of one, like the features."""
     rows = _flat(features).index_select(0, index)
-    return rows if isinstance(features, Tensor) else (rows,)
+    return rows.view(*[1] * (features.ndim - 2), *rows.shape) if isinstance(features, Tensor) else (rows,)

@@ -36,7 +36,8 @@ from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
 # Outputs of a backbone that may be tensors; of a tuple only the first, its hidden states.
-AT_PLACES = {0, "last_hidden_state", "rope_deltas", "image_hidden_states"}
+OF_IMAGES = ("image_hidden_states", "image_pooler_output")
+AT_PLACES = {0, "last_hidden_state", "rope_deltas", *OF_IMAGES}
 
 
 @dataclass(eq=False)
@@ -185,8 +186,10 @@ class PaddedSharing:
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
             output.hidden_states = tuple(hidden if each is rows else self._state(each, places) for each in states)
-        if not isinstance(call, KeptCall) and call.images is not None and hasattr(output, "image_hidden_states"):
-            output.image_hidden_states = self._of_images(call.images, output.image_hidden_states)
+        if not isinstance(call, KeptCall) and call.images is not None:
+            for name in OF_IMAGES:
+                if hasattr(output, name):
+                    setattr(output, name, self._of_images(call.images, getattr(output, name)))
         if call.misses_cache and hasattr(output, "past_key_values"):
             output.past_key_values = MissingCache()
         return with_rows(output, hidden)

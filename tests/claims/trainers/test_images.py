@@ -1,0 +1,238 @@
+"""TRL's trainers on rows with images, Hugging Face's Trainer and a loop: equal numbers, each image once in the tower.
+
+Models and processors are made here. The picture of a row is in its column `image`; several rows have the same one.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_batches import IMAGE, KINDS, ROWS, Kind, batch_of
+from image_processors import PROCESSORS, SIZE, picture
+from tiers import FULL, cases
+from trainer_harness import Comparison, Share, compare, image_keys, settings
+from trainer_loop import Loop, own_loss
+from transformers.models.llava.modeling_llava import LlavaModel
+
+from radixtrain.hf.backbone import backbone_of, model_inside
+from radixtrain.hf.padded.images import FEATURES
+
+pytestmark = pytest.mark.skipif(
+    FEATURES not in inspect.signature(LlavaModel.forward).parameters,
+    reason="this transformers does not take the features of images ready made, so such calls run untouched",
+)
+GENERATIONS, MAX_COMPLETION = 8, 6
+ENDS = [1, 15, 25, 35, 45]  # tokens that end a completion: many, so that completions differ in length
+ADAPTERS = {
+    "decoder": r".*language_model.*\.(q_proj|v_proj)",
+    "decoder and tower": r".*\.(q_proj|v_proj|qkv|down_proj|linear_fc1)",
+}
+MIXED = {"LLaVA": [SIZE] * 3, "Idefics3": [SIZE] * 3, "Qwen2.5-VL": [SIZE, 84, SIZE], "Qwen3-VL": [SIZE, 84, SIZE]}
+
+
+def words(rng: np.random.Generator, count: int) -> str:
+    return " ".join(f"w{n}" for n in rng.integers(0, 50, count))
+
+
+def said(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def rows_of(name: str, number: int = 6) -> Any:
+    """`image`, `prompt`, `chosen`, `rejected`: three pictures, two questions of each, and two different answers."""
+    from datasets import Dataset, Image
+
+    rng = np.random.default_rng(0)
+    pictures = [picture(seed, height) for seed, height in enumerate(MIXED[name])]
+    question = words(rng, 14)  # the same for all pictures, so that only these tell the prompts apart
+    rows = [
+        {
+            "image": pictures[index // 2 % 3],
+            "prompt": said("user", f"{question} {words(rng, 2)}"),
+            "chosen": said("assistant", words(rng, int(rng.integers(3, 7)))),
+            "rejected": said("assistant", words(rng, int(rng.integers(3, 7)))),
+        }
+        for index in range(number)
+    ]
+    return Dataset.from_list(rows).cast_column("image", Image())
+
+
+class Passes:
+    """How many images went through the tower of each run with gradients, and how many of these were distinct."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[tuple[int, int]]] = []
+
+    def watch(self, model: Any) -> Any:
+        """Count from now on. Generation runs without gradients."""
+        backbone = backbone_of(model_inside(model))
+        real, seen = backbone.get_image_features, []
+        self.runs.append(seen)
+
+        @functools.wraps(real)
+        def counted(*args: Any, **given: Any) -> Any:
+            given = {**inspect.signature(real).bind(*args, **given).arguments}
+            given |= given.pop("kwargs", {})
+            if torch.is_grad_enabled():
+                keys = image_keys(given)
+                seen.append((len(keys), len(set(keys))))
+            return real(**given)
+
+        backbone.get_image_features = counted
+        return model
+
+    def check(self) -> None:
+        plain, shared = self.runs
+        assert plain and len(plain) == len(shared)
+        assert [images for images, _ in shared] == [distinct for _, distinct in plain], "one pass for each"
+        assert sum(images for images, _ in plain) > 1.5 * sum(images for images, _ in shared), "nothing to share"
+
+
+def model_of(name: str, seed: int = 0) -> Any:
+    model = KINDS[name].build(seed)
+    model.generation_config.eos_token_id = ENDS
+    model.config._name_or_path = ""
+    return model
+
+
+def with_adapters(model: Any, part: str | None) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    if part is None:
+        return model
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=ADAPTERS[part], init_lora_weights=False))
+    towers = [name for name, value in adapted.named_parameters() if value.requires_grad and "vis" in name]
+    assert bool(towers) == (part == "decoder and tower")
+    return adapted
+
+
+def checked(build: Callable[[Share, Passes], Any], **options: Any) -> Comparison:
+    """Train both, and assert equal numbers, equal counts of tokens, and one tower pass for each distinct image."""
+    passes = Passes()
+    found = compare(lambda share: build(share, passes), **options)
+    passes.check()
+    return found
+
+
+CASES = [*((name, None) for name in PROCESSORS), ("Qwen3-VL", "decoder"), ("Qwen3-VL", "decoder and tower")]
+
+
+def rollouts(name: str, adapters: str | None, trainer_name: str, folder: Any) -> Comparison:
+    """Both runs of GRPO or RLOO, with 8 completions of each prompt, a reference, and the same completions."""
+    import trl
+
+    trainer_class, config = getattr(trl, f"{trainer_name}Trainer"), getattr(trl, f"{trainer_name}Config")
+    model_of(name, seed=1).save_pretrained(folder / "reference")
+    completions: list[list[list[int]]] = []
+
+    def build(share: Share, passes: Passes) -> Any:
+        completions.append(drawn := [])
+
+        def small_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+            drawn.extend(completion_ids)
+            return [sum(token < 32 for token in ids) / MAX_COMPLETION for ids in completion_ids]
+
+        sizes = {"num_generations": GENERATIONS, "per_device_train_batch_size": GENERATIONS, "beta": 0.1}
+        args = config(**settings(folder, **sizes, max_completion_length=MAX_COMPLETION))
+        policy = model_of(name)
+        policy.config._name_or_path = str(folder / "reference")
+        model = passes.watch(share(with_adapters(policy, adapters)))
+        rows = rows_of(name).remove_columns(["chosen", "rejected"])
+        trainer = trainer_class(model, small_tokens, args, rows, processing_class=PROCESSORS[name]())
+        if trainer.ref_model is not None:
+            share(trainer.ref_model)
+        return trainer
+
+    found = checked(build)
+    plain, shared = completions
+    assert plain == shared and len(set(map(len, plain))) > 1
+    assert max(entry.get("kl", 0.0) for entry in found.shared.entries) > 1e-6, "the reference is another model"
+    assert found.shared.entries[0]["reward_std"] > 0
+    return found
+
+
+@pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", None)]))
+def test_grpo(name: str, adapters: str | None, tmp_path: Any, table: Callable[..., None]) -> None:
+    found = rollouts(name, adapters, "GRPO", tmp_path)
+    assert found.r > 2
+    table(f"GRPO with images, {name}, adapters: {adapters}", found)
+
+
+@FULL
+def test_rloo(tmp_path: Any, table: Callable[..., None]) -> None:
+    found = rollouts("Qwen3-VL", None, "RLOO", tmp_path)
+    assert found.r > 2
+    table("RLOO with images, Qwen3-VL", found)
+
+
+@pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("LLaVA", None)]))
+def test_dpo(name: str, adapters: str | None, tmp_path: Any, table: Callable[..., None]) -> None:
+    """The reference is another model, or the same one without its adapters."""
+    from trl import DPOConfig, DPOTrainer
+
+    def build(share: Share, passes: Passes) -> Any:
+        model = passes.watch(share(with_adapters(model_of(name), adapters)))
+        reference = share(model_of(name, seed=1)) if adapters is None else None
+        args, rows = DPOConfig(**settings(tmp_path, max_length=None)), rows_of(name)
+        return DPOTrainer(model, reference, args, train_dataset=rows, processing_class=PROCESSORS[name]())
+
+    found = checked(build)
+    assert found.r > 1.9
+    table(f"DPO with images, {name}, adapters: {adapters}", found)
+
+
+@pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", "decoder and tower")]))
+def test_sft(name: str, adapters: str | None, tmp_path: Any, table: Callable[..., None]) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    def build(share: Share, passes: Passes) -> Any:
+        model = passes.watch(share(with_adapters(model_of(name), adapters)))
+        rows = rows_of(name).remove_columns("rejected").rename_column("chosen", "completion")
+        args = SFTConfig(**settings(tmp_path, max_length=None, per_device_train_batch_size=6))
+        return SFTTrainer(model, args, train_dataset=rows, processing_class=PROCESSORS[name]())
+
+    found = checked(build)
+    assert found.r > 1.5
+    table(f"SFT with images, {name}, adapters: {adapters}", found)
+
+
+@FULL
+def test_trainer_of_hugging_face(tmp_path: Any, table: Callable[..., None]) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    processor = PROCESSORS["Qwen3-VL"]()
+
+    def collate(rows: list[dict[str, Any]]) -> Any:
+        texts = [processor.apply_chat_template(row["messages"], tokenize=False) for row in rows]
+        options = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+        batch = processor(images=[[row["image"]] for row in rows], text=texts, **options)
+        hidden = (batch["attention_mask"] == 0) | (batch["input_ids"] == IMAGE)
+        return {**batch, "labels": batch["input_ids"].masked_fill(hidden, -100)}
+
+    rows = []
+    for row in rows_of("Qwen3-VL"):
+        parts = [{"type": "image"}, {"type": "text", "text": row["prompt"][0]["content"]}]
+        rows.append({"image": row["image"], "messages": [{"role": "user", "content": parts}, *row["chosen"]]})
+
+    def build(share: Share, passes: Passes) -> Any:
+        args = TrainingArguments(**settings(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6))
+        model = passes.watch(share(model_of("Qwen3-VL")))
+        return Trainer(model, args, train_dataset=rows, data_collator=collate)
+
+    table("Trainer with images, Qwen3-VL", checked(build))
+
+
+def test_plain_loop(table: Callable[..., None]) -> None:
+    kind: Kind = KINDS["Qwen3-VL"]
+    inputs, kept = batch_of(kind, [*ROWS, *ROWS[:4]])
+    labels = inputs["input_ids"].masked_fill(~kept | (inputs["input_ids"] == IMAGE), -100)
+    batches = [{**inputs, "labels": labels}] * 3
+
+    table(
+        "plain loop with images",
+        checked(lambda share, passes: Loop(passes.watch(share(kind.build())), batches, own_loss)),
+    )
