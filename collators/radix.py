@@ -7,7 +7,7 @@ in their workers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,8 @@ from radixtrain.collators.features import (
     packed,
 )
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
+from radixtrain.collators.passes import Span
+from radixtrain.collators.step_rows import StepRows
 from radixtrain.collators.targets import (
     Predictions,
     check_shared_targets,
@@ -32,7 +34,8 @@ from radixtrain.collators.targets import (
 )
 from radixtrain.errors import UserError
 from radixtrain.kernels.triton_door import experimental
-from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.context import WITH_CONTEXT, ContextLayout
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import (
     ADVANTAGES,
@@ -43,6 +46,7 @@ from radixtrain.tree.layout import (
     OLD_LOGPROBS,
     PREDICTION_ROWS,
     PREDICTOR_INDICES,
+    SOURCES,
     STRATEGY,
     TreeLayout,
 )
@@ -192,6 +196,50 @@ class RadixCollator:
             **({LEFT_PADDED: 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
         }
 
+    def collate_pass(
+        self,
+        step: StepRows,
+        spans: Sequence[Span],
+        kept_as: int | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        """The batch of one pass of a step in several; see `radixtrain.collators.passes`. It has to merge labels.
+
+        spans: the new tokens of each sequence. Those before them are its context.
+        kept_as: the place of the pass in the step, if later ones continue its single sequence; None for any other.
+
+        Two more kinds of entries: `radix_context_...`, see `radixtrain.tree.context`, and `radix_sources`, (micro-batch
+        of the step, first row, last + 1): which rows the context is, back to back. Without predictions it has one of
+        weight 0, so that every pass has a loss.
+        """
+        assert self.merge_labels
+        tokens = step.tokens_of(spans)
+        bounds = cumulative(np.array([end - start for _, start, end in spans], dtype=np.int64))
+        rows = step.plan.inverse_indices[tokens]
+        plan, chosen = self._plan(rows, bounds, step.positions[tokens], max_tokens, WITH_CONTEXT)
+        labels, floats = step.packed.labels, step.packed.floats
+        if kept_as is None:
+            weights = floats.get("loss_weights")
+            listed = list_predictions(plan, labels[tokens], None if weights is None else weights[tokens])
+            predictions = listed._replace(label_indices=tokens[listed.label_indices])
+        else:
+            step.keep(rows, kept_as)
+            predictions = step.kept_predictions(kept_as)
+        layout = TreeLayout.from_plan(plan)
+        context, sources, paths = step.context_of(spans)
+        if len(context):
+            ends = step.plan.row_subtree_ends
+            layout = layout.after(ContextLayout.of(plan, rows[plan.gather_indices], context, ends), plan, paths)
+        return {
+            "input_ids": torch.from_numpy(step.packed.input_ids[tokens][plan.gather_indices])[None],
+            "position_ids": torch.tensor(plan.position_ids)[None],
+            **_merged_entries(predictions if len(predictions.labels) else NO_PREDICTIONS, floats),
+            **layout.to_batch(),
+            **chosen,
+            SOURCES: sources,
+            **({LEFT_PADDED: 1} if step.is_left_padded else {}),
+        }
+
     @property
     def _tile_sizes(self) -> tuple[int, int] | None:
         if isinstance(self.tree_tiles, bool):
@@ -203,9 +251,14 @@ class RadixCollator:
         return self.step_cost.run_cost if self.run_cost is None and self.step_cost else self.run_cost
 
     def _plan(
-        self, ids: IntArray, cu_seqlens: IntArray, positions: IntArray | None, max_tokens: int | None
+        self,
+        ids: IntArray,
+        cu_seqlens: IntArray,
+        positions: IntArray | None,
+        max_tokens: int | None,
+        strategies: Sequence[str] = CHOICES,
     ) -> tuple[PrefixPlan, dict[str, int]]:
-        """The plan, and what was chosen for it."""
+        """The plan, and what was chosen for it. strategies: that may be."""
 
         def plan_of(min_shared_tokens: int) -> PrefixPlan:
             return build_prefix_plan(
@@ -218,9 +271,13 @@ class RadixCollator:
 
         if self.step_cost is None:
             return plan_of(self.min_shared_tokens), {}
-        choice, plan = self.step_cost.cheapest(plan_of, max_tokens)
+        step_cost = replace(self.step_cost, strategies=tuple(x for x in self.step_cost.strategies if x in strategies))
+        choice, plan = step_cost.cheapest(plan_of, max_tokens)
         place = CHOICES.index(choice.strategy)
         return plan, {STRATEGY: place, MIN_SHARED_TOKENS: choice.min_shared_tokens}
+
+
+NO_PREDICTIONS = Predictions(*(np.zeros(1, dtype=np.int64) for _ in range(4)))  # one of weight 0
 
 
 def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]:

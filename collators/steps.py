@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ from radixtrain.collators.features import (
     check_no_floats,
     packed,
 )
+from radixtrain.collators.passes import Keeping, Schedule, Span, aligned
 from radixtrain.collators.radix import RadixCollator, policy_entries
 from radixtrain.collators.row_split import split_batch
+from radixtrain.collators.step_rows import StepRows
 from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.cost_model import StepCost
@@ -39,12 +41,20 @@ from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PRED
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
 
 
+class Pass(NamedTuple):
+    """A pass of an optimizer step. micro_batch: its place in the step. trains: backward too; otherwise only forward."""
+
+    micro_batch: int
+    trains: bool
+
+
 @dataclass(kw_only=True, eq=False)
 class Step:
     """One optimizer step. Not frozen, because Lightning sets the fields if `trainer.precision` converts the batches.
 
-    micro_batches: what the model receives on this rank, one after the other; as many on every rank.
-    members: the features that each micro-batch holds, by index; none if it only fills up, and has weight zero.
+    micro_batches: what the model receives on this rank, in the order of `passes`.
+    members: the features that each micro-batch holds, by index; none if it only fills up, and has weight zero, or if it
+        is a prefix that several others continue.
     num_labels: labelled tokens of the step on all ranks, whatever their weights: the divisor of its loss.
     num_tokens: T, tokens of the step on all ranks.
     num_computed_tokens: rows that the model computes on this rank: unique tokens, or padded ones.
@@ -53,6 +63,9 @@ class Step:
     num_whole_tokens: of the conversations of the step, on all ranks, if each were one sequence and not split into its
         turns; 0 if nothing counted them.
     where: the file and line that each feature came from, for error messages; empty if they came from no file.
+    passes: what runs, one after the other; `radixtrain.step_losses` runs it. A micro-batch that others continue comes
+        twice, first without training. By default each trains once, in order. All ranks train at the same places.
+    holds_graph: whether the graph of a pass that does not train is held until it does; otherwise it runs again.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -63,6 +76,16 @@ class Step:
     num_unique_tokens: int | None = None
     num_whole_tokens: int = 0
     where: tuple[str, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    holds_graph: bool = False
+
+    def __post_init__(self) -> None:
+        self.passes = self.passes or tuple(Pass(place, trains=True) for place in range(len(self.micro_batches)))
+
+    @property
+    def num_losses(self) -> int:
+        """How many passes train."""
+        return sum(each.trains for each in self.passes)
 
     def to(self, device: torch.device | str) -> Step:
         """The same step on a device. Lightning moves a step by this method."""
@@ -95,6 +118,10 @@ class StepCollator:
         the step is cut, so that it does not depend on the cut.
     min_shared_tokens, pad_to_multiple_of, step_cost: see `RadixCollator`.
     pad_token_id: see `PaddedCollator`.
+    share_across_micro_batches: whether a prefix that several micro-batches continue is computed once in the step, and a
+        sequence of more than `max_tokens` in several of them; see `radixtrain.collators.passes`. `auto` does so if it
+        pays by `step_cost`. Needs dedup and `merge_labels`, and a loop that runs `step_losses`.
+    holds_graph: hold the graph of such a prefix meanwhile, for a model whose layers all recompute their activations.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
     sp_size: consecutive ranks that have the same micro-batches, of as many times `max_tokens`. The collator keeps the
         rows of its own (`row_split.py`); it has to merge labels.
@@ -111,6 +138,8 @@ class StepCollator:
     pad_token_id: int = 0
     step_cost: StepCost | None = None
     shared_targets: Literal["every", "once"] = "every"
+    share_across_micro_batches: bool | Literal["auto"] = False
+    holds_graph: bool = False
     rank: int = 0
     num_ranks: int = 1
     sp_size: int = 1
@@ -121,25 +150,67 @@ class StepCollator:
             raise ValueError(f"rank must be from 0 to {self.num_ranks - 1}, as num_ranks says; got {self.rank}")
         if self.num_ranks % self.sp_size or (self.sp_size > 1 and not (self.dedup and self.merge_labels)):
             raise ValueError(f"sp_size {self.sp_size} must divide num_ranks, and needs dedup and merge_labels")
+        if self.share_across_micro_batches is True and not (self.dedup and self.merge_labels):
+            raise ValueError("share_across_micro_batches needs dedup and merge_labels")
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = self._read(features)
         shares = self.shares(arrays)
-        groups = shares.groups[self.rank // self.sp_size]
-        batches = [self._fitting([arrays[index] for index in group]) for group in groups]
-        if num_missing := shares.num_micro_batches - len(groups):
+        groups, passes = shares.groups[self.rank // self.sp_size], list[Pass]()
+        if shares.schedules is None:
+            batches = [self._fitting(arrays, group) for group in groups]
+            num_missing, num_kept = shares.num_micro_batches - len(groups), 0
+        else:
+            batches, passes = self._passes(arrays, shares.schedules)
+            num_kept = len(batches) - len(groups)
+            num_missing = max((each.micro_batch + 1 for each in passes), default=0) - len(batches)
+        if num_missing:
             empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
             batches += [self._collate([empty]) for _ in range(num_missing)]
         if self.sp_size > 1:
             batches = [split_batch(batch, self.rank % self.sp_size, self.sp_size) for batch in batches]
         return Step(
             micro_batches=batches,
-            members=groups + [[] for _ in range(num_missing)],
+            members=[*([] for _ in range(num_kept)), *groups, *([] for _ in range(num_missing))],
             num_labels=sum(feature.num_labels for feature in arrays),
             num_tokens=sum(len(feature.input_ids) for feature in arrays),
             num_computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
             num_unique_tokens=shares.num_unique_tokens,
+            passes=tuple(passes),
+            holds_graph=self.holds_graph,
         )
+
+    def _passes(
+        self, arrays: Sequence[FeatureArrays], schedules: Sequence[Schedule]
+    ) -> tuple[list[dict[str, Any]], list[Pass]]:
+        """The batches of this rank, those that others continue first, and its passes.
+
+        A pass that only keeps this rank in step with the others is of a micro-batch after those.
+        """
+        group = self.rank // self.sp_size
+        schedule = schedules[group]
+        rows, num_kept = StepRows(arrays, schedule.num_kept), len(schedule.kept)
+        lengths = [len(feature.input_ids) for feature in arrays]
+        spans = [[kept] for kept in schedule.kept]
+        for members in schedule.groups:
+            own = (Span(member, schedule.num_kept[member], lengths[member]) for member in members)
+            spans.append([span for span in own if span.start < span.end])
+        batches = [
+            self._collate_pass(rows, of_pass, place if place < num_kept else None)
+            for place, of_pass in enumerate(spans)
+        ]
+        passes = []
+        for event, trains in aligned([each.order for each in schedules], group):
+            place = len(batches) if event is None else event.place + (0 if event.is_kept else num_kept)
+            passes.append(Pass(place, trains))
+        return batches, passes
+
+    def _collate_pass(self, rows: StepRows, spans: Sequence[Span], kept_as: int | None) -> dict[str, Any]:
+        """As `_fitting`, of one pass."""
+        batch = self._collator.collate_pass(rows, spans, kept_as, self._budget)
+        if self.min_shared_tokens == 1 or self._budget is None or batch["input_ids"].numel() <= self._budget:
+            return batch
+        return replace(self._collator, min_shared_tokens=1).collate_pass(rows, spans, kept_as)
 
     def shares(self, arrays: Sequence[FeatureArrays]) -> Shares:
         """What each rank collates, or each group of `sp_size`. arrays: the features of the step."""
@@ -151,7 +222,8 @@ class StepCollator:
             max_tokens -= max_tokens % multiple  # padding takes no micro-batch over the budget
         cost = SequenceCost.of(self.step_cost)
         num_groups = self.num_ranks // self.sp_size
-        return share_by_unique_tokens(sequences, num_groups, max_tokens, packed(arrays).position_ids, cost)
+        keeping = Keeping.of(self.share_across_micro_batches, self.step_cost, self.holds_graph)
+        return share_by_unique_tokens(sequences, num_groups, max_tokens, packed(arrays).position_ids, cost, keeping)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
         """The features with the labels that are to be trained."""
@@ -160,15 +232,16 @@ class StepCollator:
             check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
         return keep_once(arrays) if self.shared_targets == "once" else arrays
 
-    def _fitting(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+    def _fitting(self, arrays: Sequence[FeatureArrays], group: Sequence[int]) -> dict[str, Any]:
         """Collate features whose unique tokens are within the budget, with every branch if they are over it without.
 
         They are not cut in two: every rank knows the number of micro-batches before any of them is collated.
         """
-        batch = self._collate(arrays)
+        members = [arrays[index] for index in group]
+        batch = self._collate(members)
         if self.min_shared_tokens == 1 or self._budget is None or batch["input_ids"].numel() <= self._budget:
             return batch
-        return replace(self, min_shared_tokens=1)._collate(arrays)
+        return replace(self, min_shared_tokens=1)._collate(members)
 
     @property
     def _budget(self) -> int | None:
@@ -176,17 +249,19 @@ class StepCollator:
         return None if self.max_tokens is None else self.max_tokens * self.sp_size
 
     @cached_property
-    def _collate(self) -> Callable[[Sequence[FeatureArrays]], dict[str, Any]]:
-        """Makes one micro-batch."""
-        if not self.dedup:
-            return PaddedCollator(pad_token_id=self.pad_token_id).collate
-        collator = RadixCollator(
+    def _collator(self) -> RadixCollator:
+        return RadixCollator(
             min_shared_tokens=self.min_shared_tokens,
             pad_to_multiple_of=self.pad_to_multiple_of,
             merge_labels=self.merge_labels,
             step_cost=self.step_cost,
         )
-        return partial(collator.collate, max_tokens=self._budget)
+
+    def _collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+        """One micro-batch."""
+        if self.dedup:
+            return self._collator.collate(arrays, self._budget)
+        return PaddedCollator(pad_token_id=self.pad_token_id).collate(arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

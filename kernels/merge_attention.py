@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.kernels.triton_door import by_triton, experimental
@@ -55,7 +56,8 @@ def attention_in_pieces(
 ) -> Tensor:
     """Attention of every query over the keys of all its pieces.
 
-    pieces: the first covers every row of q and of k; the others may cover any. No query sees a key in two pieces.
+    pieces: the first covers every row of q, and all or the first rows of k; the others may cover any. No query sees a
+        key in two pieces.
     scoring: of every piece; a window needs a single piece, whose entries are whole sequences.
     sinks_N: (N,), any floating dtype; differentiable like the others.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
@@ -79,7 +81,7 @@ class _Pieces(torch.autograd.Function):
         scoring: Scoring,
     ) -> Tensor:
         first, *rest = pieces
-        out, lse = kernel.forward(q, k, v, first.ragged, scoring)
+        out, lse = kernel.forward(q, rows_of(k, first.k_rows), rows_of(v, first.k_rows), first.ragged, scoring)
         merged = out.to(lse.dtype) if rest or sinks is not None else out
         for piece in rest:
             keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
@@ -98,8 +100,11 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         first, *rest = ctx.pieces
-        grads = ctx.kernel.backward(dout, q, k, v, out, lse, first.ragged, ctx.scoring)
+        own = rows_of(k, first.k_rows), rows_of(v, first.k_rows)
+        grads = ctx.kernel.backward(dout, q, *own, out, lse, first.ragged, ctx.scoring)
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if rest else grads
+        if others := len(k) - len(dk):
+            dk, dv = (pad(grad, (0, 0, 0, 0, 0, others)) for grad in (dk, dv))
         for piece in rest:
             dout_piece, q_piece, out_piece = (rows_of(x, piece.q_rows) for x in (dout, q, out))
             keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)

@@ -13,10 +13,12 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.attention import tree_attention
     from radixtrain.collators.prefix_sampler import PrefixGroupedSampler
     from radixtrain.collators.radix import RadixCollator
+    from radixtrain.collators.steps import StepCollator
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
     from radixtrain.generation.score import score_completions
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
+    from radixtrain.hf.step_losses import step_losses
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
 
@@ -26,6 +28,7 @@ __all__ = [
     "PrefixPlan",
     "RadixCache",
     "RadixCollator",
+    "StepCollator",
     "build_prefix_plan",
     "generate",
     "prepare_model",
@@ -33,6 +36,7 @@ __all__ = [
     "score_completions",
     "share_prefixes",
     "sharing_report",
+    "step_losses",
     "tree_attention",
     "verify_equivalence",
 ]
@@ -42,6 +46,7 @@ _HOMES = {
     "PrefixPlan": "radixtrain.tree.plan",
     "RadixCache": "radixtrain.generation.cache",
     "RadixCollator": "radixtrain.collators.radix",
+    "StepCollator": "radixtrain.collators.steps",
     "build_prefix_plan": "radixtrain.tree.plan",
     "generate": "radixtrain.generation.generate",
     "prepare_model": "radixtrain.hf.prepare",
@@ -49,6 +54,7 @@ _HOMES = {
     "score_completions": "radixtrain.generation.score",
     "share_prefixes": "radixtrain.hf.prepare",
     "sharing_report": "radixtrain.hf.prepare",
+    "step_losses": "radixtrain.hf.step_losses",
     "tree_attention": "radixtrain.attention",
     "verify_equivalence": "radixtrain.verification.equivalence",
 }

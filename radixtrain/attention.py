@@ -35,6 +35,7 @@ from radixtrain.kernels.triton_door import experimental
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 from radixtrain.tree.cached_layout import CachedLayout
+from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.cost_model import paths_are_cheaper
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
@@ -74,7 +75,8 @@ def tree_attention(
     """Attention on unique tokens: every query sees the keys of its own root path, itself included.
 
     query: (U, N, H), float64, float32, bfloat16 or float16.
-    key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
+    key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention). If the layout has a
+        context of C rows, (U + C, K, H), those of the context last.
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
         binds, or on a device if the tree is deep.
@@ -89,9 +91,14 @@ def tree_attention(
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
     layout = plan if isinstance(plan, TreeLayout) else _layout_of(plan, query, attention)
-    _check_tensors(query, key, value, layout.num_rows, layout.device)
+    _check_tensors(query, key, value, layout.num_rows, layout.device, layout.num_keys)
     _check_modifiers(query, softcap, window, sinks)
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
+    if layout.context is not None and attention not in ("auto", *WITH_CONTEXT):
+        raise UserError(
+            f"attention={attention!r} cannot attend to rows of an earlier micro-batch: use auto, cascade or path, or "
+            f"leave share_across_micro_batches at false"
+        )
     if attention == "auto" and scoring.window is None and layout.device.type != "cpu":
         attention = "path" if paths_are_cheaper(layout, query.shape[1], *key.shape[1:]) else "cascade"
     choice = _chosen(attention, kernel, query, scoring, sinks)
@@ -277,11 +284,15 @@ def _all_finite(key: Tensor, value: Tensor) -> bool:
     return bool(torch.isfinite(key.sum() + value.sum()))
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 3 or tensor.shape[0] != num_rows:
+def _check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device, num_keys: int | None = None
+) -> None:
+    """num_keys: rows of key and value, if there are more of them than of query."""
+    num_keys = num_keys or num_rows
+    for name, tensor, rows in (("query", query, num_rows), ("key", key, num_keys), ("value", value, num_keys)):
+        if tensor.ndim != 3 or tensor.shape[0] != rows:
             raise ValueError(
-                f"{name} must be (U, heads, head_dim) with U = {num_rows} rows, the plan's; got {tuple(tensor.shape)}"
+                f"{name} must be (U, heads, head_dim) with U = {rows} rows, the plan's; got {tuple(tensor.shape)}"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on {query.device}")

@@ -24,6 +24,7 @@ from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.hf.step_losses import loss_sums
 from radixtrain.timing import seconds_in_turns
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import LOSS_WEIGHTS, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY
@@ -193,8 +194,11 @@ class Arm:
 
     def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
         """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
-        for batch in work.step(self.attention).micro_batches:
-            yield forward_rows(model, batch, self.plain_head).loss_sum() / work.num_labels
+        for loss in loss_sums(work.step(self.attention), partial(self._loss_sum, model)):
+            yield loss / work.num_labels
+
+    def _loss_sum(self, model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
+        return forward_rows(model, batch, self.plain_head).loss_sum()
 
     def run_step(self, model: PreTrainedModel, work: Work) -> None:
         """What is timed: every micro-batch forward and, in a `step`, backward."""

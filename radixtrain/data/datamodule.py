@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import lightning as L
 
@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Files = str | list[str | dict[str, Any]] | None
+
+
+class SharingAcross(NamedTuple):
+    """What a model and its strategy say of prefixes that are kept from one micro-batch to the next.
+
+    refused: why they cannot be; None if they can. holds_graph: that the graph of a kept pass is held in training.
+    holds_loss: that its loss is held in an evaluation. Otherwise the pass runs again, as FSDP needs it.
+    """
+
+    refused: str | None
+    holds_graph: bool
+    holds_loss: bool
 
 
 class SFTData(L.LightningDataModule):
@@ -73,6 +85,8 @@ class SFTData(L.LightningDataModule):
             layer costs.
         shared_targets: what a label counts that several sequences of a step share: every, once for each, as in an
             ordinary trainer; once, once with the mean of their loss weights.
+        share_across_micro_batches: compute a prefix once that several micro-batches of a step continue, and a sequence
+            of more than max_tokens in several of them; auto: where it pays.
         pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.
         dataset_num_proc: processes that tokenise; null: one for each core if the file is large.
         cache_dir: of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
@@ -114,6 +128,7 @@ class SFTData(L.LightningDataModule):
         seed: int = 42,
         min_shared_tokens: int | Literal["auto"] = "auto",
         shared_targets: Literal["every", "once"] = "every",
+        share_across_micro_batches: bool | Literal["auto"] = "auto",
         pad_to_multiple_of: int | None = None,
         dataset_num_proc: int | None = None,
         cache_dir: str | None = None,
@@ -132,6 +147,8 @@ class SFTData(L.LightningDataModule):
         """What became of the rows of each split; of `val_size`, before it was taken out."""
         self.step_cost: Callable[[], StepCost | None] | None = None
         """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
+        self.across: Callable[[], SharingAcross] | None = None
+        """What `share_across_micro_batches` depends on; a `RadixModule` sets it. None: nothing is shared across."""
         check_sizes(self.hparams)
 
     @property
@@ -234,7 +251,21 @@ class SFTData(L.LightningDataModule):
             pad_to_multiple_of=hparams.pad_to_multiple_of,
             shared_targets=hparams.shared_targets if merge_labels else "every",
             step_cost=self.step_cost() if is_auto and hparams.dedup and self.step_cost else None,
+            **(self._sharing_across() if hparams.dedup and merge_labels and self.across else {}),
         )
+
+    def _sharing_across(self) -> dict[str, Any]:
+        """Arguments of a `StepCollator`. UserError if sharing across micro-batches is needed and refused."""
+        assert self.across is not None
+        refused, holds_graph, _ = self.across()
+        wanted, max_tokens = self.hparams.share_across_micro_batches, self.hparams.max_tokens * ranks().sp_size
+        if refused is None:
+            return {"share_across_micro_batches": wanted, "holds_graph": holds_graph}
+        if wanted is True:
+            raise UserError(f"data.share_across_micro_batches: {refused}; set it to false")
+        if self.hparams.max_length is not None and self.hparams.max_length > max_tokens:
+            raise UserError(f"data.max_length exceeds data.max_tokens, and {refused}; raise max_tokens")
+        return {}
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:
         """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
@@ -281,18 +312,19 @@ class SFTData(L.LightningDataModule):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
         is_prompts = split == "predict" and self.hparams.predict_prompts
         return StepLoader(
-            PromptDataset(corpus) if is_prompts else StepDataset(corpus, self._share_collator(merge_labels)),
+            PromptDataset(corpus) if is_prompts else StepDataset(corpus, self._share_collator(split, merge_labels)),
             self._sampler(split),
             num_workers=workers,
             persistent_workers=workers > 0 and split == "train",
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
 
-    def _share_collator(self, merge_labels: bool) -> StepCollator:
+    def _share_collator(self, split: str, merge_labels: bool) -> StepCollator:
         """What makes this rank's share of a step. Every rank draws the same steps, and reads all their sequences."""
-        here = ranks()
+        here, collator = ranks(), self.step_collator(merge_labels)
         sp_size = here.sp_size if merge_labels else 1
-        return replace(self.step_collator(merge_labels), rank=here.rank, num_ranks=here.size, sp_size=sp_size)
+        holds = collator.holds_graph if split == "train" or not self.across else self.across().holds_loss
+        return replace(collator, rank=here.rank, num_ranks=here.size, sp_size=sp_size, holds_graph=holds)
 
     def _file(self, split: str) -> Files:
         if split == "predict":
@@ -346,7 +378,8 @@ def check_sizes(settings: Any) -> None:
     check_group_by_prefix(settings.group_by_prefix, settings.batch_size, settings.shuffle_dataset)
     sp_size = 1 if settings.sp_size == "auto" else settings.sp_size
     together = f" x sp_size {sp_size}" if sp_size > 1 else ""
-    for name in ("max_length", "pad_to_multiple_of"):
+    is_cut = settings.dedup and settings.share_across_micro_batches
+    for name in ("pad_to_multiple_of",) if is_cut else ("max_length", "pad_to_multiple_of"):
         if settings[name] is not None and settings[name] > settings.max_tokens * sp_size:
             what = "a sequence that long has" if name == "max_length" else "rows padded to it have"
             raise UserError(

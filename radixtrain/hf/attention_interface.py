@@ -29,6 +29,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from radixtrain.attention import cached_attention, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.padded.rows import Places
+from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
 from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window_on_mask
 from radixtrain.tree.cached_layout import CachedLayout
@@ -50,6 +51,7 @@ class RadixCall:
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
     images: those of the padded batch; None without any.
+    cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
     calls: the id of every attention module that ran.
     mixed: the id of every recurrent mixer that ran.
     """
@@ -70,6 +72,7 @@ class RadixCall:
         self.window_may_bind = window_may_bind
         self.places, self.misses_cache = places, misses_cache
         self.images: Any = None
+        self.cache: PassCache | None = None
         self.calls: list[int] = []
         self.mixed: list[int] = []
 
@@ -91,8 +94,10 @@ class RadixCall:
         """What recurrent mixers compute."""
         return TreeRuns(self.layout)
 
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Tree attention on the unique tokens. heads, scoring: as `tree_attention` takes them."""
+    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Tree attention on the unique tokens. layer: its id. heads, scoring: as `tree_attention` takes them."""
+        if self.cache is not None:
+            heads = heads[0], *self.cache.keys_and_values(layer, *heads[1:])
         is_lost = self.chosen == "cascade" and window is not None  # it cannot keep one, and collators know of none
         strategy = self.attention if self.chosen is None or is_lost else self.chosen
         return tree_attention(*heads, self.layout, attention=strategy, kernel=self.kernel, window=window, **scoring)
@@ -114,7 +119,7 @@ class CachedCall:
         self.kernel, self.window_may_bind = kernel, window_may_bind
         self.calls: list[int] = []
 
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to all that each of them sees."""
         key, value = self.write(len(self.calls), heads[1:], self.layout)
         return cached_attention(*heads, (key, value), self.layout, kernel=self.kernel, window=window, **scoring)
@@ -205,6 +210,7 @@ def _attend(
     scaling, (query, _, value) = options.get("scaling"), heads
     try:
         out_UNH = call.attend(
+            id(layer),
             _of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
             window,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding

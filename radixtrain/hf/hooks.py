@@ -35,7 +35,7 @@ from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import LEFT_PADDED, PREDICTOR_INDICES, PREFIX, SPLIT, STRATEGY, TreeLayout
+from radixtrain.tree.layout import CACHE, LEFT_PADDED, PREDICTOR_INDICES, PREFIX, SPLIT, STRATEGY, TreeLayout
 
 
 @dataclass(eq=False)
@@ -112,12 +112,15 @@ class BackboneHooks:
         layout, arguments = layout_of(entries), arguments_of(backbone, args, kwargs)
         given = {name: value for name, value in arguments.items() if name not in entries}
         self._check(backbone, layout, entries, given)
-        shares = bool(layout.levels) or layout.num_rows < layout.inverse_indices.shape[0]  # padding adds rows
+        shares = (
+            bool(layout.levels) or layout.context is not None or layout.num_rows < layout.inverse_indices.shape[0]
+        )  # padding adds rows
         self.sharing.count(backbone, shares, NOT_ALIKE)
         may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = CHOICES[entries[STRATEGY]] if STRATEGY in entries and self.attention == "auto" else None
         options = layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
+        call.cache = entries.get(CACHE)
         mask = no_mask(may_bind, layout.device, call)
         self.progress.call = call
         return (), {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
@@ -166,6 +169,26 @@ class BackboneHooks:
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
         check_pass(decoder, head, layout, LEFT_PADDED in entries, self.allow_dropout)
+        self._check_passes(backbone, layout, entries)
+
+    def _check_passes(self, backbone: nn.Module, layout: TreeLayout, entries: Mapping[str, Any]) -> None:
+        """Refuse a micro-batch that depends on others, if they cannot be computed in several passes."""
+        if CACHE not in entries:
+            if layout.context is not None:
+                raise UserError(
+                    "a micro-batch attends to rows of earlier ones, which only the whole step has: train it by "
+                    "radixtrain.step_losses(model, step)"
+                )
+        elif self.mixers:
+            raise UserError(
+                f"{type(backbone).__name__} has recurrent layers, whose states are not kept from one micro-batch to "
+                f"the next; leave share_across_micro_batches at false"
+            )
+        elif self.allow_dropout:
+            raise UserError(
+                f"allow_dropout={list(self.allow_dropout)}: a micro-batch that others continue is computed twice, and "
+                f"dropout would draw twice; leave share_across_micro_batches at false, or set the dropout to 0"
+            )
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
@@ -179,6 +202,11 @@ class BackboneHooks:
                 f"radix attention ran in {len(set(call.calls))} of {self.num_layers} layers of "
                 f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong; "
                 f"if they are not there, set num_hidden_layers of its configuration and call prepare_model again"
+            )
+        if isinstance(call, RadixCall) and call.cache is not None and len(set(call.calls)) < len(call.calls):
+            raise UserError(
+                f"{type(backbone).__name__} attends several times in a layer, and keys are kept once for each layer; "
+                f"leave share_across_micro_batches at false"
             )
         self._expand_router_logits(type(backbone).__name__, output, kwargs, call)
         if call.places is not None:

@@ -27,6 +27,7 @@ from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, source_of_class, text_layers
 from radixtrain.hf.windows import chunk_of
+from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.layout import PREFIX, TreeLayout
 from radixtrain.versions import before
 
@@ -139,6 +140,27 @@ def check_cacheable(parts: Parts, instead: str) -> None:
             f"{parts.name} has weights on {', '.join(sorted(devices))}, and a cache of keys and values needs all of "
             f"them on one device: load it without a device_map, or {instead}"
         )
+
+
+def why_not_across(parts: Parts, attention: str, allowed: Sequence[str]) -> str | None:
+    """Why a prefix cannot be kept from one micro-batch to the next; None if it can. Arguments: of `prepare_model`."""
+    layers = text_layers(parts.decoder)
+    if mixers_of(parts.decoder):
+        return f"{parts.name} has recurrent layers, whose states are not kept from one micro-batch to the next"
+    if len(set(map(id, layers))) < len(layers) or _attends_twice(parts.decoder):
+        return f"{parts.name} attends several times with one module, and keys are kept once for each"
+    if attention not in ("auto", *WITH_CONTEXT):
+        return f"attention {attention!r} cannot attend to rows of an earlier micro-batch; auto, cascade and path can"
+    if allowed:
+        return f"a kept prefix is computed twice, and what allow_dropout={list(allowed)} names would draw twice"
+    return None
+
+
+def _attends_twice(decoder: Any) -> bool:
+    """Whether some layer calls its attention function several times (DiffLlama), judged by its source."""
+    classes = {type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)}
+    sources = (source_of_class(each) or "" for each in classes)
+    return any(source.count("attention_interface(") > 1 for source in sources)
 
 
 def check_choice(decoder: Any, attention: str, kernel: str) -> None:

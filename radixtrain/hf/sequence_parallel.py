@@ -132,7 +132,7 @@ class SplitCall(RadixCall):
     def own_rows(self, rows: Tensor) -> Tensor:
         return self.split.own(rows)
 
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Tree attention on the own heads of all rows. One all-to-all brings queries, keys and values, one returns."""
         n, num_rows, (query, key, _) = self.split.size, self.layout.num_rows, heads
         check_heads(query.shape[1], n)
@@ -142,7 +142,7 @@ class SplitCall(RadixCall):
         own = self.split.rows_to_heads([query, *copied])[:num_rows].split(widths, dim=1)
         if scoring.get("sinks") is not None:
             scoring["sinks"] = scoring["sinks"].unflatten(0, (n, -1))[self.split.rank]
-        out = super().attend((own[0], own[1], own[2]), window, **scoring)
+        out = super().attend(layer, (own[0], own[1], own[2]), window, **scoring)
         missing = self.split.rows_per_rank(num_rows) * n - num_rows
         return self.split.heads_to_rows(nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out)
 

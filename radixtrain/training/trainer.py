@@ -69,7 +69,7 @@ class Trainer(L.Trainer):
                 raise UserError(f"{name} must be at least 1, got {number}")
         self._move(model, ckpt_path)
         model.trainer = self
-        datamodule.step_cost = model.step_cost
+        datamodule.step_cost, datamodule.across = model.step_cost, model.sharing_across
         collator = datamodule.step_collator()
         available = datamodule.steps_per_epoch
         failed: list[tuple[int, EquivalenceReport]] = []

@@ -9,9 +9,10 @@ T packed tokens, U unique rows, B sequences, S segments, P predictions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from radixtrain.kernels.cascade import Level, bundled_pieces, packed_pieces
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.triton_door import experimental
 from radixtrain.kernels.varlen_args import Ragged
-from radixtrain.tree.arrays import concatenate_ranges
+from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
+from radixtrain.tree.context import CONTEXT, ContextLayout
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RUNS, RunCost, RunLayout, cheapest_runs
 
@@ -39,10 +41,12 @@ STRATEGY = PREFIX + "strategy"  # the attention strategy that the cost model cho
 MIN_SHARED_TOKENS = PREFIX + "min_shared_tokens"  # the smallest branch that the cost model chose
 LEFT_PADDED = PREFIX + "left_padded"  # 1 if positions were counted without the padding on the left
 SPLIT = PREFIX + "split"  # marks a batch of which a rank holds some rows: how many unique rows it has
+SOURCES = PREFIX + "sources"  # of the context: (micro-batch of the step, first row, last + 1), back to back
+CACHE = PREFIX + "cache"  # of the pass, while it runs: what it keeps, and keys and values of its context
 CU_SEQLENS = PREFIX + "cu_seqlens"  # a field of `TreeLayout`, as is the next
 INVERSE_INDICES = PREFIX + "inverse_indices"
 TILES = PREFIX + "tiles_"  # begins the keys of the lists of tiles, if `RadixCollator` was asked for them
-OPTIONAL = ("tiles", "runs")  # fields that a batch may lack
+OPTIONAL = ("tiles", "runs", "context")  # fields that a batch may lack
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +63,8 @@ class TreeLayout:
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
     tiles: the `TreeTiles` that `attention="tree"` walks, if they were asked for.
     runs: for layers with a recurrent state, if they were asked for.
+    context: rows of earlier passes, if these rows attend to any. Paths and `max_seqlen` then count from the root, and
+        `path_keys` from U on are context rows.
     """
 
     gather_indices: Tensor
@@ -81,6 +87,7 @@ class TreeLayout:
     levels: tuple[Level, ...]
     tiles: Any = None
     runs: RunLayout | None = None
+    context: ContextLayout | None = None
 
     @classmethod
     def from_plan(
@@ -111,6 +118,26 @@ class TreeLayout:
             **_levels(plan),
         )
 
+    def after(self, context: ContextLayout, plan: PrefixPlan, paths: Sequence[IntArray]) -> TreeLayout:
+        """The same rows with a context. plan: of the rows. paths: of each sequence, (n,), int64, its context rows."""
+        bounds = plan.cu_seqlens.tolist()
+        whole = [
+            np.append(self.num_rows + path, plan.inverse_indices[start:end])
+            for path, (start, end) in zip(paths, pairwise(bounds), strict=True)
+        ]
+        keys = [whole[sequence] for sequence in plan.path_sequences.tolist()]
+        if plan.num_padding:
+            keys.append(np.arange(plan.num_unique_tokens, plan.num_rows))
+        cu_seqlens = cumulative(np.array([len(each) for each in keys], dtype=np.int64))
+        return replace(
+            self,
+            context=context,
+            path_keys=_int32(np.concatenate(keys)),
+            path_cu_seqlens_k=_int32(cu_seqlens),
+            max_path=_longest(cu_seqlens),
+            max_seqlen=max(map(len, whole)),
+        )
+
     @classmethod
     def from_batch(cls, batch: Mapping[str, Any]) -> TreeLayout:
         """From the `radix_` entries of a batch, on whatever device they are now. KeyError names a missing one."""
@@ -121,15 +148,17 @@ class TreeLayout:
             kind = experimental("tree_tiles").TreeTiles
             tiles = kind(**{name: batch[TILES + name] for name in _names(kind)})
         runs = RunLayout.from_batch(batch) if has_runs else None
+        context = ContextLayout.from_batch(batch) if f"{CONTEXT}num_rows" in batch else None
         levels = tuple(Level(*level) for level in values["levels"])
-        return cls(**{**values, "levels": levels, "tiles": tiles, "runs": runs})
+        return cls(**{**values, "levels": levels, "tiles": tiles, "runs": runs, "context": context})
 
     def to_batch(self) -> dict[str, Any]:
         """The entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
         entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name not in OPTIONAL}
         tiles = {} if self.tiles is None else {TILES + name: value for name, value in vars(self.tiles).items()}
-        runs = {} if self.runs is None else self.runs.to_batch()
-        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels), **tiles, **runs}
+        optional = [{} if each is None else each.to_batch() for each in (self.runs, self.context)]
+        levels = {f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
+        return {**entries, **levels, **tiles, **optional[0], **optional[1]}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         values = {name: getattr(self, name) for name in _names(self)}
@@ -157,9 +186,16 @@ class TreeLayout:
         """(U,), int64. place of each row in its sequence, in tokens from 0, whatever its position id; padding too."""
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
 
+    @property
+    def num_keys(self) -> int:
+        """U, and the rows of the context."""
+        return self.num_rows + (0 if self.context is None else self.context.num_rows)
+
     @cached_property
     def even_shape(self) -> tuple[int, int] | None:
         """Sequences and their length if they share nothing and are equally long; None otherwise, and on a device."""
+        if self.context is not None:
+            return None
         batch = self.cu_seqlens.shape[0] - 1, self.max_seqlen
         is_even = self.num_rows == self.inverse_indices.shape[0] == batch[0] * batch[1] > 0
         return batch if is_even and not self.levels and self.device.type == "cpu" else None
@@ -180,13 +216,15 @@ class TreeLayout:
     def pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade`; the first covers every row."""
         if self.device.type == "cpu":
-            return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
+            return self._onto_context(bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends))
         return self.packed_pieces()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on the host without a mask that hides one branch from another."""
-        return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
+        return self._onto_context(
+            bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
+        )
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
@@ -199,7 +237,14 @@ class TreeLayout:
             level_cu_seqlens_q=self.level_cu_seqlens_q,
             level_cu_seqlens_k=self.level_cu_seqlens_k,
         )
-        return tuple(pieces)
+        return self._onto_context(tuple(pieces))
+
+    def _onto_context(self, own: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """The calls on the rows themselves, and those onto the context."""
+        if self.context is None:
+            return own
+        first = replace(own[0], k_rows=slice(0, self.num_rows))
+        return (first, *own[1:], *self.context.pieces(self.num_rows))
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:

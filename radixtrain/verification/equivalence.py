@@ -24,6 +24,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
+from radixtrain.hf.step_losses import loss_sums
 from radixtrain.verification.oracle import (
     Arm,
     Features,
@@ -264,6 +265,6 @@ def _filled_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _terms(loss_sum: Callable[[dict[str, Any]], Tensor], step: Step, device: torch.device) -> Iterator[Tensor]:
-    """The terms of the loss of a step, one for each micro-batch."""
-    for batch in step.to(device).micro_batches:
-        yield loss_sum(batch) / step.num_labels
+    """The terms of the loss of a step, one for each pass that trains."""
+    for term in loss_sums(step.to(device), loss_sum):
+        yield term / step.num_labels

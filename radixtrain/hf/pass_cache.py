@@ -1,0 +1,89 @@
+"""Keys and values that one pass of an optimizer step leaves for later ones, and the gradients that these give back.
+
+A pass that is kept writes its keys and values of every layer into a `LayerRows`, without their graph. Later passes read
+them beside their own, and add to their gradients. The kept pass goes backward last: there the gradients of the later
+passes join its own, at the place where attention read the keys. So every gradient is that of one pass over all rows.
+
+    kept pass      k, v  ->  LayerRows  ->  its own attention  ...           dk, dv = own + LayerRows.gradients
+    later pass     k, v, LayerRows  ->  attention  ...  backward  ->         LayerRows.gradients += its share
+
+C rows of a context, U rows of a pass, K heads of keys and values, each of H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class LayerRows:
+    """Keys and values of the rows of one pass, by the id of the layer's attention, and their gradients.
+
+    The gradients are float32, or float64 for float64 rows, because many passes may add to them.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.gradients: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Once: a layer that is recomputed in the backward pass has the same rows."""
+        if layer not in self.rows:
+            self.rows[layer] = key.detach().contiguous(), value.detach().contiguous()
+
+    def add(self, layer: int, start: int, end: int, gradients: Sequence[Tensor]) -> None:
+        """The gradients of the rows [start, end), in one later pass."""
+        if layer not in self.gradients:
+            key, value = self.rows[layer]
+            wide = torch.promote_types(key.dtype, torch.float32)
+            self.gradients[layer] = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        for total, gradient in zip(self.gradients[layer], gradients, strict=True):
+            total[start:end] += gradient
+
+
+class PassCache:
+    """What the layers of one pass keep and read. No dataclass: FSDP would hand every layer a copy.
+
+    kept: where its own rows go; None if no later pass reads them.
+    context: (rows of an earlier pass, start, end), back to back its context of C rows.
+    """
+
+    def __init__(self, kept: LayerRows | None, context: Sequence[tuple[LayerRows, int, int]]) -> None:
+        self.kept, self.context = kept, context
+
+    def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(U + C, K, H) each: those of the pass, (U, K, H), and of its context."""
+        keys, values = _WithContext.apply(key, value, self, layer)
+        return keys, values
+
+
+class _WithContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, cache: PassCache, layer: int) -> tuple[Tensor, Tensor]:
+        ctx.cache, ctx.layer = cache, layer
+        if cache.kept is not None:
+            cache.kept.keep(layer, key, value)
+        parts = [[x[start:end] for x in earlier.rows[layer]] for earlier, start, end in cache.context]
+        if not parts:
+            return key.view_as(key), value.view_as(value)
+        keys, values = (torch.cat([own, *earlier]) for own, *earlier in zip((key, value), *parts, strict=True))
+        return keys, values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cache, layer = ctx.cache, ctx.layer
+        sizes = [end - start for _, start, end in cache.context]
+        own = [gradient[: len(gradient) - sum(sizes)] for gradient in gradients]
+        place = len(own[0])
+        for (earlier, start, end), size in zip(cache.context, sizes, strict=True):
+            earlier.add(layer, start, end, [gradient[place : place + size] for gradient in gradients])
+            place += size
+        if cache.kept is not None and layer in cache.kept.gradients:
+            later = cache.kept.gradients[layer]
+            own = [(total + x).to(x.dtype) for x, total in zip(own, later, strict=True)]
+        return own[0], own[1], None, None

@@ -1,0 +1,59 @@
+"""An optimizer step of a `StepCollator`, pass after pass: what runs before what, and what is kept meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixtrain.collators.steps import Step
+from radixtrain.hf.head import has_plain_head
+from radixtrain.hf.pass_cache import LayerRows, PassCache
+from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.tree.layout import CACHE, SOURCES
+
+
+def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
+    """The terms of the mean loss of an optimizer step; the gradient of the step is the sum of theirs.
+
+    model: prepared by `prepare_model`, on the device of the step.
+    step: what a `StepCollator` returned, with `merge_labels`.
+
+    Call `backward` on each term before the next one is asked for: a prefix that several micro-batches continue gets its
+    gradient last, from all of them.
+
+    >>> for loss in step_losses(model, step):  # doctest: +SKIP
+    ...     loss.backward()
+    >>> optimizer.step()  # doctest: +SKIP
+    """
+    plain_head = has_plain_head(model)
+    for loss in loss_sums(step, lambda batch: forward_rows(model, batch, plain_head).loss_sum()):
+        yield loss / step.num_labels
+
+
+def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Iterator[Tensor]:
+    """As `step_losses`, not divided yet. loss_sum: runs the model on a micro-batch."""
+    kept: dict[int, LayerRows] = {}
+    held: dict[int, Tensor] = {}
+
+    def run(place: int) -> Tensor:
+        batch = step.micro_batches[place]
+        sources = batch.get(SOURCES, ())
+        if not sources and place not in kept:
+            return loss_sum(batch)
+        context = [(kept[source], start, end) for source, start, end in sources]
+        return loss_sum({**batch, CACHE: PassCache(kept.get(place), context)})
+
+    for place, trains in step.passes:
+        if trains:
+            yield held.pop(place) if place in held else run(place)
+            kept.pop(place, None)  # only now: its backward pass has read the gradients
+            continue
+        kept[place] = LayerRows()
+        if step.holds_graph:
+            held[place] = run(place)
+        else:
+            with torch.no_grad():
+                run(place)
