@@ -18,6 +18,7 @@ Integers in sorted order, as in `batching.py`: every rank finds the passes of al
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,13 +63,17 @@ class Schedule:
 
     kept: what each pass that others continue computes. groups: micro-batches of sequences, by index.
     num_kept: of each sequence, how many tokens are kept when its micro-batch runs.
-    order: a kept pass is in it twice. cost: predicted, in the unit of the `SequenceCost`.
+    order: a kept pass is in it twice. holds_graph: whether the graph of a kept pass is held from its first time to its
+        second; otherwise it runs again. num_rows: new rows of all passes, each counted once.
+    cost: predicted, in the unit of the `SequenceCost`.
     """
 
+    holds_graph: bool = False
     kept: list[Span] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
     num_kept: dict[int, int] = field(default_factory=dict)
     order: list[Event] = field(default_factory=list)
+    num_rows: int = 0
     cost: int = 0
 
 
@@ -92,37 +97,41 @@ class Keeping:
 
     least_rows: fewest rows of a kept prefix beyond those that are kept already; None keeps only what a sequence of more
         than `max_tokens` needs.
-    again: what a kept row costs beyond computing it once: a forward pass, or nothing if the graph of its pass is held.
     pass_rows: rows that cost as much as a pass does beside its rows.
     least_gain: share of the predicted time that it has to save. A sequence of more than `max_tokens` is always cut.
+    holds_graph: whether the graphs of kept passes are held; `auto`: if they and what runs meanwhile are at most
+        `max_tokens` rows together, and no dearer.
     """
 
     least_rows: int | None
-    again: float
     pass_rows: int
     least_gain: float
+    holds_graph: bool | str
 
     @classmethod
-    def of(cls, wanted: bool | str, step_cost: StepCost | None, holds_graph: bool) -> Keeping | None:
+    def of(cls, wanted: bool | str, step_cost: StepCost | None, holds_graph: bool | str) -> Keeping | None:
         """wanted: `auto` keeps by what a layer costs, if that is known; True whatever it costs; False nothing."""
-        again = 0.0 if holds_graph else FORWARD
         if wanted != "auto":
-            return cls(1, again, 0, -1.0) if wanted else None
+            return cls(1, 0, -math.inf, holds_graph) if wanted else None
         if step_cost is None:
-            return cls(None, again, 0, LEAST_GAIN)
+            return cls(None, 0, LEAST_GAIN, holds_graph)
         pass_rows = round(CALLS_OF_A_PASS * step_cost.rates.call / step_cost.row_seconds)
-        return cls(max(2 * pass_rows, 1), again, pass_rows, LEAST_GAIN)
+        return cls(max(2 * pass_rows, 1), pass_rows, LEAST_GAIN, holds_graph)
 
     def schedule(self, by_order: SortedSequences, max_tokens: int | None, cost: Cost) -> Schedule:
-        """Of two, with all prefixes that may pay and with those only that long sequences need, the cheaper one."""
-        needed = self._schedule(_parts(by_order, max_tokens, None), by_order, cost)
+        """The cheapest: with the prefixes that only a long sequence needs, or with all that may pay, held or not."""
+        is_held = self.holds_graph is True
+        needed = self._schedule(by_order, cost, _parts(by_order, max_tokens, None), is_held)
         if len(needed.groups) < 2 or self.least_rows is None:
             return needed
-        kept = self._schedule(_parts(by_order, max_tokens, self.least_rows), by_order, cost)
-        return kept if kept.cost <= (1 - self.least_gain) * needed.cost else needed
+        best = self._schedule(by_order, cost, _parts(by_order, max_tokens, self.least_rows), is_held)
+        within = _parts(by_order, max_tokens, self.least_rows, counts_held=True) if self.holds_graph == "auto" else []
+        if within:
+            best = min(self._schedule(by_order, cost, within, True), best, key=lambda schedule: schedule.cost)
+        return best if best.cost <= (1 - self.least_gain) * needed.cost else needed
 
-    def _schedule(self, parts: list[_Part], by_order: SortedSequences, cost: Cost) -> Schedule:
-        found = Schedule()
+    def _schedule(self, by_order: SortedSequences, cost: Cost, parts: list[_Part], holds_graph: bool) -> Schedule:
+        found = Schedule(holds_graph)
         ends = [part.end for part in parts]
         open_until: list[tuple[int, int]] = []  # the last part that reads a kept pass, and that pass
         for index, part in enumerate(parts):
@@ -130,8 +139,10 @@ class Keeping:
                 open_until.append((bisect_right(ends, last_place), len(found.kept)))
                 found.order.append(Event(True, len(found.kept), trains=False))
                 found.kept.append(kept)
+                found.num_rows += kept.end - kept.start
             members = by_order.order[part.start : part.end].tolist()
             found.num_kept |= dict(zip(members, part.num_kept, strict=True))
+            found.num_rows += part.num_rows
             if part.num_rows:
                 found.order.append(Event(False, len(found.groups), trains=True))
                 found.groups.append(members)
@@ -148,7 +159,8 @@ class Keeping:
         starts, ends = (np.array([kept[side] for kept in found.kept], dtype=np.int64) for side in (1, 2))
         of_kept = cost(ends).sum() - cost(starts).sum()
         overhead = len(found.order) * cost(np.array([self.pass_rows]))[0]
-        return round(of_sequences + self.again * of_kept + overhead)
+        again = 0.0 if found.holds_graph else FORWARD
+        return round(of_sequences + again * of_kept + overhead)
 
 
 class _Part(NamedTuple):
@@ -166,16 +178,22 @@ class _Part(NamedTuple):
     kept: list[tuple[Span, int]]
 
 
-def _parts(by_order: SortedSequences, max_tokens: int | None, least_rows: int | None) -> list[_Part]:
+def _parts(
+    by_order: SortedSequences, max_tokens: int | None, least_rows: int | None, counts_held: bool = False
+) -> list[_Part]:
     """Full micro-batches, as many sequences in each as fit with the prefix that is kept at its end.
 
     least_rows: as in `Keeping`; None keeps only what a sequence of more than `max_tokens` has to keep.
+    counts_held: the rows that are kept meanwhile count too; nothing is returned if a sequence does not fit beside them.
     """
     lengths, lcp, order = by_order.lengths.tolist(), [*by_order.lcp.tolist(), 0], by_order.order.tolist()
     most = sum(lengths) if max_tokens is None else max_tokens
-    parts, start, num_kept = [], 0, 0
+    parts, start, num_kept = list[_Part](), 0, 0
     while start < len(lengths):
-        end, num_rows, at_end = _end_of_part(lengths, lcp, start, num_kept, most, least_rows)
+        held = sum(x.end - x.start for part in parts for x, last in part.kept if last >= start) if counts_held else 0
+        end, num_rows, at_end = _end_of_part(lengths, lcp, start, num_kept, most - held, least_rows, counts_held)
+        if num_rows > most - held and counts_held:
+            return []
         kept, inside = list[tuple[Span, int]](), num_kept
         if at_end > (reached := min([num_kept, *lcp[start + 1 : end + 1]])):
             kept += _kept_passes(order[end - 1], end - 1, reached, at_end, most, lcp)
@@ -190,7 +208,13 @@ def _parts(by_order: SortedSequences, max_tokens: int | None, least_rows: int | 
 
 
 def _end_of_part(
-    lengths: list[int], lcp: list[int], start: int, num_kept: int, most: int, least_rows: int | None
+    lengths: list[int],
+    lcp: list[int],
+    start: int,
+    num_kept: int,
+    most: int,
+    least_rows: int | None,
+    counts_held: bool,
 ) -> tuple[int, int, int]:
     """The end of the largest micro-batch from a place on, its new rows, and how long the prefix kept at its end is."""
     found: tuple[int, int, int] | None = None
@@ -203,7 +227,7 @@ def _end_of_part(
         reached = min(reached, shared)
         at_end = shared if least_rows is not None and shared - reached >= least_rows else reached
         num_rows = rows - (at_end - reached)
-        if found is None or num_rows <= most:
+        if found is None or (rows if counts_held else num_rows) <= most:
             found = place + 1, num_rows, at_end
     assert found is not None
     return found

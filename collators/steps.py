@@ -121,7 +121,8 @@ class StepCollator:
     share_across_micro_batches: whether a prefix that several micro-batches continue is computed once in the step, and a
         sequence of more than `max_tokens` in several of them; see `radixtrain.collators.passes`. `auto` does so if it
         pays by `step_cost`. Needs dedup and `merge_labels`, and a loop that runs `step_losses`.
-    holds_graph: hold the graph of such a prefix meanwhile, for a model whose layers all recompute their activations.
+    holds_graph: whether the graph of such a prefix is held meanwhile, and not computed twice: True suits a model whose
+        layers all recompute their activations; auto: if it fits into `max_tokens` with what runs meanwhile.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
     sp_size: consecutive ranks that have the same micro-batches, of as many times `max_tokens`. The collator keeps the
         rows of its own (`row_split.py`); it has to merge labels.
@@ -139,7 +140,7 @@ class StepCollator:
     step_cost: StepCost | None = None
     shared_targets: Literal["every", "once"] = "every"
     share_across_micro_batches: bool | Literal["auto"] = False
-    holds_graph: bool = False
+    holds_graph: bool | Literal["auto"] = "auto"
     rank: int = 0
     num_ranks: int = 1
     sp_size: int = 1
@@ -156,12 +157,13 @@ class StepCollator:
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = self._read(features)
         shares = self.shares(arrays)
-        groups, passes = shares.groups[self.rank // self.sp_size], list[Pass]()
+        groups, passes, holds_graph = shares.groups[self.rank // self.sp_size], list[Pass](), False
         if shares.schedules is None:
             batches = [self._fitting(arrays, group) for group in groups]
             num_missing, num_kept = shares.num_micro_batches - len(groups), 0
         else:
             batches, passes = self._passes(arrays, shares.schedules)
+            holds_graph = shares.schedules[self.rank // self.sp_size].holds_graph
             num_kept = len(batches) - len(groups)
             num_missing = max((each.micro_batch + 1 for each in passes), default=0) - len(batches)
         if num_missing:
@@ -177,7 +179,7 @@ class StepCollator:
             num_computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
             num_unique_tokens=shares.num_unique_tokens,
             passes=tuple(passes),
-            holds_graph=self.holds_graph,
+            holds_graph=holds_graph,
         )
 
     def _passes(
@@ -222,8 +224,13 @@ class StepCollator:
             max_tokens -= max_tokens % multiple  # padding takes no micro-batch over the budget
         cost = SequenceCost.of(self.step_cost)
         num_groups = self.num_ranks // self.sp_size
-        keeping = Keeping.of(self.share_across_micro_batches, self.step_cost, self.holds_graph)
-        return share_by_unique_tokens(sequences, num_groups, max_tokens, packed(arrays).position_ids, cost, keeping)
+        positions = packed(arrays).position_ids
+        return share_by_unique_tokens(sequences, num_groups, max_tokens, positions, cost, self.keeping)
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """When prefixes are kept; None if never."""
+        return Keeping.of(self.share_across_micro_batches, self.step_cost, self.holds_graph)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
         """The features with the labels that are to be trained."""

@@ -38,13 +38,13 @@ Files = str | list[str | dict[str, Any]] | None
 class SharingAcross(NamedTuple):
     """What a model and its strategy say of prefixes that are kept from one micro-batch to the next.
 
-    refused: why they cannot be; None if they can. holds_graph: that the graph of a kept pass is held in training.
-    holds_loss: that its loss is held in an evaluation. Otherwise the pass runs again, as FSDP needs it.
+    refused: why they cannot be; None if they can. holds_graph: of `StepCollator`, in training and in evaluations, which
+        have no graph.
     """
 
     refused: str | None
-    holds_graph: bool
-    holds_loss: bool
+    holds_graph: bool | Literal["auto"]
+    holds_graph_evaluating: bool
 
 
 class SFTData(L.LightningDataModule):
@@ -323,8 +323,9 @@ class SFTData(L.LightningDataModule):
         """What makes this rank's share of a step. Every rank draws the same steps, and reads all their sequences."""
         here, collator = ranks(), self.step_collator(merge_labels)
         sp_size = here.sp_size if merge_labels else 1
-        holds = collator.holds_graph if split == "train" or not self.across else self.across().holds_loss
-        return replace(collator, rank=here.rank, num_ranks=here.size, sp_size=sp_size, holds_graph=holds)
+        if split != "train" and self.across is not None:
+            collator = replace(collator, holds_graph=self.across().holds_graph_evaluating)
+        return replace(collator, rank=here.rank, num_ranks=here.size, sp_size=sp_size)
 
     def _file(self, split: str) -> Files:
         if split == "predict":

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.passes import Keeping
 from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.data.sample import Sample
 from radixtrain.errors import UserError
@@ -43,13 +44,17 @@ class Expected(NamedTuple):
 
 
 def expected_r(
-    conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None, num_ranks: int = 1
+    conversations: Conversations,
+    batches: Iterable[Sequence[int]],
+    max_tokens: int | None,
+    num_ranks: int = 1,
+    keeping: Keeping | None = None,
 ) -> Expected:
     """What these steps are expected to share.
 
     batches: the conversations of each step, by index.
     max_tokens: unique tokens of a micro-batch, by which a step is cut; None if it is not.
-    num_ranks: ranks that share out each step.
+    num_ranks: ranks that share out each step. keeping: of the `StepCollator`.
 
     Each conversation is read once for each time that it is listed. What changes r by little is not taken into account,
     see `ratio_of_batches`.
@@ -63,7 +68,7 @@ def expected_r(
         num_whole += sum(length for length, _ in whole_chats(samples))
         return [sample.input_ids for sample in samples]
 
-    r = ratio_of_batches(sequences_of, batches, max_tokens, num_ranks)
+    r = ratio_of_batches(sequences_of, batches, max_tokens, num_ranks, keeping)
     return Expected(r, num_whole / num_tokens if num_tokens else 1.0)
 
 

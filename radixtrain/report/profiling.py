@@ -24,7 +24,7 @@ from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
-from radixtrain.report.sharing import Counts, Features, ordinary_counts, plans_of, radix_counts
+from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_counts
 from radixtrain.timing import peak_bytes, seconds_in_turns, seconds_of
 from radixtrain.tree.cost_model import StepCost
 
@@ -73,16 +73,16 @@ class Case:
 def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
     """Micro-batches of all arms, of these steps and of parts of them, from the smallest to the largest.
 
-    collator: with `dedup`, as in training. Of each step, the first and the last micro-batch.
+    collator: with `dedup`, as in training. Of each step, the first and the last micro-batch, each by itself.
     """
+    collator = replace(collator, share_across_micro_batches=False)
     cases: list[Case] = []
     for number, features in enumerate(steps):
         for part in PARTS if number == 0 else PARTS[-1:]:
             some = features[: max(1, round(part * len(features)))]
             step, padded = collator(some), replace(collator, dedup=False)(some)
-            plans = plans_of(some, step)
-            for index in {0, len(plans) - 1}:
-                counts = radix_counts(step.micro_batches[index], plans[index], step_cost)
+            for index in {0, len(step.micro_batches) - 1}:
+                counts = radix_counts(step.micro_batches[index], step_cost)
                 for arm in ("recomputing", "radix"):  # of equal ones the last is the first to be afforded
                     cases.append(Case(arm, counts, step.micro_batches[index], step.num_labels))
             for batch in padded.micro_batches[:1] + padded.micro_batches[1:][-1:]:

@@ -8,7 +8,7 @@ many depends on their tokens and not on the clock, so that r is the same however
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 
 from radixtrain.collators.batching import cut_by_padded_tokens
 from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.passes import FORWARD
 from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.grouping import conversation_groups, grouped_order, is_split, whole_chats
@@ -24,10 +25,11 @@ from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepSampler, epoch_size, features_of
 from radixtrain.report.contents import Splitting
 from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.context import CONTEXT
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.groups import PrefixGroups
-from radixtrain.tree.layout import MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY
-from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES, STRATEGY
+from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.sorting import sort_sequences
 
 BATCH_SIZES = (8, 16, 32, 64, 128, 256)
@@ -60,22 +62,20 @@ class CountedStep:
     """An optimizer step in both arms.
 
     num_tokens: T. num_whole_tokens: of the whole chats. num_unique_tokens: rows if the step were one micro-batch.
-    radix, ordinary, whole: of each micro-batch; whole: of an ordinary step of whole chats.
+    num_rows: that the radix arm computes, each counted once.
+    radix, ordinary, whole: of each micro-batch; whole: of an ordinary step of whole chats. A micro-batch that others
+        continue is followed by its second forward pass, if there is one.
     collate_seconds: that the radix collator took.
     """
 
     num_tokens: int
     num_whole_tokens: int
     num_unique_tokens: int
+    num_rows: int
     radix: tuple[Counts, ...]
     ordinary: tuple[Counts, ...]
     whole: tuple[Counts, ...]
     collate_seconds: float
-
-    @property
-    def num_rows(self) -> int:
-        """That the radix arm computes."""
-        return sum(counts.rows for counts in self.radix)
 
 
 def counted_step(
@@ -93,38 +93,40 @@ def counted_step(
     step = collator(features)
     seconds = time.perf_counter() - start
     assert step.num_unique_tokens is not None
-    micro_batches = zip(step.micro_batches, plans_of(features, step), strict=True)
     rows = [(len(each["input_ids"]), int((np.asarray(each["labels"])[1:] != IGNORE_INDEX).sum())) for each in features]
     return CountedStep(
         num_tokens=step.num_tokens,
         num_whole_tokens=sum(length for length, _ in whole),
         num_unique_tokens=step.num_unique_tokens,
-        radix=tuple(radix_counts(batch, plan, step_cost) for batch, plan in micro_batches),
+        num_rows=step.num_computed_tokens,
+        radix=tuple(_radix_step(step, step_cost)),
         ordinary=_padded_step(rows, collator.max_tokens),
         whole=_padded_step(whole, collator.max_tokens),
         collate_seconds=seconds,
     )
 
 
-def plans_of(features: Features, step: Step) -> list[PrefixPlan]:
-    """The plan of each micro-batch of a step of the radix arm."""
-    plans = []
-    for members, batch in zip(step.members, step.micro_batches, strict=True):
-        ids = [np.asarray(features[index]["input_ids"], dtype=np.int64) for index in members]
-        bounds = cumulative(np.array([len(own) for own in ids], dtype=np.int64))
-        min_shared_tokens = batch.get(MIN_SHARED_TOKENS, 1)
-        plans.append(build_prefix_plan(np.concatenate(ids), bounds, min_shared_tokens=min_shared_tokens))
-    return plans
+def _radix_step(step: Step, step_cost: StepCost | None) -> Iterator[Counts]:
+    for each in step.passes:
+        counts = radix_counts(step.micro_batches[each.micro_batch], step_cost)
+        if each.trains:
+            yield counts
+        elif not step.holds_graph:
+            yield Counts(round(FORWARD * counts.rows), FORWARD * counts.attention, 0)
 
 
-def radix_counts(batch: Mapping[str, Any], plan: PrefixPlan, step_cost: StepCost | None) -> Counts:
-    """Of a micro-batch of a `RadixCollator` and its plan. Without a cost each unique token counts its path."""
+def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts:
+    """Of a micro-batch of a `RadixCollator`. Without a cost each unique token counts its path."""
     rows, predictions = batch["input_ids"].numel(), len(batch[PREDICTOR_INDICES])
+    positions = batch["position_ids"][0].numpy()
     if step_cost is None:
-        return Counts(rows, int(plan.position_ids.sum() + plan.num_rows), predictions)
+        return Counts(rows, int(positions.sum() + rows), predictions)
+    inverse = batch[INVERSE_INDICES].long().numpy()
+    plan = build_prefix_plan(inverse, batch[CU_SEQLENS].numpy(), positions[inverse])  # a row is a token of its own
     strategy = CHOICES[batch[STRATEGY]] if STRATEGY in batch else step_cost.strategies[0]
     linear = plan.num_rows * step_cost.row_flops * step_cost.rates.flop
-    return Counts(rows, step_cost.seconds(plan, strategy) - linear, predictions)
+    onto_context = step_cost.context_seconds(batch.get(f"{CONTEXT}bounds", ()))
+    return Counts(rows, step_cost.seconds(plan, strategy) - linear + onto_context, predictions)
 
 
 def ordinary_counts(batch: Mapping[str, Any]) -> Counts:

@@ -64,7 +64,8 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
     together = hparams.group_by_prefix
     own = Draw(hparams.batch_size, hparams.max_tokens, together if together is True or together > 1 else False)
     logger.info("looking for prompts that %d conversations share", len(epoch.conversations))
-    grid = epoch.settings_grid(own, hparams.max_length or int(epoch.lengths.max()))
+    longest = hparams.max_length or int(epoch.lengths.max())
+    grid = epoch.settings_grid(own, 1 if epoch.collator.share_across_micro_batches else longest)
     logger.info("counting what the steps of %d settings share", len(grid))
     sampled = {draw: epoch.sampled(draw) for draw in grid}
     num_steps, epoch_steps = len(sampled[own].steps), -(-epoch.size // own.batch_size)

@@ -336,8 +336,9 @@ class RadixModule(L.LightningModule):
         is_sharded = trainer is not None and isinstance(trainer.strategy, FSDP2Strategy)
         return SharingAcross(
             refused=why_not_across(parts_of(self.model), settings.attention, settings.allow_dropout or ()),
-            holds_graph=not is_sharded and settings.activation_checkpointing == 1,
-            holds_loss=not is_sharded,
+            # Under FSDP all ranks run forward passes and training passes at the same time, and nothing in between.
+            holds_graph=not is_sharded and (settings.activation_checkpointing == 1 or "auto"),
+            holds_graph_evaluating=not is_sharded,
         )
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:

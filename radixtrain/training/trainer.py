@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -11,9 +12,11 @@ import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from radixtrain.data.datamodule import SFTData
+from radixtrain.data.datamodule import SFTData, SharingAcross
 from radixtrain.errors import UserError
+from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.config import read_config
+from radixtrain.hf.refusals import why_not_across
 from radixtrain.inspection.show import show
 from radixtrain.report.page import write_page
 from radixtrain.report.profiling import RunSetup
@@ -119,7 +122,9 @@ class Trainer(L.Trainer):
             raise UserError(f"max_seconds must not be negative, got {max_seconds}")
         datamodule.setup("report")
         config = read_config(model.hparams.model_name_or_path)
-        report = make_report(datamodule, self._run_setup(model, config), self.typed, max_seconds)
+        setup = self._run_setup(model, config)
+        datamodule.across = partial(_across, setup)
+        report = make_report(datamodule, setup, self.typed, max_seconds)
         print_report(report)
         path = Path(self.default_root_dir) / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +162,13 @@ class Trainer(L.Trainer):
             load_weights(model, read_checkpoint(ckpt_path))
         self.precision_plugin.convert_module(model)
         model.to(self.strategy.root_device)
+
+
+def _across(setup: RunSetup) -> SharingAcross:
+    """As `RadixModule.sharing_across`, of a run on one device."""
+    parts = parts_of(setup.build(setup.period, torch.device("meta")))
+    refused = why_not_across(parts, setup.attention, setup.allow_dropout)
+    return SharingAcross(refused, setup.share == 1 or "auto", True)
 
 
 def _size_of(features: Any) -> str:

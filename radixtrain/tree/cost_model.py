@@ -19,7 +19,8 @@ constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -161,8 +162,22 @@ class StepCost:
 
     def attention_seconds(self, plan: PrefixPlan, strategy: str) -> float:
         """Of attention."""
-        rates = self.rates
-        calls, rectangles, pairs, elements = self.counts(attention_work(plan, strategy, self.on_host))
+        return self._work_seconds(attention_work(plan, strategy, self.on_host))
+
+    def context_seconds(self, bounds: Sequence[tuple[int, int, int, int]]) -> float:
+        """Of calls onto the rows of earlier passes. bounds: of a `ContextLayout`."""
+        queries, keys = [q1 - q0 for q0, q1, _, _ in bounds], [k1 - k0 for _, _, k0, k1 in bounds]
+        work = AttentionWork(
+            calls=len(bounds),
+            rectangles=len(bounds),
+            pairs=sum(map(operator.mul, queries, keys)),
+            query_rows=sum(queries),
+            key_rows=sum(keys),
+        )
+        return self._work_seconds(work)
+
+    def _work_seconds(self, work: AttentionWork) -> float:
+        rates, (calls, rectangles, pairs, elements) = self.rates, self.counts(work)
         attention = calls * rates.call + rectangles * rates.rectangle + pairs * rates.pair + elements * rates.element
         return self.attention_share * attention
 

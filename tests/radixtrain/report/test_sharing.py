@@ -18,10 +18,11 @@ from radixtrain.report.sharing import (
     num_distinct_tokens,
     num_shared_prompts,
     ordinary_counts,
-    plans_of,
     radix_counts,
 )
 from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.tree.layout import MIN_SHARED_TOKENS
+from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
 OWN = Draw(batch_size=16, max_tokens=4096)
@@ -194,7 +195,10 @@ def test_attention_is_what_the_layer_costs_beyond_its_matrices(
     two_prompts: list[dict[str, Any]], cost: StepCost
 ) -> None:
     step = StepCollator(step_cost=cost)(two_prompts)
-    (plan,) = plans_of(two_prompts, step)
-    counts = radix_counts(step.micro_batches[0], plan, cost)
+    (batch,) = step.micro_batches
+    ids = [each["input_ids"] for each in two_prompts]
+    bounds = np.cumsum([0, *map(len, ids)])
+    plan = build_prefix_plan(np.concatenate(ids), bounds, min_shared_tokens=batch[MIN_SHARED_TOKENS])
+    counts = radix_counts(batch, cost)
     cheapest = min(cost.seconds(plan, strategy) for strategy in cost.strategies)
     assert counts.attention == pytest.approx(cheapest - plan.num_rows * 100.0 * 1e-10)
