@@ -193,6 +193,53 @@ def test_the_step_of_one_process(name: str, strategy: str, size: int, rows: int)
         assert found["grad_norm"] == answers[0][0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=EXACT)
 
 
+# Prefixes kept from one micro-batch to the next, beside data parallel and in groups of two. Of three ranks with four
+# rows, one has a single row and nothing to keep.
+ACROSS = [
+    *(
+        (name, strategy, 2, 9, 1, "auto")
+        for name in MODELS
+        if name not in ("recurrent", "ordinary")
+        for strategy in STRATEGIES
+    ),
+    *(("tied", strategy, 3, 4, 1, holds) for strategy in STRATEGIES for holds in (False, "auto")),
+    *(("tied", "ddp", ranks, 9, sp_size, True) for ranks, sp_size in ((2, 1), (3, 1), (2, 2), (4, 2))),
+    *(("LoRA, checkpointing", "fsdp2", ranks, 9, 2, False) for ranks in (2, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "size", "rows", "sp_size", "holds"), cases(ACROSS, [ACROSS[0], ACROSS[1], ACROSS[-3]])
+)
+def test_prefixes_kept_by_ranks(
+    name: str, strategy: str, size: int, rows: int, sp_size: int, holds: bool | str
+) -> None:
+    """The passes of the ranks differ in number, and under FSDP all run forward passes and training passes together."""
+    model = MODELS[name]().double().train()
+    module = Watched.around(model)
+    holds = False if strategy == "fsdp2" else holds
+    cut = StepCollator(max_tokens=7, share_across_micro_batches=True, holds_graph=holds)
+
+    def work(rank: int) -> tuple[dict[str, Any], int, int]:
+        prepare_model(model, sp_group=ranks().sp_group) if sp_size > 1 else prepare_model(model)
+        step = replace(cut, rank=rank, num_ranks=size, sp_size=sp_size)(features(rows))
+        found = one_step(module, step, size, STRATEGIES[strategy]())
+        return found, len(step.passes), step.num_losses
+
+    def alone(rank: int) -> dict[str, Any]:
+        prepare_model(model)
+        return one_step(module, StepCollator(max_tokens=14)(features(rows)), 1)
+
+    (expected,) = on_ranks(1, alone)
+    answers = on_ranks(size, work, sp_size=sp_size)
+    assert all(num_passes > num_losses for _, num_passes, num_losses in answers)
+    assert len({figures for _, *figures in map(tuple, answers) for figures in [tuple(figures)]}) == 1
+    for found, *_ in answers:
+        assert_near(found["gradients"], expected["gradients"])
+        for figure in ("loss", "grad_norm"):
+            assert found[figure] == pytest.approx(expected[figure], rel=EXACT)
+
+
 @FULL
 def test_each_step_adds_in_the_same_order() -> None:
     """So that the first step of a resumed run is that of the run which went through, on more than two ranks too."""
