@@ -6,7 +6,8 @@ layer, and computes the head and the loss of those that predict. Around attentio
 
     q [u, N, H], k and v [u, K, H]  ->  [U, N/n, H], [U, K/n, H]  ->  tree attention  ->  [U, N/n, H]  ->  [u, N, H]
 
-The rows are filled up to a multiple of n by rows that reach nothing. A recurrent layer computes all rows on every rank.
+The rows are filled up to a multiple of n by copies, which reach nothing. A recurrent layer computes all rows on every
+rank.
 
 Every rank returns the loss of the whole batch; its gradient is n times that of its own part. So an average over all
 ranks, as DDP and FSDP take it, is the gradient of the batch, and of the mean over data-parallel groups.
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.collators.row_split import own_inputs, own_predictors, own_rows, rows_per_rank
+from radixtrain.collators.row_split import filled, own_inputs, own_predictors, own_rows, rows_per_rank
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts
@@ -50,7 +51,7 @@ class RowSplit:
         return rows_per_rank(num_rows, self.size)
 
     def own(self, rows: Tensor) -> Tensor:
-        """Those of this rank, filled up with zeros: (U, ...) -> (u, ...)."""
+        """Those of this rank, filled up: (U, ...) -> (u, ...)."""
         return own_rows(rows, 0, self.rank, self.size)
 
     def all_rows(self, rows: Tensor, num_rows: int) -> Tensor:
@@ -143,8 +144,7 @@ class SplitCall(RadixCall):
         if scoring.get("sinks") is not None:
             scoring["sinks"] = scoring["sinks"].unflatten(0, (n, -1))[self.split.rank]
         out = super().attend((own[0], own[1], own[2]), window, **scoring)
-        missing = self.split.rows_per_rank(num_rows) * n - num_rows
-        return self.split.heads_to_rows(nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out)
+        return self.split.heads_to_rows(filled(out, out[:1], 0, n * self.num_rows))
 
 
 def check_heads(num_heads: int, size: int) -> None:

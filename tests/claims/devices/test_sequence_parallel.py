@@ -231,6 +231,44 @@ def test_every_family(name: str, print_after: Print) -> None:
         assert_equal(ordinary, other, name, print_after)
 
 
+class ListOfExperts(torch.nn.Module):
+    """A mixture of experts that runs those that some row is routed to, each by itself."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(width, count)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            out = out + self.experts[number](x) * (chosen == number)[..., None]
+        return out
+
+
+def with_listed_experts() -> Any:
+    model = tiny(num_hidden_layers=3)
+    torch.manual_seed(0)
+    for layer in model.model.layers:
+        layer.mlp = ListOfExperts(model.config.hidden_size, 128)
+    return model
+
+
+def test_rows_that_fill_up_reach_no_further_expert() -> None:
+    """An expert that no token is routed to has no gradient on any rank. AdamW decays the weights if it is 0."""
+    model, batch = with_listed_experts().double(), RadixCollator()(rows())
+    reached = set(learn(prepare_model(model), batch)[1])
+    model.zero_grad()
+    assert len(reached) < len(list(model.parameters()))
+    assert batch["input_ids"].shape[1] % 4  # rows are filled up
+
+    def work(rank: int) -> set[str]:
+        return set(learn(prepare_model(model, sp_group=dist.new_group([0, 1, 2, 3])), batch)[1])
+
+    assert set.union(*on_ranks(4, work)) == reached
+
+
 STEPS = 20
 Trajectory = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
