@@ -207,11 +207,13 @@ class SplitModel:
         rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"]
         rows, is_own = own_predictors(kwargs[PREDICTOR_INDICES], num_rows, rank, size)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
-        self.labels = nn.functional.pad(targets[:, own], (0, 1), value=IGNORE_INDEX)  # no rank without any
+        # No rank without any, nor with as many as rows: layers receive the labels, and a mixer would exchange them.
+        ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
+        self.labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
         given = kwargs.get("num_items_in_batch")
         self.num_items = (targets != IGNORE_INDEX).sum() if given is None else given
         cut = own_inputs(kwargs, rank, size)
-        predictors = nn.functional.pad(rows[own], (0, 1))
+        predictors = nn.functional.pad(rows[own], (0, ignored))
         labels = {"shift_labels": self.labels, "labels": self.labels.roll(1)}
         return args, {**kwargs, **cut, **labels, PREDICTOR_INDICES: predictors, SPLIT: num_rows}
 

@@ -143,10 +143,13 @@ def worst(ordinary: Result, other: Result) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_families(name: str, print_after: Print) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks"), cases([(name, ranks) for name in QUICK for ranks in (2, 4)], [(name, 2) for name in QUICK])
+)
+def test_families(name: str, ranks: int, print_after: Print) -> None:
     family = EVERY[name]
-    assert_equal(*split(lambda: family.build(num_attention_heads=4), rows()), name, print_after)
+    results = split(lambda: family.build(num_attention_heads=4), rows(), ranks)
+    assert_equal(*results, f"{name}, {ranks} ranks", print_after)
 
 
 def tiny(**settings: Any) -> Any:
@@ -178,6 +181,17 @@ def without_prompts(features: list[Any]) -> list[Any]:
     return [{**row, "labels": [-100] * 13 + row["input_ids"][13:]} for row in features]
 
 
+# One ignored prediction is added to the three of the first rank, which has four rows, and to the two of the other one.
+AS_MANY = [{"input_ids": [*range(3, 11)], "labels": [-100, 4, 5, 6, -100, 8, 9, -100]}]
+
+
+def accelerated(model: Any) -> Any:
+    """With DDP around it. A loader that it prepared would give each rank batches of its own."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(model)
+
+
 CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "four ranks": (tiny, rows(), {"ranks": 4}),
     "2 x 2": (tiny, rows(count=8), {"ranks": 4, "groups": 2}),
@@ -185,6 +199,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "FSDP2": (tiny, rows(), {"wrap": fsdp2}),
     "FSDP2, a rank without predictions": (tiny, without_prompts(rows()), {"wrap": fsdp2}),
     "FSDP2, checkpointing": (lambda: checkpointed(False), rows(), {"wrap": fsdp2}),
+    "Accelerate": (tiny, rows(), {"wrap": accelerated}),
     "2 x 2, FSDP2": (tiny, rows(count=8), {"ranks": 4, "groups": 2, "wrap": fsdp2}),
     "2 x 2, FSDP2 in groups": (tiny, rows(count=8), {"ranks": 4, "groups": 2, "wrap": hybrid_fsdp2}),
     "untied": (lambda: tiny(tie_word_embeddings=False, attention_bias=True), rows(), {}),
@@ -195,6 +210,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "router loss": (with_router_loss, rows(), {}),
     "fewer rows than ranks": (tiny, [{"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}], {"ranks": 4}),
     "a rank without predictions": (tiny, without_prompts(rows()), {}),
+    "as many predictions as rows": (lambda: EVERY["Qwen3.5"].build(), AS_MANY, {}),
     "paths": (tiny, rows(), {"attention": "path"}),
     "ten batches": (tiny, rows(1, 23), {"ranks": 3, "num_heads": 6}),
 }
