@@ -42,6 +42,8 @@ class RowSplit:
 
     def __init__(self, group: Any) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        if self.rank < 0:
+            raise UserError("sp_group: this rank is not in it; give each rank the group that it is a member of")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
         """A process group cannot be copied; a copy of the model trains in the same one."""
@@ -76,10 +78,10 @@ class RowSplit:
 
     def check_same(self, batch: Mapping[str, Any]) -> None:
         """Refuse a batch that differs between the ranks of the group, by a sum of 64 bits. Waits for a device."""
-        tensors = [
-            value for _, value in sorted(batch.items()) if isinstance(value, Tensor) and not value.is_floating_point()
-        ]
-        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors, 1)]).sum()
+        values = [value for _, value in sorted(batch.items())]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        numbers = hash(tuple(value for value in values if isinstance(value, int)))  # such as num_items_in_batch
+        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors)]).sum() + numbers
         extremes = torch.stack([found, -found])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         if extremes[0] != -extremes[1]:
@@ -110,10 +112,18 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 def _checksum(tensor: Tensor, salt: int) -> Tensor:
-    """A sum of int64 that depends on every value, its place, and the number of values."""
-    values = tensor.flatten().to(torch.int64)
-    places = torch.arange(1, len(values) + 1, device=values.device)
-    return ((values + 7919 * salt + 1) * (places * 2654435761 + 40503)).sum() + len(values) * 97 * salt
+    """A sum of int64 that depends on every value, its place, and the number of values.
+
+    Each is hashed first, as SplitMix64 does (Steele et al., 2014): in a weighted sum of the values themselves, changes
+    such as +1, -2 and +1 in a row cancel out.
+    """
+    flat = tensor.detach().flatten()
+    values = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
+    places = torch.arange(len(values), device=values.device) + (salt << 32)
+    x = values + places * -0x61C8864680B583EB  # odd constants of 64 bits, with their sign
+    x = (x ^ x >> 30) * -0x40A7B892E31B1A47
+    x = (x ^ x >> 27) * -0x6B2FB644ECCEEE15
+    return (x ^ x >> 31).sum() + len(values)
 
 
 class SplitCall(RadixCall):
@@ -166,6 +176,7 @@ class SplitModel:
         self.outer, self.base, self.rows = outer, parts.base, RowSplit(group)
         self.labels: Tensor | None = None  # of the own predictions, while a call passes
         self.num_items: Any = None  # labels of the whole batch, or what the trainer gave
+        self.has_loss = False  # of the call that passes
         _check_loss(parts)
         check_heads(parts.decoder.config.num_attention_heads, self.rows.size)
         self.hooks: list[Any] = []
@@ -221,17 +232,19 @@ class SplitModel:
         """In place of the model's `loss_function`: that of the whole batch."""
         if self.labels is None:
             return self.loss_function(logits, labels, *args, **kwargs)
+        if self.has_loss:
+            raise self._refusal("calls its loss_function more than once, and only the first is of the whole batch")
+        self.has_loss = True
         given = {**kwargs, "shift_labels": self.labels, "num_items_in_batch": self.num_items}
-        self.labels = None
         return self.rows.sum(self.loss_function(logits, labels, *args, **given))
 
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        is_left, self.labels = self.labels is not None, None
+        is_left, self.labels, self.has_loss = self.labels is not None and not self.has_loss, None, False
         if is_left and output is not None:
-            raise UserError(
-                f"sp_group: {type(self.base).__name__} computes its loss by itself, not by its loss_function, so it "
-                f"would be the loss of a part of the batch; train it by data parallel"
-            )
+            raise self._refusal("computes its loss by itself, not by its loss_function, so it would be that of a part")
+
+    def _refusal(self, what: str) -> UserError:
+        return UserError(f"sp_group: {type(self.base).__name__} {what}; train it by data parallel")
 
 
 def _check_loss(parts: Parts) -> None:

@@ -6,6 +6,8 @@ Ranks are forked, and meet by gloo. Each returns its gradients averaged over all
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -493,12 +495,45 @@ def test_refusals() -> None:
     def call(group: Any, seed: int = 0, **options: Any) -> Any:
         return prepare_model(tiny(), sp_group=group)(**RadixCollator(**options)(rows(seed)))
 
+    def nearly(group: Any, rank: int, name: str, changes: list[int]) -> Any:
+        batch = RadixCollator()(rows())
+        batch[name][..., : len(changes)] += rank * torch.tensor(changes)
+        return prepare_model(tiny(), sp_group=group)(**batch)
+
+    def counted(group: Any, rank: int) -> Any:
+        return prepare_model(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=30 + rank)
+
+    def own_loss(group: Any, rank: int, count: int) -> Any:
+        model = tiny()
+        forward = model.forward
+
+        def with_losses(labels: Any = None, **given: Any) -> Any:
+            output = forward(**given)
+            output.loss = sum(model.loss_function(output.logits, labels, 50) for _ in range(count))
+            return output
+
+        model.forward = with_losses
+        return prepare_model(model, sp_group=group)(**RadixCollator()(rows()))
+
     assert "got different batches" in refused(call)
+    for name in ("input_ids", "position_ids", "radix_predictor_indices"):
+        assert "got different batches" in refused(partial(nearly, name=name, changes=[1, -2, 1]))
+    assert "got different batches" in refused(counted)
+    assert "more than once" in refused(partial(own_loss, count=2))
+    assert "computes its loss by itself" in refused(partial(own_loss, count=0))
     assert "without merge_labels" in refused(lambda group, rank: call(group, merge_labels=True))
     assert "these numbers do: 1, 2, 4" in refused(lambda group, rank: call(group), ranks=3)
     assert "has no head" in refused(lambda group, rank: prepare_model(tiny().model, sp_group=group))
     not_split = refused(lambda group, rank: prepare_model(tiny(), sp_group=group).model(**RadixCollator()(rows())))
     assert "without having been split over its ranks" in not_split
+
+    def outside(rank: int) -> None:
+        group = dist.new_group([0])
+        if rank:
+            with pytest.raises(UserError, match="this rank is not in it"):
+                prepare_model(tiny(), sp_group=group)
+
+    on_ranks(2, outside)
 
 
 def test_what_goes_on_as_before() -> None:
@@ -513,7 +548,9 @@ def test_what_goes_on_as_before() -> None:
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ordinary)
         with torch.no_grad():
             torch.testing.assert_close(model.eval()(**RadixCollator()(rows())).loss, whole)
+        copied = deepcopy(model)
         restore_model(model)
+        torch.testing.assert_close(copied(**RadixCollator()(rows())).loss, whole)
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ordinary)
         assert model.loss_function.__name__ == "ForCausalLMLoss"
 
