@@ -231,7 +231,7 @@ def test_one_step(case: str, print_after: Print) -> None:
 @FULL
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in QUICK])
 def test_every_family(name: str, print_after: Print) -> None:
-    """Each is equal, or refused before anything is trained."""
+    """On four ranks each is equal, or refused before anything is trained."""
 
     def build() -> Any:
         return EVERY[name].build()
@@ -242,7 +242,7 @@ def test_every_family(name: str, print_after: Print) -> None:
     except UserError as refusal:
         pytest.skip(f"refused without sp_group, too: {refusal}")
     try:
-        ordinary, other = split(build, rows())
+        ordinary, other = split(build, rows(), ranks=4)
     except AssertionError as error:
         assert "UserError: sp_group" in str(error), error
     else:
