@@ -1,7 +1,7 @@
 """A micro-batch -> the part that one of n ranks computes: U / n of its unique rows, and the predictions of these.
 
-The first rank has the first ceil(U / n) rows, and so on. The last ones are filled up by zeros that reach nothing, so
-that every rank has as many rows.
+The first rank has the first ceil(U / n) rows, and so on. The last ones are filled up by copies of the first row, which
+reach nothing, so that every rank has as many rows. Experts that copies are routed to are reached anyway.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ def rows_per_rank(num_rows: int, size: int) -> int:
 
 
 def own_rows(rows: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """Those of one of `size` ranks, filled up with zeros: U of `dim` -> ceil(U / size)."""
+    """Those of one of `size` ranks, filled up with copies of the first: U of `dim` -> ceil(U / size)."""
     count = rows_per_rank(rows.shape[dim], size)
     start = min(rank * count, rows.shape[dim])
-    cut = rows.narrow(dim, start, min(count, rows.shape[dim] - start))
-    missing = list(cut.shape)
-    missing[dim] = count - cut.shape[dim]
-    return torch.cat([cut, cut.new_zeros(missing)], dim) if missing[dim] else cut
+    return filled(rows.narrow(dim, start, min(count, rows.shape[dim] - start)), rows.narrow(dim, 0, 1), dim, count)
+
+
+def filled(rows: Tensor, first: Tensor, dim: int, count: int) -> Tensor:
+    """`count` rows along `dim`: these, and copies of `first`, which has one."""
+    missing = count - rows.shape[dim]
+    return torch.cat([rows, *[first] * missing], dim) if missing else rows
 
 
 def own_inputs(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Tensor]:

@@ -29,6 +29,8 @@ class Division(NamedTuple):
         backward; both are means over the steps.
     seconds: that a layer takes, the mean over the steps, by the fixed rates of the cost model. What is alike in every
         division, such as gradients that are averaged, is left out.
+    most_rows: of a rank at once, in the largest micro-batch of all steps.
+    memory_bytes: peak of a rank, if something predicts it.
     """
 
     num_ranks: int
@@ -37,6 +39,8 @@ class Division(NamedTuple):
     num_rows: float
     sent_bytes: float
     seconds: float
+    most_rows: int
+    memory_bytes: int | None = None
 
 
 def divide(
@@ -47,19 +51,20 @@ def divide(
     steps: the token ids of each sequence of each step. max_tokens: of a rank. element_bytes: of a number that is sent.
     """
     cost = SequenceCost.of(step_cost)
-    num_computed, most_rows, sent, seconds = 0, [], [], []
+    num_computed, most_rows, num_rows, sent, seconds = 0, 0, [], [], []
     for sequences in steps:
         shares = share_by_unique_tokens(sequences, num_ranks // sp_size, max_tokens * sp_size, cost=cost)
         found = [[_part(sequences, each, sp_size, step_cost) for each in groups] for groups in shares.groups]
-        rows = [sum(num_rows for num_rows, _ in of_group) for of_group in found]
+        rows = [sum(at_once for at_once, _ in of_group) for of_group in found]
         num_computed += sp_size * sum(rows)
-        most_rows.append(max(rows))
+        most_rows = max(most_rows, *(at_once for of_group in found for at_once, _ in of_group))
+        num_rows.append(max(rows))
         sent.append(max(rows) * step_cost.sent_numbers(sp_size) * element_bytes)
         computing = max(sum(seconds for _, seconds in of_group) for of_group in found)
         seconds.append(computing + sent[-1] * step_cost.rates.sent_byte)
     num_tokens = sum(len(ids) for sequences in steps for ids in sequences)
-    means = [statistics.fmean(each) for each in (most_rows, sent, seconds)]
-    return Division(num_ranks, sp_size, num_tokens / num_computed, *means)
+    busiest, sent_bytes, taken = (statistics.fmean(each) for each in (num_rows, sent, seconds))
+    return Division(num_ranks, sp_size, num_tokens / num_computed, busiest, sent_bytes, taken, most_rows)
 
 
 def _part(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int, step_cost: StepCost) -> tuple[int, float]:

@@ -6,7 +6,8 @@ layer, and computes the head and the loss of those that predict. Around attentio
 
     q [u, N, H], k and v [u, K, H]  ->  [U, N/n, H], [U, K/n, H]  ->  tree attention  ->  [U, N/n, H]  ->  [u, N, H]
 
-The rows are filled up to a multiple of n by rows that reach nothing. A recurrent layer computes all rows on every rank.
+The rows are filled up to a multiple of n by copies, which reach nothing. A recurrent layer computes all rows on every
+rank.
 
 Every rank returns the loss of the whole batch; its gradient is n times that of its own part. So an average over all
 ranks, as DDP and FSDP take it, is the gradient of the batch, and of the mean over data-parallel groups.
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.collators.row_split import own_inputs, own_predictors, own_rows, rows_per_rank
+from radixtrain.collators.row_split import filled, own_inputs, own_predictors, own_rows, rows_per_rank
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts
@@ -41,6 +42,8 @@ class RowSplit:
 
     def __init__(self, group: Any) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        if self.rank < 0:
+            raise UserError("sp_group: this rank is not in it; give each rank the group that it is a member of")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
         """A process group cannot be copied; a copy of the model trains in the same one."""
@@ -50,7 +53,7 @@ class RowSplit:
         return rows_per_rank(num_rows, self.size)
 
     def own(self, rows: Tensor) -> Tensor:
-        """Those of this rank, filled up with zeros: (U, ...) -> (u, ...)."""
+        """Those of this rank, filled up: (U, ...) -> (u, ...)."""
         return own_rows(rows, 0, self.rank, self.size)
 
     def all_rows(self, rows: Tensor, num_rows: int) -> Tensor:
@@ -75,10 +78,10 @@ class RowSplit:
 
     def check_same(self, batch: Mapping[str, Any]) -> None:
         """Refuse a batch that differs between the ranks of the group, by a sum of 64 bits. Waits for a device."""
-        tensors = [
-            value for _, value in sorted(batch.items()) if isinstance(value, Tensor) and not value.is_floating_point()
-        ]
-        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors, 1)]).sum()
+        values = [value for _, value in sorted(batch.items())]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        numbers = hash(tuple(value for value in values if isinstance(value, int)))  # such as num_items_in_batch
+        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors)]).sum() + numbers
         extremes = torch.stack([found, -found])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         if extremes[0] != -extremes[1]:
@@ -109,10 +112,18 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 def _checksum(tensor: Tensor, salt: int) -> Tensor:
-    """A sum of int64 that depends on every value, its place, and the number of values."""
-    values = tensor.flatten().to(torch.int64)
-    places = torch.arange(1, len(values) + 1, device=values.device)
-    return ((values + 7919 * salt + 1) * (places * 2654435761 + 40503)).sum() + len(values) * 97 * salt
+    """A sum of int64 that depends on every value, its place, and the number of values.
+
+    Each is hashed first, as SplitMix64 does (Steele et al., 2014): in a weighted sum of the values themselves, changes
+    such as +1, -2 and +1 in a row cancel out.
+    """
+    flat = tensor.detach().flatten()
+    values = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
+    places = torch.arange(len(values), device=values.device) + (salt << 32)
+    x = values + places * -0x61C8864680B583EB  # odd constants of 64 bits, with their sign
+    x = (x ^ x >> 30) * -0x40A7B892E31B1A47
+    x = (x ^ x >> 27) * -0x6B2FB644ECCEEE15
+    return (x ^ x >> 31).sum() + len(values)
 
 
 class SplitCall(RadixCall):
@@ -143,8 +154,7 @@ class SplitCall(RadixCall):
         if scoring.get("sinks") is not None:
             scoring["sinks"] = scoring["sinks"].unflatten(0, (n, -1))[self.split.rank]
         out = super().attend(layer, (own[0], own[1], own[2]), window, **scoring)
-        missing = self.split.rows_per_rank(num_rows) * n - num_rows
-        return self.split.heads_to_rows(nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out)
+        return self.split.heads_to_rows(filled(out, out[:1], 0, n * self.num_rows))
 
 
 def check_heads(num_heads: int, size: int) -> None:
@@ -166,6 +176,7 @@ class SplitModel:
         self.outer, self.base, self.rows = outer, parts.base, RowSplit(group)
         self.labels: Tensor | None = None  # of the own predictions, while a call passes
         self.num_items: Any = None  # labels of the whole batch, or what the trainer gave
+        self.has_loss = False  # of the call that passes
         _check_loss(parts)
         check_heads(parts.decoder.config.num_attention_heads, self.rows.size)
         self.hooks: list[Any] = []
@@ -207,11 +218,13 @@ class SplitModel:
         rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"]
         rows, is_own = own_predictors(kwargs[PREDICTOR_INDICES], num_rows, rank, size)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
-        self.labels = nn.functional.pad(targets[:, own], (0, 1), value=IGNORE_INDEX)  # no rank without any
+        # No rank without any, nor with as many as rows: layers receive the labels, and a mixer would exchange them.
+        ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
+        self.labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
         given = kwargs.get("num_items_in_batch")
         self.num_items = (targets != IGNORE_INDEX).sum() if given is None else given
         cut = own_inputs(kwargs, rank, size)
-        predictors = nn.functional.pad(rows[own], (0, 1))
+        predictors = nn.functional.pad(rows[own], (0, ignored))
         labels = {"shift_labels": self.labels, "labels": self.labels.roll(1)}
         return args, {**kwargs, **cut, **labels, PREDICTOR_INDICES: predictors, SPLIT: num_rows}
 
@@ -219,17 +232,19 @@ class SplitModel:
         """In place of the model's `loss_function`: that of the whole batch."""
         if self.labels is None:
             return self.loss_function(logits, labels, *args, **kwargs)
+        if self.has_loss:
+            raise self._refusal("calls its loss_function more than once, and only the first is of the whole batch")
+        self.has_loss = True
         given = {**kwargs, "shift_labels": self.labels, "num_items_in_batch": self.num_items}
-        self.labels = None
         return self.rows.sum(self.loss_function(logits, labels, *args, **given))
 
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        is_left, self.labels = self.labels is not None, None
+        is_left, self.labels, self.has_loss = self.labels is not None and not self.has_loss, None, False
         if is_left and output is not None:
-            raise UserError(
-                f"sp_group: {type(self.base).__name__} computes its loss by itself, not by its loss_function, so it "
-                f"would be the loss of a part of the batch; train it by data parallel"
-            )
+            raise self._refusal("computes its loss by itself, not by its loss_function, so it would be that of a part")
+
+    def _refusal(self, what: str) -> UserError:
+        return UserError(f"sp_group: {type(self.base).__name__} {what}; train it by data parallel")
 
 
 def _check_loss(parts: Parts) -> None:

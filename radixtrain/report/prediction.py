@@ -98,8 +98,11 @@ class Prediction:
 
     def memory_bytes(self, sampled: SampledSteps) -> int:
         """Most bytes of a step, in the micro-batch that needs most."""
-        peaks = (_total(self.peak, [counts]) for step in sampled.steps for counts in step.radix)
-        return round(self.state_bytes + max(peaks))
+        return self.bytes_of_rows(max(counts.rows for step in sampled.steps for counts in step.radix))
+
+    def bytes_of_rows(self, num_rows: int) -> int:
+        """Most bytes of a process whose largest micro-batch has so many rows."""
+        return round(self.state_bytes + self.peak[0] * num_rows + self.peak[1])
 
 
 def step_cost_of_run(setup: RunSetup) -> StepCost | None:

@@ -78,12 +78,13 @@ def _settings_table(report: DataReport) -> Table:
 def _divisions_table(report: DataReport) -> Table:
     """Data parallel, and micro-batches that ranks split."""
     table = _table("Your settings on several devices")
-    for name in ("devices", "sp_size", "r", "rows of\nthe busiest", "which\nsends", "time"):
+    for name in ("devices", "sp_size", "r", "rows of\nthe busiest", "which\nsends", "memory", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     for each, time in zip(report.divisions, report.times, strict=True):
         sent = bytes_text(round(each.sent_bytes)) if each.sp_size > 1 else NOTHING
-        cells = (f"{each.num_ranks}", f"{each.sp_size}", ratio(each.r), f"{each.num_rows:,.0f}", sent, f"{time:.2f}")
-        table.add_row(*map(Text, cells))
+        memory = NOTHING if each.memory_bytes is None else bytes_text(each.memory_bytes)
+        numbers = f"{each.num_ranks}", f"{each.sp_size}", ratio(each.r), f"{each.num_rows:,.0f}"
+        table.add_row(*map(Text, (*numbers, sent, memory, f"{time:.2f}")))
     return table
 
 

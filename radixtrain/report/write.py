@@ -103,7 +103,7 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
         best = best_setting(current, [*settings, *shares], free_bytes(setup.device))
         shown = [each for each in shares if _draw(each) == _draw(current) or each == best]
         settings = sorted([*settings, *shown], key=lambda each: (*_draw(each), each.activation_checkpointing))
-    divisions = _divisions(epoch, own, num_steps, step_cost, setup)
+    divisions = _divisions(epoch, own, num_steps, step_cost, setup, prediction)
     if not divisions:
         notes.append(
             "Steps were not divided among several devices: their cost is not known, or recurrent layers compute all "
@@ -145,7 +145,12 @@ def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
 
 
 def _divisions(
-    epoch: Epoch, own: Draw, num_steps: int, step_cost: StepCost | None, setup: RunSetup
+    epoch: Epoch,
+    own: Draw,
+    num_steps: int,
+    step_cost: StepCost | None,
+    setup: RunSetup,
+    prediction: Prediction | None,
 ) -> tuple[Division, ...]:
     """The steps of the user's own setting on several devices, in every way; none for a hybrid model."""
     if step_cost is None or step_cost.mixer_share:
@@ -158,6 +163,9 @@ def _divisions(
         for num_ranks in NUM_RANKS
         for sp_size in sp_sizes(num_ranks, step_cost.num_heads)
     ]
+    if prediction is not None:
+        memory = prediction.at(setup.share).bytes_of_rows
+        found = [each._replace(memory_bytes=memory(each.most_rows)) for each in found]
     return tuple(each._replace(sent_bytes=setup.num_layers * each.sent_bytes) for each in found)
 
 

@@ -30,6 +30,7 @@ CHAINS: dict[str, list[tuple[int, str | None]]] = {
 }
 LORA = {"model__use_peft": "true", "model__learning_rate": 1e-3}
 DROPOUT = {**LORA, "model__lora_dropout": 0.3, "model__allow_dropout": "[lora_dropout]"}
+SKIPS = {"data__train_file": "overflowing", "model__on_nonfinite": "skip"}
 JUDGED = {
     **{"data__validation_file": "rows", "trainer__val_check_interval": 1, "save_best": "eval_loss"},
     **{"early_stopping": 2, "model__learning_rate": 0.1, "model__lr_scheduler_type": "constant"},
@@ -37,8 +38,10 @@ JUDGED = {
 SET_UPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "four ranks": (4, "ddp", DROPOUT),
     "a worker": (2, "ddp", {"data__dataloader_num_workers": 1}),
-    "skipped steps": (2, "fsdp2", {"data__train_file": "overflowing", "model__on_nonfinite": "skip"}),
-    "skipped steps, ddp": (2, "ddp", {"data__train_file": "overflowing", "model__on_nonfinite": "skip"}),
+    "skipped steps": (2, "fsdp2", SKIPS),
+    "skipped steps, ddp": (2, "ddp", SKIPS),
+    "skipped steps, split": (2, "ddp", {**SKIPS, "sp_size": 2}),
+    "dropout, split": (4, "fsdp2", {**DROPOUT, "sp_size": 2}),
     "muon": (2, "ddp", {"model__optimizer": "muon"}),
     "save_best": (2, "ddp", JUDGED),
     "four sharded ranks": (4, "fsdp2", {}),
@@ -58,13 +61,14 @@ def test_other_ranks_go_on(train, reference, print_after, chain, weights):
 
 
 def test_another_split_goes_on(train, reference, print_after):
-    """One process, two ranks as one, two groups of two, and two ranks as `auto` chooses."""
+    """One process, two ranks as one, two groups of two, and two ranks as `auto` chooses, by data parallel."""
     whole, checkpoint = reference(**FLOAT64), None
-    for part, (ranks, sp_size, stop) in enumerate([(1, 1, 3), (2, 2, 6), (4, 2, 9), (2, "auto", 12)]):
-        options = {"ranks": ranks, "sp_size": sp_size, "strategy": "ddp" if ranks > 1 else None}
+    parts = [(1, 1, None), (2, 2, "ddp"), (4, 2, "fsdp2"), (2, "auto", "ddp")]
+    for part, (ranks, sp_size, strategy) in enumerate(parts):
+        options = {"ranks": ranks, "sp_size": sp_size, "strategy": strategy}
         run = train(f"part_{part}", ckpt_path=checkpoint, **options, **FLOAT64, **ALL_SAVED)
         told = assert_same_trajectory(run, whole, since=3 * part)
-        checkpoint = run / "checkpoints" / f"step={stop}"
+        checkpoint = run / "checkpoints" / f"step={3 * (part + 1)}"
     print_after("devices", f"resumed 1, sp 2, 2 x 2, auto on 2: the trajectory of one process; {told}")
 
 
@@ -112,12 +116,12 @@ def test_the_same_ranks_go_on_bit_for_bit(train, flags_of, print_after, set_up):
     print_after("devices", f"resumed, {set_up}: from {len(chosen)} of {len(steps)} steps, bit-equal")
 
 
-@pytest.mark.parametrize("set_up", ["skipped steps", "skipped steps, ddp", "save_best"])
+@pytest.mark.parametrize("set_up", ["skipped steps", "skipped steps, ddp", "skipped steps, split", "save_best"])
 def test_ranks_decide_as_one_process(train, flags_of, set_up):
     """Which steps are left out, which are best, when training ends."""
     ranks, strategy, _ = SET_UPS[set_up]
     flags = {**flags_of(set_up), **(FLOAT64 if set_up == "save_best" else {})}  # in which no weight overflows
-    whole = train("whole", **flags)
+    whole = train("whole", **{**flags, "sp_size": 1})
     run = train("ranks", ranks=ranks, strategy=strategy, **flags)
     here, there = conclusions(run), conclusions(whole)
     for name in ("ended", "exported", "num_skipped"):

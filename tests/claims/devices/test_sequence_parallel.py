@@ -6,6 +6,8 @@ Ranks are forked, and meet by gloo. Each returns its gradients averaged over all
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -143,10 +145,13 @@ def worst(ordinary: Result, other: Result) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_families(name: str, print_after: Print) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks"), cases([(name, ranks) for name in QUICK for ranks in (2, 4)], [(name, 2) for name in QUICK])
+)
+def test_families(name: str, ranks: int, print_after: Print) -> None:
     family = EVERY[name]
-    assert_equal(*split(lambda: family.build(num_attention_heads=4), rows()), name, print_after)
+    results = split(lambda: family.build(num_attention_heads=4), rows(), ranks)
+    assert_equal(*results, f"{name}, {ranks} ranks", print_after)
 
 
 def tiny(**settings: Any) -> Any:
@@ -178,6 +183,17 @@ def without_prompts(features: list[Any]) -> list[Any]:
     return [{**row, "labels": [-100] * 13 + row["input_ids"][13:]} for row in features]
 
 
+# One ignored prediction is added to the three of the first rank, which has four rows, and to the two of the other one.
+AS_MANY = [{"input_ids": [*range(3, 11)], "labels": [-100, 4, 5, 6, -100, 8, 9, -100]}]
+
+
+def accelerated(model: Any) -> Any:
+    """With DDP around it. A loader that it prepared would give each rank batches of its own."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(model)
+
+
 CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "four ranks": (tiny, rows(), {"ranks": 4}),
     "2 x 2": (tiny, rows(count=8), {"ranks": 4, "groups": 2}),
@@ -185,6 +201,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "FSDP2": (tiny, rows(), {"wrap": fsdp2}),
     "FSDP2, a rank without predictions": (tiny, without_prompts(rows()), {"wrap": fsdp2}),
     "FSDP2, checkpointing": (lambda: checkpointed(False), rows(), {"wrap": fsdp2}),
+    "Accelerate": (tiny, rows(), {"wrap": accelerated}),
     "2 x 2, FSDP2": (tiny, rows(count=8), {"ranks": 4, "groups": 2, "wrap": fsdp2}),
     "2 x 2, FSDP2 in groups": (tiny, rows(count=8), {"ranks": 4, "groups": 2, "wrap": hybrid_fsdp2}),
     "untied": (lambda: tiny(tie_word_embeddings=False, attention_bias=True), rows(), {}),
@@ -195,6 +212,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "router loss": (with_router_loss, rows(), {}),
     "fewer rows than ranks": (tiny, [{"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}], {"ranks": 4}),
     "a rank without predictions": (tiny, without_prompts(rows()), {}),
+    "as many predictions as rows": (lambda: EVERY["Qwen3.5"].build(), AS_MANY, {}),
     "paths": (tiny, rows(), {"attention": "path"}),
     "ten batches": (tiny, rows(1, 23), {"ranks": 3, "num_heads": 6}),
 }
@@ -213,7 +231,7 @@ def test_one_step(case: str, print_after: Print) -> None:
 @FULL
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in QUICK])
 def test_every_family(name: str, print_after: Print) -> None:
-    """Each is equal, or refused before anything is trained."""
+    """On four ranks each is equal, or refused before anything is trained."""
 
     def build() -> Any:
         return EVERY[name].build()
@@ -224,11 +242,49 @@ def test_every_family(name: str, print_after: Print) -> None:
     except UserError as refusal:
         pytest.skip(f"refused without sp_group, too: {refusal}")
     try:
-        ordinary, other = split(build, rows())
+        ordinary, other = split(build, rows(), ranks=4)
     except AssertionError as error:
         assert "UserError: sp_group" in str(error), error
     else:
         assert_equal(ordinary, other, name, print_after)
+
+
+class ListOfExperts(torch.nn.Module):
+    """A mixture of experts that runs those that some row is routed to, each by itself."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(width, count)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            out = out + self.experts[number](x) * (chosen == number)[..., None]
+        return out
+
+
+def with_listed_experts() -> Any:
+    model = tiny(num_hidden_layers=3)
+    torch.manual_seed(0)
+    for layer in model.model.layers:
+        layer.mlp = ListOfExperts(model.config.hidden_size, 128)
+    return model
+
+
+def test_rows_that_fill_up_reach_no_further_expert() -> None:
+    """An expert that no token is routed to has no gradient on any rank. AdamW decays the weights if it is 0."""
+    model, batch = with_listed_experts().double(), RadixCollator()(rows())
+    reached = set(learn(prepare_model(model), batch)[1])
+    model.zero_grad()
+    assert len(reached) < len(list(model.parameters()))
+    assert batch["input_ids"].shape[1] % 4  # rows are filled up
+
+    def work(rank: int) -> set[str]:
+        return set(learn(prepare_model(model, sp_group=dist.new_group([0, 1, 2, 3])), batch)[1])
+
+    assert set.union(*on_ranks(4, work)) == reached
 
 
 STEPS = 20
@@ -439,12 +495,45 @@ def test_refusals() -> None:
     def call(group: Any, seed: int = 0, **options: Any) -> Any:
         return prepare_model(tiny(), sp_group=group)(**RadixCollator(**options)(rows(seed)))
 
+    def nearly(group: Any, rank: int, name: str, changes: list[int]) -> Any:
+        batch = RadixCollator()(rows())
+        batch[name][..., : len(changes)] += rank * torch.tensor(changes)
+        return prepare_model(tiny(), sp_group=group)(**batch)
+
+    def counted(group: Any, rank: int) -> Any:
+        return prepare_model(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=30 + rank)
+
+    def own_loss(group: Any, rank: int, count: int) -> Any:
+        model = tiny()
+        forward = model.forward
+
+        def with_losses(labels: Any = None, **given: Any) -> Any:
+            output = forward(**given)
+            output.loss = sum(model.loss_function(output.logits, labels, 50) for _ in range(count))
+            return output
+
+        model.forward = with_losses
+        return prepare_model(model, sp_group=group)(**RadixCollator()(rows()))
+
     assert "got different batches" in refused(call)
+    for name in ("input_ids", "position_ids", "radix_predictor_indices"):
+        assert "got different batches" in refused(partial(nearly, name=name, changes=[1, -2, 1]))
+    assert "got different batches" in refused(counted)
+    assert "more than once" in refused(partial(own_loss, count=2))
+    assert "computes its loss by itself" in refused(partial(own_loss, count=0))
     assert "without merge_labels" in refused(lambda group, rank: call(group, merge_labels=True))
     assert "these numbers do: 1, 2, 4" in refused(lambda group, rank: call(group), ranks=3)
     assert "has no head" in refused(lambda group, rank: prepare_model(tiny().model, sp_group=group))
     not_split = refused(lambda group, rank: prepare_model(tiny(), sp_group=group).model(**RadixCollator()(rows())))
     assert "without having been split over its ranks" in not_split
+
+    def outside(rank: int) -> None:
+        group = dist.new_group([0])
+        if rank:
+            with pytest.raises(UserError, match="this rank is not in it"):
+                prepare_model(tiny(), sp_group=group)
+
+    on_ranks(2, outside)
 
 
 def test_what_goes_on_as_before() -> None:
@@ -459,7 +548,9 @@ def test_what_goes_on_as_before() -> None:
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ordinary)
         with torch.no_grad():
             torch.testing.assert_close(model.eval()(**RadixCollator()(rows())).loss, whole)
+        copied = deepcopy(model)
         restore_model(model)
+        torch.testing.assert_close(copied(**RadixCollator()(rows())).loss, whole)
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ordinary)
         assert model.loss_function.__name__ == "ForCausalLMLoss"
 

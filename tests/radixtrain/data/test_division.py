@@ -32,6 +32,7 @@ def test_a_step_on_two_ranks() -> None:
     parallel, split = (divide(steps, 2, sp_size, 1000, COST, element_bytes=4) for sp_size in (1, 2))
     assert (parallel.num_rows, split.num_rows) == ((120 + 5) / 2, (70 + 3) / 2)
     assert (parallel.r, split.r) == (445 / 245, 445 / 146)
+    assert (parallel.most_rows, split.most_rows) == (120, 70)
     # half of the heads of q, k, v and the output go to the other rank, and their gradients
     assert (parallel.sent_bytes, split.sent_bytes) == (0, split.num_rows * 2 * (2 * 4 + 2 * 2) * 16 * 4 / 2)
     assert split.seconds - split.sent_bytes * 6e-10 - 5e-3 == pytest.approx(36.5 * 6e9 * 8e-12, rel=0.01)
@@ -49,9 +50,9 @@ def test_attention_is_that_of_all_rows_on_some_heads() -> None:
 
 def test_the_budget_is_that_of_a_rank() -> None:
     """Four sequences of 110 tokens: in micro-batches of 120 of one rank, or of 240 of both."""
-    assert divide([step(4)], 2, 1, 120, COST, 4).num_rows == 120
-    assert divide([step(4)], 2, 1, 110, COST, 4).num_rows == 220
-    assert divide([step(4)], 2, 2, 110, COST, 4).num_rows == 70
+    for sp_size, max_tokens, rows in ((1, 120, (120, 120)), (1, 110, (220, 110)), (2, 110, (70, 70))):
+        found = divide([step(4)], 2, sp_size, max_tokens, COST, 4)
+        assert (found.num_rows, found.most_rows) == rows
 
 
 def test_which_numbers_of_ranks_can_split() -> None:

@@ -13,7 +13,7 @@ from radixtrain.data.division import Division
 from radixtrain.training.devices.split import CLEARLY, Chosen, choose_sp_size, fastest
 from radixtrain.training.module import RadixModule
 
-PARALLEL = Division(num_ranks=4, sp_size=1, r=5.0, num_rows=964.4, sent_bytes=0, seconds=1.0)
+PARALLEL = Division(num_ranks=4, sp_size=1, r=5.0, num_rows=964.4, sent_bytes=0, seconds=1.0, most_rows=1)
 
 
 def test_the_fastest_if_it_is_clearly_faster() -> None:
