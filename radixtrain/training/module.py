@@ -332,8 +332,7 @@ class RadixModule(L.LightningModule):
     def sharing_across(self) -> SharingAcross:
         """What `data.share_across_micro_batches` depends on."""
         assert self.model is not None
-        settings, trainer = self.hparams, self._trainer
-        is_sharded = trainer is not None and isinstance(trainer.strategy, FSDP2Strategy)
+        settings, is_sharded = self.hparams, isinstance(self.trainer.strategy, FSDP2Strategy)
         return SharingAcross(
             refused=why_not_across(parts_of(self.model), settings.attention, settings.allow_dropout or ()),
             # Under FSDP all ranks run forward passes and training passes at the same time, and nothing in between.

@@ -17,6 +17,12 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "LoRA": {**FLOAT64, "model__use_peft": "true", "model__learning_rate": 1e-3},
     "recomputed": {**FLOAT64, "model__activation_checkpointing": "true"},
     "half of the layers recomputed": {**FLOAT64, "model__activation_checkpointing": 0.5},
+    "kept prefixes": {**FLOAT64, "data__share_across_micro_batches": "true", "data__max_tokens": 20},
+}
+KEEPS_NOTHING = {
+    "model__activation_checkpointing": None,
+    "data__share_across_micro_batches": None,
+    "data__max_tokens": 64,
 }
 CASES = [
     (weights, strategy, ranks, sp_size)
@@ -25,17 +31,17 @@ CASES = [
     for ranks in (2, 4)
     for sp_size in (1, 2)
 ]
-QUICK = [("full", "ddp", 2, 1), ("full", "fsdp2", 2, 1), ("full", "ddp", 2, 2)]
+QUICK = [("full", "ddp", 2, 1), ("full", "fsdp2", 2, 1), ("full", "ddp", 2, 2), ("kept prefixes", "fsdp2", 2, 1)]
 
 
 @pytest.mark.parametrize(("weights", "strategy", "ranks", "sp_size"), cases(CASES, QUICK))
 def test_ranks_take_the_steps_of_one_process(
     train, reference, deep_model, print_after, weights, strategy, ranks, sp_size
 ):
-    """That keeps all activations. With `sp_size` 2 they are one group of two, or two groups."""
+    """That keeps all activations, and computes a prefix in each micro-batch. With `sp_size` 2 they are one group of two, or two groups."""
     flags = WEIGHTS[weights] | ({"model__model_name_or_path": deep_model} if "recomputed" in weights else {})
     run = train("ranks", ranks=ranks, strategy=strategy, sp_size=sp_size, **flags)
-    told = assert_same_trajectory(run, reference(**{**flags, "model__activation_checkpointing": None}))
+    told = assert_same_trajectory(run, reference(**{**flags, **KEEPS_NOTHING}))
     print_after("devices", f"{weights}, {ranks} ranks, {strategy}, sp_size {sp_size}: {told}")
 
 

@@ -86,6 +86,7 @@ def step_of(radix: Counts, ordinary: Counts, collate_seconds: float = 0.0) -> Co
         num_whole_tokens=100,
         whole=(Counts(ordinary.rows / 10, 0, 0),),
         num_unique_tokens=100,
+        num_rows=radix.rows,
         radix=(radix,),
         ordinary=(ordinary,),
         collate_seconds=collate_seconds,
