@@ -40,7 +40,10 @@ def test_a_sum_of_the_terms_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
         sum(step_losses(model, step_of())).backward()
 
 
-@pytest.mark.parametrize("arm", ["one by one", "as a list", "their sum, with graphs that are held"])
+ARMS = ["one by one", "as a list", "their sum, with graphs that are held", "reentrant checkpoints", "reentrant, held"]
+
+
+@pytest.mark.parametrize("arm", ARMS)
 def test_other_ways_to_go_backward(tiny_qwen3: Callable[..., Any], arm: str) -> None:
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
@@ -49,6 +52,8 @@ def test_other_ways_to_go_backward(tiny_qwen3: Callable[..., Any], arm: str) -> 
         losses = step_losses(model, step_of(holds_graph="held" in arm))
         yield from [sum(losses)] if "sum" in arm else list(losses) if "list" in arm else losses
 
+    if "reentrant" in arm:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
     with float64_throughout(model):
         prepare_model(model)
         rung = compare_gradients("float64", truth, truth, gradients_of(model, terms))
