@@ -197,7 +197,7 @@ def _parts(
         kept, inside = list[tuple[Span, int]](), num_kept
         if at_end > (reached := min([num_kept, *lcp[start + 1 : end + 1]])):
             kept += _kept_passes(order[end - 1], end - 1, reached, at_end, most, lcp)
-        if num_rows > most:  # one sequence: all but its last `most` tokens
+        if num_rows > most:  # one sequence, and copies of it: all but its last `most` tokens
             inside = lengths[start] - most
             kept += _kept_passes(order[start], start, max(num_kept, at_end), inside, most, lcp)
             num_rows = most
@@ -221,6 +221,9 @@ def _end_of_part(
     rows, reached, longest = 0, num_kept, max(lcp)
     for place in range(start, len(lengths)):
         rows += lengths[place] - (num_kept if place == start else lcp[place])
+        if lcp[place + 1] and lcp[place + 1] == lengths[place + 1]:  # a copy brings no row that could continue a prefix
+            reached = min(reached, lcp[place + 1])
+            continue
         if found is not None and rows - longest > most:
             break
         shared = lcp[place + 1]

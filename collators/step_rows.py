@@ -61,11 +61,13 @@ class StepRows:
         """The rows that a pass attends to beside its own, ascending; where they are kept; those of each sequence."""
         firsts = self._first_tokens(spans).tolist()
         paths = [self.plan.inverse_indices[x : x + span.start] for x, span in zip(firsts, spans, strict=True)]
-        context = np.unique(np.concatenate(paths))
+        is_context = np.zeros(self.plan.num_rows, dtype=bool)  # `np.unique` took 1.2 s for 100,000 tokens in 25 passes
+        is_context[np.concatenate(paths)] = True
+        context, place_in_context = is_context.nonzero()[0], is_context.cumsum() - 1
         passes, rows = self.pass_of[context], self.row_in_pass[context]
         assert (passes >= 0).all()
         is_first = (np.diff(passes, prepend=-1) != 0) | (np.diff(rows, prepend=-1) != 1)
         runs = np.flatnonzero(is_first)
         columns = passes[runs], rows[runs], rows[runs] + np.diff(runs, append=len(context))
         sources = tuple(zip(*(column.tolist() for column in columns), strict=True))
-        return context, sources, [context.searchsorted(path) for path in paths]
+        return context, sources, [place_in_context[path] for path in paths]

@@ -7,6 +7,7 @@ and collates its own share of it (`batching.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.step_rows import StepRows
 from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.tree.arrays import lengths_of
+from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
@@ -151,8 +153,12 @@ class StepCollator:
             raise ValueError(f"rank must be from 0 to {self.num_ranks - 1}, as num_ranks says; got {self.rank}")
         if self.num_ranks % self.sp_size or (self.sp_size > 1 and not (self.dedup and self.merge_labels)):
             raise ValueError(f"sp_size {self.sp_size} must divide num_ranks, and needs dedup and merge_labels")
-        if self.share_across_micro_batches is True and not (self.dedup and self.merge_labels):
-            raise ValueError("share_across_micro_batches needs dedup and merge_labels")
+        if self.share_across_micro_batches not in (True, False, "auto"):
+            raise ValueError(
+                f"share_across_micro_batches must be true, false or auto: {self.share_across_micro_batches!r}"
+            )
+        if self.share_across_micro_batches is True and (missing := self._missing_for_passes):
+            raise ValueError(f"share_across_micro_batches needs {missing}")
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> Step:
         arrays = self._read(features)
@@ -191,17 +197,19 @@ class StepCollator:
         """
         group = self.rank // self.sp_size
         schedule = schedules[group]
-        rows, num_kept = StepRows(arrays, schedule.num_kept), len(schedule.kept)
+        num_kept = len(schedule.kept)
         lengths = [len(feature.input_ids) for feature in arrays]
         spans = [[kept] for kept in schedule.kept]
         for members in schedule.groups:
             own = (Span(member, schedule.num_kept[member], lengths[member]) for member in members)
             spans.append([span for span in own if span.start < span.end])
-        batches = [
-            self._collate_pass(rows, of_pass, place if place < num_kept else None)
-            for place, of_pass in enumerate(spans)
-        ]
-        passes = []
+        batches, passes = list[dict[str, Any]](), list[Pass]()
+        if spans:  # a rank may have no sequence
+            rows = StepRows(arrays, schedule.num_kept)
+            batches += [
+                self._collate_pass(rows, of_pass, place if place < num_kept else None)
+                for place, of_pass in enumerate(spans)
+            ]
         for event, trains in aligned([each.order for each in schedules], group):
             place = len(batches) if event is None else event.place + (0 if event.is_kept else num_kept)
             passes.append(Pass(place, trains))
@@ -230,7 +238,8 @@ class StepCollator:
     @property
     def keeping(self) -> Keeping | None:
         """When prefixes are kept; None if never."""
-        return Keeping.of(self.share_across_micro_batches, self.step_cost, self.holds_graph)
+        wanted = not self._missing_for_passes and self.share_across_micro_batches
+        return Keeping.of(wanted, self.step_cost, self.holds_graph)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
         """The features with the labels that are to be trained."""
@@ -249,6 +258,17 @@ class StepCollator:
         if self.min_shared_tokens == 1 or self._budget is None or batch["input_ids"].numel() <= self._budget:
             return batch
         return replace(self, min_shared_tokens=1)._collate(members)
+
+    @property
+    def _missing_for_passes(self) -> str | None:
+        """What the settings lack so that a step can be computed in several passes."""
+        if not (self.dedup and self.merge_labels):
+            return "dedup and merge_labels"
+        if self.step_cost is not None and not set(self.step_cost.strategies) & set(WITH_CONTEXT):
+            return f"attention auto, {' or '.join(WITH_CONTEXT)}, and step_cost is of {self.step_cost.strategies[0]}"
+        if (self.pad_to_multiple_of or 1) > (self._budget or math.inf):
+            return f"max_tokens of at least pad_to_multiple_of, {self.pad_to_multiple_of}; it is {self.max_tokens}"
+        return None
 
     @property
     def _budget(self) -> int | None:

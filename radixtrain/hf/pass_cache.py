@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from radixtrain.errors import UserError
+
 
 class LayerRows:
     """Keys and values of the rows of one pass, by the id of the layer's attention, and their gradients.
@@ -29,6 +31,7 @@ class LayerRows:
     def __init__(self) -> None:
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self.joined: set[int] = set()
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Once: a layer that is recomputed in the backward pass has the same rows."""
@@ -36,13 +39,24 @@ class LayerRows:
             self.rows[layer] = key.detach().contiguous(), value.detach().contiguous()
 
     def add(self, layer: int, start: int, end: int, gradients: Sequence[Tensor]) -> None:
-        """The gradients of the rows [start, end), in one later pass."""
+        """The gradients of the rows [start, end), in one later pass. UserError if those of the layer have joined."""
+        if layer in self.joined:
+            raise UserError(
+                "a micro-batch goes backward after the prefix that it continues, whose gradient would lack its share: "
+                "call backward on each loss of step_losses before asking for the next one, not on their sum"
+            )
         if layer not in self.gradients:
             key, value = self.rows[layer]
             wide = torch.promote_types(key.dtype, torch.float32)
             self.gradients[layer] = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         for total, gradient in zip(self.gradients[layer], gradients, strict=True):
             total[start:end] += gradient
+
+    def join(self, layer: int, own: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients in the pass itself, with those of all later ones."""
+        self.joined.add(layer)
+        later = self.gradients.get(layer)
+        return list(own) if later is None else [(x + y).to(y.dtype) for x, y in zip(later, own, strict=True)]
 
 
 class PassCache:
@@ -83,7 +97,6 @@ class _WithContext(torch.autograd.Function):
         for (earlier, start, end), size in zip(cache.context, sizes, strict=True):
             earlier.add(layer, start, end, [gradient[place : place + size] for gradient in gradients])
             place += size
-        if cache.kept is not None and layer in cache.kept.gradients:
-            later = cache.kept.gradients[layer]
-            own = [(total + x).to(x.dtype) for x, total in zip(own, later, strict=True)]
+        if cache.kept is not None:
+            own = cache.kept.join(layer, own)
         return own[0], own[1], None, None

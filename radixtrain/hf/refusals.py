@@ -25,7 +25,14 @@ from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
-from radixtrain.hf.recurrent.mixers import attends, forks_or_keeps_apart, mixers_of, source_of_class, text_layers
+from radixtrain.hf.recurrent.mixers import (
+    attends,
+    forks_or_keeps_apart,
+    mixers_of,
+    num_attention_layers,
+    source_of_class,
+    text_layers,
+)
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.layout import PREFIX, TreeLayout
@@ -147,7 +154,9 @@ def why_not_across(parts: Parts, attention: str, allowed: Sequence[str]) -> str 
     layers = text_layers(parts.decoder)
     if mixers_of(parts.decoder):
         return f"{parts.name} has recurrent layers, whose states are not kept from one micro-batch to the next"
-    if len(set(map(id, layers))) < len(layers) or _attends_twice(parts.decoder):
+    attending = sum(_is_attention(module) and is_text(path) for path, module in parts.decoder.named_modules())
+    runs_again = len(set(map(id, layers))) < len(layers) or 0 < attending < num_attention_layers(parts.decoder)
+    if runs_again or _attends_twice(parts.decoder):
         return f"{parts.name} attends several times with one module, and keys are kept once for each"
     if attention not in ("auto", *WITH_CONTEXT):
         return f"attention {attention!r} cannot attend to rows of an earlier micro-batch; auto, cascade and path can"

@@ -57,3 +57,4 @@ def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Itera
         else:
             with torch.no_grad():
                 run(place)
+            torch.clear_autocast_cache()  # before torch 2.11 it has weights cast in there, which have no gradient

@@ -146,7 +146,8 @@ def verify_step(
     device = next(model.parameters()).device
     if collator.shared_targets == "once":
         features = features_once(features)
-    plain, unique = (replace(collator, dedup=dedup, merge_labels=True)(features) for dedup in (False, True))
+    unique = replace(collator, dedup=True, merge_labels=True)(features)
+    plain = replace(collator, dedup=False, merge_labels=True, share_across_micro_batches=False)(features)
     with _filled_adapters(model):
         return verify_arms(
             model,

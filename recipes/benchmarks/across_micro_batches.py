@@ -6,8 +6,8 @@
 
 `time`: steps whose micro-batches share a prompt, without `share_across_micro_batches`, with `auto`, and kept whatever
 it costs. In turns, CPU time of one thread; the ratios are those of a turn. Ideal: unique tokens over computed ones.
-Gradients are compared before a time is taken. `memory`: peaks of the same steps beyond weights and gradients, and of one
-row of `--length` tokens whole and in pieces of 4,096. `r`: of steps of 32 conversations, by `max_tokens`; no training.
+Gradients are compared before a time is taken. `memory`: peaks of the same steps beyond weights and gradients, and of
+one row of `--length` tokens, whole and in pieces of 4,096. `r`: of steps of 32 conversations, by `max_tokens`.
 
 The model is a Qwen3 of random weights on a CPU.
 """
@@ -123,7 +123,8 @@ def memory_lines(model: Any, length: int) -> Iterator[str]:
         yield f"| {name} | {max_tokens:,} | {' | '.join(f'{each / 2**20:,.0f}' for each in peaks)} |"
     row = rows_of(0, length, 1)
     whole, cut = (peak(model, collated(model, row, max_tokens, "auto")) for max_tokens in (length, 4096))
-    yield f"| a row of {length:,} | {length:,}, 4,096 | {whole / 2**20:,.0f} | {cut / 2**20:,.0f}, {cut / whole:.2f} | - |"
+    sizes = f"{whole / 2**20:,.0f} | {cut / 2**20:,.0f}, {cut / whole:.2f} of it"
+    yield f"| a row of {length:,} | {length:,}, 4,096 | {sizes} | - |"
 
 
 def peak(model: Any, step: Step) -> int:

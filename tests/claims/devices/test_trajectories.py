@@ -38,7 +38,7 @@ QUICK = [("full", "ddp", 2, 1), ("full", "fsdp2", 2, 1), ("full", "ddp", 2, 2), 
 def test_ranks_take_the_steps_of_one_process(
     train, reference, deep_model, print_after, weights, strategy, ranks, sp_size
 ):
-    """That keeps all activations, and computes a prefix in each micro-batch. With `sp_size` 2 they are one group of two, or two groups."""
+    """It keeps all activations, and no prefix from one micro-batch to the next. With `sp_size` 2: one or two groups."""
     flags = WEIGHTS[weights] | ({"model__model_name_or_path": deep_model} if "recomputed" in weights else {})
     run = train("ranks", ranks=ranks, strategy=strategy, sp_size=sp_size, **flags)
     told = assert_same_trajectory(run, reference(**{**flags, **KEEPS_NOTHING}))

@@ -1,0 +1,96 @@
+"""A step in several passes, run by `step_losses`. That it is exact is in tests/claims/equivalence."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiers import FULL
+
+from radixtrain import prepare_model, step_losses
+from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.errors import UserError
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
+
+PROMPT = [7, 8, 9, 10, 11, 12]
+FEATURES = [{"input_ids": [*PROMPT, n, 2, n + 1], "labels": [*PROMPT, n, 2, n + 1]} for n in range(13, 17)]
+
+
+def step_of(holds_graph: bool = False, **options: Any) -> Step:
+    options = {"max_tokens": 6, "share_across_micro_batches": True, "holds_graph": holds_graph, **options}
+    return StepCollator(**options)(FEATURES)
+
+
+def test_the_order_of_the_terms(tiny_qwen3: Callable[..., Any]) -> None:
+    """Two micro-batches of two rows, and the prompt last; their sum is the loss of the step."""
+    step, model = step_of(), prepare_model(tiny_qwen3())
+    assert [tuple(each) for each in step.passes] == [(0, False), (1, True), (2, True), (0, True)]
+    with torch.no_grad():
+        losses = [float(loss) for loss in step_losses(model, step)]
+        whole = [float(loss) for loss in step_losses(model, step_of(max_tokens=None))]
+    assert len(losses) == step.num_losses == 3 and len(whole) == 1
+    assert sum(losses) == pytest.approx(whole[0], rel=1e-5)
+
+
+def test_a_sum_of_the_terms_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    """The prompt would go backward first, without the gradients of those that continue it."""
+    model = prepare_model(tiny_qwen3())
+    with pytest.raises(UserError, match="call backward on each loss of step_losses before asking for the next one"):
+        sum(step_losses(model, step_of())).backward()
+
+
+ARMS = ["one by one", "as a list", "their sum, with graphs that are held", "reentrant checkpoints", "reentrant, held"]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_other_ways_to_go_backward(tiny_qwen3: Callable[..., Any], arm: str) -> None:
+    model = tiny_qwen3()
+    truth = float64_truth(model, FEATURES)
+
+    def terms() -> Iterator[torch.Tensor]:
+        losses = step_losses(model, step_of(holds_graph="held" in arm))
+        yield from [sum(losses)] if "sum" in arm else list(losses) if "list" in arm else losses
+
+    if "reentrant" in arm:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    with float64_throughout(model):
+        prepare_model(model)
+        rung = compare_gradients("float64", truth, truth, gradients_of(model, terms))
+    assert rung.worst.radix <= 1e-12 and not rung.dead
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=FULL)])
+def test_under_autocast_every_weight_has_its_gradient(tiny_qwen3: Callable[..., Any], recompute: bool) -> None:
+    """A pass without gradients must leave no cast of a weight to those that train."""
+    model = prepare_model(tiny_qwen3())
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    gradients = []
+    for step in (step_of(), step_of(max_tokens=None)):
+        with torch.autocast("cpu", torch.bfloat16):
+            for loss in step_losses(model, step):
+                loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+        model.zero_grad()
+    for name, one in gradients[1].items():
+        assert (gradients[0][name] - one).norm() <= 0.1 * one.norm(), name
+
+
+def test_a_micro_batch_by_itself_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    model, step = prepare_model(tiny_qwen3()), step_of()
+    with pytest.raises(UserError, match=r"train it by radixtrain\.step_losses\(model, step\)"):
+        model(**step.micro_batches[1])
+
+
+@pytest.mark.parametrize("attention", ["expand", "reference"])
+def test_an_attention_that_reads_no_context_is_refused(tiny_qwen3: Callable[..., Any], attention: str) -> None:
+    model = prepare_model(tiny_qwen3(), attention=attention)
+    with pytest.raises(UserError, match="cannot attend to rows of an earlier micro-batch: use auto, cascade or path"):
+        list(step_losses(model, step_of()))
+
+
+def test_dropout_that_is_allowed_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    model = prepare_model(tiny_qwen3(), allow_dropout=["lora_dropout"])
+    with pytest.raises(UserError, match=r"allow_dropout=\['lora_dropout'\]: .* dropout would draw twice"):
+        list(step_losses(model, step_of()))

@@ -1,0 +1,305 @@
+"""Attention of a micro-batch onto rows of earlier ones, against one softmax over an explicit mask in float64.
+
+U rows of the micro-batch, C of its context, N query heads, K of keys and values, H head dim.
+"""
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batch_contents import as_python
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tiers import tries
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from radixtrain.attention import tree_attention
+from radixtrain.collators.features import all_feature_arrays
+from radixtrain.collators.passes import Span
+from radixtrain.collators.steps import StepCollator
+from radixtrain.errors import UserError
+from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.varlen import varlen_kernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring
+from radixtrain.testing import ragged_batches
+from radixtrain.tree.context import ContextLayout
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import build_prefix_plan
+
+CPU = torch.device("cpu")
+PROMPT = [1, 2, 3, 4]
+# A prompt on two levels: 1 2 3 4 before all, 5 6 before the first two. Each micro-batch has three rows or fewer.
+NESTED = [[*PROMPT, 5, 6, 7], [*PROMPT, 5, 6, 8, 8], [*PROMPT, 9, 9], [1, 2, 7, 7, 7]]
+MODIFIERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "scale": {"scale": 0.7},
+    "sinks": {"sinks": True},
+    "soft-cap": {"softcap": 0.8},
+    "window of 1": {"window": 1},
+    "window of 2": {"window": 2},
+    "window of 4 and sinks": {"window": 4, "sinks": True},
+    "a window that does not bind": {"window": 99},
+    "all": {"scale": 0.3, "softcap": 0.8, "window": 3, "sinks": True},
+}
+
+
+def passes_of(sequences: list[list[int]], max_tokens: int = 3, **options: Any) -> list[tuple[dict[str, Any], Tensor]]:
+    """The micro-batches of a step that have a context, each with its mask.
+
+    The mask: (U, U + C), int64. how many tokens before a query each key is, -1 if it is not seen. From the sequences
+    and the schedule only: a sequence sees the context rows of its own beginning, then its own rows.
+    """
+    features = [{"input_ids": ids, "labels": ids} for ids in sequences]
+    collator = StepCollator(max_tokens=max_tokens, share_across_micro_batches=True, **options)
+    schedules = collator.shares(all_feature_arrays(features)).schedules
+    if schedules is None:
+        return []
+    (schedule,), step = schedules, collator(features)
+    kept = [[tuple(sequences[n][: place + 1]) for place in range(start, end)] for n, start, end in schedule.kept]
+    spans = [[each] for each in schedule.kept]
+    spans += [[Span(n, schedule.num_kept[n], len(sequences[n])) for n in group] for group in schedule.groups]
+    found = []
+    for batch, of_pass in zip(step.micro_batches, spans, strict=True):
+        context = [row for place, start, end in batch["radix_sources"] for row in kept[place][start:end]]
+        num_rows = batch["input_ids"].shape[1]
+        mask = torch.full((num_rows, num_rows + len(context)), -1)
+        own, bounds = batch["radix_inverse_indices"].tolist(), batch["radix_cu_seqlens"].tolist()
+        for row in set(range(num_rows)) - set(own):  # padding sees itself and the padding before it
+            first = max(own) + 1
+            mask[row, first : row + 1] = torch.arange(row - first, -1, -1)
+        for (n, start, end), (begin, stop) in zip(
+            [x for x in of_pass if x.start < x.end], pairwise(bounds), strict=True
+        ):
+            ids = sequences[n]
+            path = [num_rows + context.index(tuple(ids[: place + 1])) for place in range(start)] + own[begin:stop]
+            assert len(path) == end
+            for place in range(start, end):
+                mask[path[place], path[: place + 1]] = torch.arange(place, -1, -1)
+        if context:
+            found.append((batch, mask))
+    return found
+
+
+def attention_inputs(
+    mask: Tensor, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), head_dim: int = 8
+) -> list[Tensor]:
+    """q, k, v, dout. No loss on padding, which sees no context."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (mask.shape[axis], n, head_dim) for axis, n in ((0, heads[0]), (1, heads[1]), (1, heads[1]), (0, heads[0]))
+    ]
+    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    tensors[3][(mask[:, len(mask) :] < 0).all(1)] = 0
+    return tensors
+
+
+def with_gradients(attend: Any, tensors: list[Tensor], sinks: bool = False, **modifiers: Any) -> list[Tensor]:
+    """out where it has loss, dq, dk, dv, and dsinks if there are sinks: then one for each head."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+    if sinks:
+        leaves.append(torch.linspace(-1, 2, leaves[0].shape[1], dtype=leaves[0].dtype).requires_grad_())
+    out = attend(*leaves[:3], **modifiers, sinks=leaves[3] if sinks else None)
+    return [out.detach() * (tensors[3] != 0), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def one_softmax(mask: Tensor, tensors: list[Tensor], **modifiers: Any) -> list[Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale=None, softcap=None, window=None, sinks=None) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qnh,knh->nqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill((mask < 0) | (mask >= (window or 1000)), float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., : len(k)], v)
+
+    return with_gradients(attend, tensors, **modifiers)
+
+
+def by_tree(layout: TreeLayout, tensors: list[Tensor], attention: str, kernel: str, **modifiers: Any) -> list[Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return tree_attention(q, k, v, layout, attention=attention, kernel=kernel, **options)
+
+    return with_gradients(attend, tensors, **modifiers)
+
+
+def in_packed_pieces(
+    layout: TreeLayout, tensors: list[Tensor], scale: float | None = None, **modifiers: Any
+) -> list[Tensor]:
+    """The calls of a device, by the kernels of the host."""
+    kernel = varlen_kernel("eager", CPU)
+    pieces = [replace(piece, ragged=on_host(piece.ragged)) for piece in layout.packed_pieces()]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None = None) -> Tensor:
+        scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap, None)
+        return attention_in_pieces(q, k, v, pieces, kernel, scoring, sinks)
+
+    return with_gradients(attend, tensors, **modifiers)
+
+
+def on_host(ragged: Ragged) -> Ragged:
+    """With the bounds that only the host's kernels read, from the tensors that a device's kernels read."""
+    q, k = ragged.cu_seqlens_q.tolist(), ragged.cu_seqlens_k.tolist()
+    bounds = tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
+    assert ragged.max_seqlen_q >= max(np.diff(q)) and ragged.max_seqlen_k >= max(np.diff(k))
+    return replace(ragged, bounds=bounds)
+
+
+WAYS = [(attention, kernel) for attention in ("cascade", "path", "auto") for kernel in ("torch", "eager")]
+
+
+def assert_every_way_is_exact(
+    batch: dict[str, Any], mask: Tensor, heads: tuple[int, int], modifiers: dict[str, Any]
+) -> None:
+    layout, tensors = TreeLayout.from_batch(batch), attention_inputs(mask, torch.float64, heads)
+    assert layout.max_seqlen == mask.max() + 1
+    binds = modifiers.get("window", layout.max_seqlen) < layout.max_seqlen
+    truth = one_softmax(mask, tensors, **modifiers)
+    for attention, kernel in WAYS:
+        if not ((binds and attention == "cascade") or ("softcap" in modifiers and kernel == "torch")):
+            assert_equal(
+                by_tree(layout, tensors, attention, kernel, **modifiers), truth, (attention, kernel, modifiers)
+            )
+    if "window" not in modifiers:
+        assert_equal(in_packed_pieces(layout, tensors, **modifiers), truth, ("packed", modifiers))
+
+
+def assert_equal(actual: list[Tensor], truth: list[Tensor], what: Any) -> None:
+    """A tensor whose true value is zero, but for rounding, has no relative error: its bar is that of numbers of 1."""
+    for name, x, y in zip(("out", "dq", "dk", "dv", "dsinks"), actual, truth, strict=False):
+        error = float((x - y).norm()) / max(float(y.norm()), 1e-2)
+        assert error <= 1e-12, f"{what}, {name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("name", MODIFIERS)
+def test_nested_in_float64(name: str) -> None:
+    cases: list[tuple[dict[str, Any], tuple[int, int]]] = [
+        ({}, (2, 2)),
+        ({"pad_to_multiple_of": 3}, (4, 2)),
+        ({"min_shared_tokens": 5}, (4, 1)),
+    ]
+    for options, heads in cases:
+        found = passes_of(NESTED, **options)
+        assert len(found) >= 3
+        for batch, mask in found:
+            assert_every_way_is_exact(batch, mask, heads, MODIFIERS[name])
+
+
+def test_the_drawn_example() -> None:
+    """Rows 0 and 1 are context; 2 and 3 below both, 5 and 6 below 0."""
+    plan = build_prefix_plan([2, 3, 5, 6], [0, 2, 4])
+    subtree_ends = np.array([7, 5, 5, 5, 5, 7, 7])
+    layout = ContextLayout.of(plan, np.array([2, 3, 5, 6]), np.array([0, 1]), subtree_ends)
+    assert (layout.num_rows, layout.bounds) == (2, ((0, 4, 0, 1), (0, 2, 1, 2)))
+    assert layout.cu_seqlens.tolist() == [[[0, 4], [0, 1]], [[0, 2], [0, 1]]]
+    first, second = layout.pieces(4)
+    assert (first.q_rows, first.k_rows, second.q_rows, second.k_rows) == (
+        slice(0, 4),
+        slice(4, 5),
+        slice(0, 2),
+        slice(5, 6),
+    )
+    assert not first.ragged.causal and first.ragged.bounds == ((0, 4, 0, 1),)
+
+
+def test_a_row_that_is_computed_twice() -> None:
+    """Row 1 again as the fourth, since a branch that saves one row is none here: it still sees 0, and not 4."""
+    plan = build_prefix_plan([1, 2, 3, 1, 5], [0, 3, 5], min_shared_tokens=9)
+    rows = np.array([1, 2, 3, 1, 5])[plan.gather_indices]
+    layout = ContextLayout.of(plan, rows, np.array([0]), np.array([6, 6, 4, 4, 5, 6]))
+    assert layout.bounds == ((0, 5, 0, 1),)
+
+
+@example([[3, 2, 1, 0] * 2, [3, 2, 1, 0, 3, 1]], 1, {})
+@settings(max_examples=tries(150, 3_000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    ragged_batches(),
+    st.sampled_from([2, 4, 6]),
+    st.sampled_from([{}, {"min_shared_tokens": 3}, {"pad_to_multiple_of": 2}]),
+)
+def test_generated_tries_in_float64(sequences: list[list[int]], max_tokens: int, options: dict[str, Any]) -> None:
+    for batch, mask in passes_of(sequences, max(max_tokens, options.get("pad_to_multiple_of", 1)), **options):
+        for name in ("none", "all"):
+            assert_every_way_is_exact(batch, mask, (2, 1), MODIFIERS[name])
+
+
+@settings(max_examples=tries(300, 5_000), deadline=None)
+@given(ragged_batches(), st.sampled_from([1, 2, 4, 6]), st.sampled_from([1, 3]))
+def test_every_pair_is_in_one_call(sequences: list[list[int]], max_tokens: int, min_shared_tokens: int) -> None:
+    for batch, mask in passes_of(sequences, max_tokens, min_shared_tokens=min_shared_tokens):
+        layout = TreeLayout.from_batch(batch)
+        expected = Counter(map(tuple, (mask >= 0).nonzero().tolist()))
+        for pieces in (layout.pieces, layout.separate_pieces, layout.packed_pieces()):
+            assert sum((pairs(piece, mask.shape) for piece in pieces), Counter()) == expected
+        paths, found = layout.path_keys.tolist(), Counter[tuple[int, int]]()
+        for q0, q1, k0, k1 in layout.paths.bounds:
+            for n, row in enumerate(range(q0, q1)):
+                found.update((row, key) for key in paths[k0 : k1 - (q1 - q0) + n + 1])
+        assert found == expected
+
+
+def pairs(piece: Piece, shape: tuple[int, int]) -> Counter[tuple[int, int]]:
+    """(query, key) of a call, by the tensors that a device reads."""
+    q_rows, k_rows = (torch.arange(n)[rows] for n, rows in zip(shape, (piece.q_rows, piece.k_rows), strict=True))
+    ragged, found = on_host(piece.ragged), Counter[tuple[int, int]]()
+    for index, (q0, q1, k0, k1) in enumerate(ragged.bounds):
+        q, k = q_rows[q0:q1], k_rows[k0:k1]
+        seen = torch.ones(len(q), len(k)).tril(len(k) - len(q)) if ragged.causal else torch.ones(len(q), len(k))
+        mask = ragged.masks[index] if ragged.masks else None
+        seen = seen if mask is None else (mask == 0).float()
+        found.update((int(q[i]), int(k[j])) for i, j in seen.nonzero().tolist())
+    return found
+
+
+def test_gradcheck() -> None:
+    for batch, mask in passes_of(NESTED)[-2:]:
+        layout = TreeLayout.from_batch(batch)
+        leaves = [x.requires_grad_() for x in attention_inputs(mask, torch.float64, (2, 1), 3)[:3]]
+        for attention in ("cascade", "path"):
+            assert gradcheck(partial(tree_attention, plan=layout, attention=attention), leaves, fast_mode=True)
+
+
+def test_round_trips() -> None:
+    """Through a batch, a pickle, and what pinned memory or a mover may make of nested tuples."""
+    for batch, _ in passes_of(NESTED):
+        layout = TreeLayout.from_batch(batch)
+        lists = {name: as_lists(value) for name, value in batch.items()}
+        for again in map(TreeLayout.from_batch, (pickle.loads(pickle.dumps(batch)), lists)):
+            assert as_python(again.to_batch()) == as_python(layout.to_batch())
+        moved = layout.to("meta")
+        assert moved.context.cu_seqlens.device.type == "meta" and moved.context.bounds == layout.context.bounds
+        assert len(moved.pieces) == 1 + len(layout.levels) + len(layout.context.bounds)
+
+
+def as_lists(value: Any) -> Any:
+    return [as_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+def test_another_attention_is_refused_and_other_rows_do_not_fit() -> None:
+    batch, mask = passes_of(NESTED)[-1]
+    layout = TreeLayout.from_batch(batch)
+    q, k, v, _ = attention_inputs(mask, torch.float64)
+    for attention in ("expand", "reference"):
+        with pytest.raises(UserError, match=f"attention='{attention}' cannot attend to rows of an earlier micro-batch"):
+            tree_attention(q, k, v, layout, attention=attention)
+    with pytest.raises(ValueError, match=rf"key must be .* with U = {len(k)} rows"):
+        tree_attention(q, k[:-1], v[:-1], layout)
+
+
+@pytest.mark.parametrize("attention", ["cascade", "path"])
+def test_rows_that_are_not_finite_stay_where_they_are_seen(attention: str) -> None:
+    for batch, mask in passes_of(NESTED):
+        layout = TreeLayout.from_batch(batch)
+        tensors = attention_inputs(mask, torch.float64)
+        for key in range(len(mask), mask.shape[1]):
+            k, v = tensors[1].clone(), tensors[2].clone()
+            k[key] = v[key] = float("nan")
+            out = tree_attention(tensors[0], k, v, layout, attention=attention)
+            assert torch.equal(out.isnan().any(-1).any(-1), mask[:, key] >= 0)
