@@ -9,7 +9,7 @@ from families import CORE_MULTIMODAL, MULTIMODAL
 from tiny_models import tiny_model
 from torch import Tensor
 
-__all__ = ["IMAGE", "KINDS", "ROWS", "TOKEN", "Kind", "Row", "batch_of", "of_family", "squares"]
+__all__ = ["IMAGE", "KINDS", "OF_SIZES", "ROWS", "TOKEN", "Kind", "Row", "batch_of", "of_family", "squares"]
 
 IMAGE = 5  # id of a placeholder
 START = 4  # of what stands before an image
@@ -27,6 +27,7 @@ ROWS: list[Row] = [
     [7, 8, 9, 10],
     [7, "A"],
 ]
+OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
 
 
 @dataclass(frozen=True)
