@@ -50,9 +50,8 @@ def image_inputs_of(model: nn.Module) -> ImageInputs:
     parts = parts_of(model)
     backbone, name = parts.backbone, type(parts.backbone).__name__
     reason = why_not_of_class(backbone)
-    types = _arguments(backbone.forward) & ({"token_type_ids", TYPES} if _reads_types(backbone) else {"token_type_ids"})
-    if reason is None and types:
-        reason = f"images that attend in both directions, by {types.pop()} that {name} reads"
+    if reason is None and (_reads_types(backbone) or "token_type_ids" in _arguments(backbone.forward)):
+        reason = f"images that attend in both directions, by token types that {name} reads"
     if reason is not None:
         raise UserError(f"a RadixCollator takes no images of {parts.name}: {reason}; use the model's own collator")
     token, names = image_token_of(backbone), frozenset(OF_IMAGES.keys() & _arguments(backbone.get_image_features))
@@ -166,8 +165,9 @@ def counts_positions(backbone: Any) -> bool:
 
 def _reads_types(backbone: Any) -> bool:
     """Gemma 4 reads them for its mask, if images attend in both directions; else they are read for positions only."""
-    config = backbone.config.get_text_config()
-    return not counts_positions(backbone) and bool(getattr(config, "use_bidirectional_attention", True))
+    if TYPES not in _arguments(backbone.forward) or counts_positions(backbone):
+        return False
+    return bool(getattr(backbone.config.get_text_config(), "use_bidirectional_attention", True))
 
 
 def _arguments(function: Any) -> set[str]:
