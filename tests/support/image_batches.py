@@ -44,6 +44,8 @@ class Kind:
 
 
 def pixels(letter: str, *shape: int) -> Tensor:
+    """Those of V and W are equal: in a list of patches only their grids differ."""
+    letter = letter.replace("W", "V")
     return torch.randn(shape, generator=torch.Generator().manual_seed(ord(letter)), dtype=torch.float64)
 
 
@@ -92,6 +94,7 @@ def patches(dim: int, merge: int = 2) -> Callable[..., Any]:
     def inputs(rows: list[list[str]]) -> Any:
         letters = [letter for row in rows for letter in row]
         grids = {letter: (1, 2 * merge, merge * (1 if letter.islower() else 2)) for letter in letters}
+        grids |= {"V": (1, 1 * merge, 4 * merge), "W": (1, 4 * merge, 1 * merge)}
         numbers = {letter: t * h * w for letter, (t, h, w) in grids.items()}
         values = torch.cat([pixels(each, numbers[each], dim) for each in letters])
         entries = {"pixel_values": values, "image_grid_thw": torch.tensor([grids[each] for each in letters])}

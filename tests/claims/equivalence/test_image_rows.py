@@ -46,6 +46,11 @@ def test_images_of_different_sizes(name: str) -> None:
     check_rows(KINDS[name], OF_SIZES)
 
 
+def test_equal_pixels_on_different_grids_are_different_images() -> None:
+    batch = check_rows(KINDS["Qwen3-VL"], [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]])
+    assert batch["input_ids"].shape[1] == 3 + 2 * (4 + 2)
+
+
 def with_lora(model: Any) -> Any:
     names = ["q_proj", "v_proj", "qkv"]
     return get_peft_model(model, LoraConfig(r=2, target_modules=names, init_lora_weights=False)).train()

@@ -91,6 +91,19 @@ def test_images_are_told_apart_by_their_bytes() -> None:
     assert alone.num_unique_tokens == 2 + 4 + 1 + 2
 
 
+@pytest.mark.parametrize("name", cases(["Qwen3-VL", "Qwen2.5-VL", "GLM-4V"], ["Qwen3-VL"]))
+def test_equal_pixels_on_different_grids_are_different_images(name: str) -> None:
+    together = check(KINDS[name], [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]])
+    assert together.num_unique_tokens == 3 + 2 * (4 + 2)
+
+
+def frozen_tower(model: Any) -> Any:
+    """Trained is its last layer only, so that a gradient still has to reach it."""
+    model.model.visual.requires_grad_(False)
+    model.model.visual.merger.requires_grad_(True)
+    return model
+
+
 def with_lora(model: Any) -> Any:
     names = ["q_proj", "v_proj", "qkv"]
     return get_peft_model(model, LoraConfig(r=2, target_modules=names, init_lora_weights=False)).train()
@@ -101,9 +114,11 @@ def checkpointing(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", cases(["LLaVA", "Qwen3-VL"], ["Qwen3-VL"]))
-@pytest.mark.parametrize("change", [with_lora, checkpointing])
-def test_with_lora_and_with_recomputed_activations(name: str, change: Callable[[Any], Any]) -> None:
+OTHERS = [("Qwen3-VL", with_lora), ("Qwen3-VL", checkpointing), ("Qwen3-VL", frozen_tower)]
+
+
+@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, ("LLaVA", with_lora), ("LLaVA", checkpointing)], OTHERS))
+def test_with_lora_recomputed_activations_and_a_frozen_tower(name: str, change: Callable[[Any], Any]) -> None:
     check(KINDS[name], change=change)
 
 
