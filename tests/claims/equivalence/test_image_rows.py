@@ -19,7 +19,7 @@ from tiers import cases
 from tiny_models import tiny_model
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from radixtrain import RadixCollator, image_inputs_of, prepare_model, restore_model
+from radixtrain import RadixCollator, image_inputs_of, prepare_model, restore_model, verify_equivalence
 from radixtrain.collators import images
 from radixtrain.collators.images import IMAGE_PIECES, IMAGE_ROWS, BatchImages
 from radixtrain.errors import UserError
@@ -49,6 +49,16 @@ def test_images_of_different_sizes(name: str) -> None:
 def test_equal_pixels_on_different_grids_are_different_images() -> None:
     batch = check_rows(KINDS["Qwen3-VL"], [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]])
     assert batch["input_ids"].shape[1] == 3 + 2 * (4 + 2)
+
+
+@pytest.mark.parametrize("name", cases(["LLaVA", "Qwen3-VL", "Idefics3"], ["Qwen3-VL"]))
+def test_verify_equivalence(name: str) -> None:
+    """Its truth is computed from rows as they were given."""
+    features = features_of(KINDS[name], ROWS)
+    for feature in features:
+        feature |= {"pixel_values": feature["pixel_values"].float()} if "pixel_values" in feature else {}
+    report = verify_equivalence(KINDS[name].build().train(), features)
+    assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
 
 
 def with_lora(model: Any) -> Any:
