@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, TOKEN, Kind, of_family, squares
 from image_rows import check_rows, features_of
 from peft import LoraConfig, get_peft_model
@@ -219,6 +220,17 @@ def test_batches_that_are_refused(
     with pytest.raises(UserError, match=message):
         model(**batch)
     restore_model(model)
+
+
+def test_a_batch_that_ranks_would_split() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, batch = batch_and_model()
+        prepare_model(model, sp_group=dist.group.WORLD)
+        with pytest.raises(UserError, match="an sp_group, which takes text only"):
+            model(**batch)
+    finally:
+        dist.destroy_process_group()
 
 
 # Mistakes.
