@@ -22,6 +22,7 @@ from radixtrain.collators.features import (
     check_no_floats,
     packed,
 )
+from radixtrain.collators.images import BatchImages, ImageInputs, without_images
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
 from radixtrain.collators.passes import Span
 from radixtrain.collators.step_rows import StepRows
@@ -68,6 +69,7 @@ class RadixCollator:
         `step_cost`. Without either a prepared model chooses them itself, which on a device waits once a batch.
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
         an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
+    images: `radixtrain.image_inputs_of(model)`, for rows with images; without it they are refused.
     return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
@@ -91,6 +93,10 @@ class RadixCollator:
     old_logprobs: the log-probability of each label by the policy that sampled it.
     advantages: of each label, or one number for all.
 
+    With `images` also what the model's processor returns for the images of the row, as a tensor, an array or nested
+    lists: `pixel_values`, and `image_grid_thw`, `image_sizes`, `pixel_attention_mask` or `image_position_ids`, with one
+    entry of the first axis for each image (for each patch, beside `image_grid_thw`), and `mm_token_type_ids`.
+
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
     `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
     with `token_type_ids` or `pixel_values`, would get another gradient.
@@ -110,6 +116,11 @@ class RadixCollator:
         `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With
         `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.experimental.tree_tiles.TreeTiles`. With a
         `run_cost`, also that of `step_cost`, `radix_runs_...`, see `radixtrain.tree.runs.RunLayout`.
+    pixel_values, image_grid_thw, ...: of the distinct images of the batch, if it has any. Two are one if their bytes
+        are equal. Tokens are shared if the placeholders before them stand for the same images too, and if positions
+        are the same on each axis that the model counts; `position_ids` are then [axes, 1, U].
+    radix_image_rows: [placeholders among U], int64, and radix_image_pieces, a tuple of ints: which row of the features
+        of these images each unique placeholder stands for.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
         and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 
@@ -148,6 +159,7 @@ class RadixCollator:
     tree_tiles: bool | tuple[int, int] = False
     shared_targets: Literal["every", "once"] = "every"
     run_cost: RunCost | None = None
+    images: ImageInputs | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> RadixCollator:
         if args:
@@ -173,18 +185,25 @@ class RadixCollator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         check_not_dispatched()
-        arrays = all_feature_arrays(features, self.loss_on_all)
-        return self.collate(keep_once(arrays) if self.shared_targets == "once" else arrays)
+        inputs = self.images
+        read = features if inputs is None or not features else without_images(inputs, features)
+        arrays = all_feature_arrays(read, self.loss_on_all)
+        images = None if inputs is None else BatchImages.read(inputs, features, arrays)
+        if self.shared_targets == "once":
+            arrays = keep_once(arrays, None if images is None else images.codes)
+        return self.collate(arrays, images=images)
 
-    def collate(self, arrays: Sequence[FeatureArrays], max_tokens: int | None = None) -> dict[str, Any]:
+    def collate(
+        self, arrays: Sequence[FeatureArrays], max_tokens: int | None = None, images: BatchImages | None = None
+    ) -> dict[str, Any]:
         """The batch of features that have been read already, and whose shared labels are to be trained as they are.
 
-        max_tokens: most unique tokens that `step_cost` may choose, if that is possible.
+        max_tokens: most unique tokens that `step_cost` may choose, if that is possible. images: of the features.
         """
         if not self.merge_labels:
             check_no_floats(arrays)
         ids, labels, cu_seqlens, positions, floats = packed(arrays)
-        plan, chosen = self._plan(ids, cu_seqlens, positions, max_tokens)
+        plan, chosen = self._plan(ids if images is None else images.codes, cu_seqlens, positions, max_tokens)
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
         targets = _merged_entries(predictions, floats) if self.merge_labels else _plain_entries(predictions, plan)
         return {
@@ -194,6 +213,7 @@ class RadixCollator:
             **TreeLayout.from_plan(plan, tiles=self._tile_sizes, run_cost=self._run_cost).to_batch(),
             **chosen,
             **({LEFT_PADDED: 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
+            **({} if images is None else images.entries(plan)),
         }
 
     def collate_pass(
@@ -258,7 +278,10 @@ class RadixCollator:
         max_tokens: int | None,
         strategies: Sequence[str] = CHOICES,
     ) -> tuple[PrefixPlan, dict[str, int]]:
-        """The plan, and what was chosen for it. strategies: that may be."""
+        """The plan, and what was chosen for it.
+
+        ids: (T,). of the tokens, or what else tells them apart. strategies: that may be chosen.
+        """
 
         def plan_of(min_shared_tokens: int) -> PrefixPlan:
             return build_prefix_plan(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.score import score_completions
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
     from radixtrain.hf.step_losses import step_losses
+    from radixtrain.hf.tower import image_inputs_of
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
 
@@ -31,6 +32,7 @@ __all__ = [
     "StepCollator",
     "build_prefix_plan",
     "generate",
+    "image_inputs_of",
     "prepare_model",
     "restore_model",
     "score_completions",
@@ -49,6 +51,7 @@ _HOMES = {
     "StepCollator": "radixtrain.collators.steps",
     "build_prefix_plan": "radixtrain.tree.plan",
     "generate": "radixtrain.generation.generate",
+    "image_inputs_of": "radixtrain.hf.tower",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",
     "score_completions": "radixtrain.generation.score",

@@ -49,6 +49,7 @@ MISTAKES: list[Callable[[Callable[[], Any], Path], Any]] = [
     lambda model, folder: train(folder, model()).train(),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2, 3]}]),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "token_type_ids": [0, 0]}]),
+    lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "pixel_values": [[[0.5]]]}]),
     lambda model, folder: prepare_model(AutoModelForSequenceClassification.from_config(model().config)),
     lambda model, folder: share_prefixes(adapted(model())),
     lambda model, folder: sharing_report(model()),

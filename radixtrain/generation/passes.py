@@ -8,15 +8,17 @@ to in one product. What is too short to be worth a product of its own is compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixtrain.generation.cache import Match, Node, RadixCache
+from radixtrain.generation.images import PromptImages
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.merge_attention import Piece
@@ -36,9 +38,11 @@ class Request:
 
     index: its place in the result. rank: its place in sorted order.
     prompt: (n,), int64.
+    keys: (n,), int64. what tells its tokens apart: the ids, or keys of `PromptImages`.
     max_new: most tokens of the answer.
     lcp: tokens that the prompt shares with the request before it, in sorted order.
     kept: leading tokens of the prompt that the cache should hold, because other requests read them too.
+    shift: how far the positions of the answer are from its places; (A,) on several axes.
     draws: (n,), float64 in [0, 1). what its first tokens are sampled with; more are drawn when they are needed.
 
     While it runs:
@@ -52,9 +56,11 @@ class Request:
     index: int
     rank: int
     prompt: IntArray
+    keys: IntArray
     max_new: int
     lcp: int = 0
     kept: int = 0
+    shift: IntArray = field(default_factory=lambda: np.zeros((), dtype=np.int64))
     draws: np.ndarray = field(default_factory=lambda: np.zeros(0))
     node: Node | None = None
     path: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -82,15 +88,28 @@ class Request:
             self.node = None
 
 
-def sorted_requests(prompts: Sequence[IntArray], max_new: IntArray, num_samples: int = 1) -> list[Request]:
+def sorted_requests(
+    prompts: Sequence[IntArray], max_new: IntArray, num_samples: int = 1, images: PromptImages | None = None
+) -> list[Request]:
     """One for each answer, sorted by the prompts. max_new: of each prompt. num_samples: answers of each prompt."""
-    by_order = sort_sequences(np.concatenate(prompts), cumulative(np.array([len(prompt) for prompt in prompts])))
+    keys = prompts if images is None else images.keys
+    shifts = np.zeros(len(prompts), dtype=np.int64) if images is None else images.shifts
+    by_order = sort_sequences(np.concatenate(keys), cumulative(np.array([len(prompt) for prompt in prompts])))
     lengths = by_order.lengths.repeat(num_samples)
     is_first = np.arange(len(lengths)) % num_samples == 0
     lcp = np.where(is_first, by_order.lcp.repeat(num_samples), lengths)  # samples of a prompt share it all
     columns = zip(by_order.order.repeat(num_samples).tolist(), lcp.tolist(), worth_keeping(lcp).tolist(), strict=True)
     return [
-        Request(place * num_samples + rank % num_samples, rank, prompts[place], int(max_new[place]), shared, kept)
+        Request(
+            place * num_samples + rank % num_samples,
+            rank,
+            prompts[place],
+            keys[place],
+            int(max_new[place]),
+            shared,
+            kept,
+            shift=shifts[place],
+        )
         for rank, (place, shared, kept) in enumerate(columns)
     ]
 
@@ -118,14 +137,16 @@ class LaneRange:
 class Pass:
     """A forward pass on a device.
 
-    input_ids, position_ids: (U,), int64.
+    input_ids: (U,), int64. position_ids: (U,), or (A, U) on several axes, int64.
     predictor_indices: (R,), int64. which rows predict: those whose logits are wanted. None: all of them, in order.
+    features: of the images among the rows, as the model takes them.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     predictor_indices: Tensor | None
     layout: CachedLayout
+    features: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +165,7 @@ class PromptPlan:
     @classmethod
     def of(cls, requests: Sequence[Request], matches: Sequence[Match], longest_tail: int) -> PromptPlan:
         """Plan the prompts. longest_tail: tokens of a prompt that its lane takes at most."""
-        ends = Continuations.of([request.prompt for request in requests], matches)
+        ends = Continuations.of([request.keys for request in requests], matches)
         kept = np.maximum(np.array([request.kept for request in requests]), ends.num_stored)
         return cls(requests, ends, np.maximum(kept, ends.lengths - longest_tail))
 
@@ -251,7 +272,8 @@ def decoding_pass(
         paths=Paths(np.arange(len(requests) + 1), path),
         lanes=Lanes(lanes.first, lanes.step, mask, shared.order, shared.inverse),
     )
-    return Pass(tokens, on_device(lengths - 1, device), None, layout)
+    positions = lengths - 1 + np.array([request.shift for request in requests]).T
+    return Pass(tokens, on_device(positions, device), None, layout)
 
 
 def worth_keeping(lcp: IntArray) -> IntArray:

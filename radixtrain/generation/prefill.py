@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
+from radixtrain.generation.images import PromptImages
 from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, Request
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
@@ -51,8 +52,10 @@ def prefill_on(
 class Prefill:
     """Runs a model on prompts, inside `on_stored_rows`.
 
-    parts: of the model. cache: whose store is used. kernel: of the attention.
+    parts: of the model. cache: whose store is used. kernel: of the attention. images: of the prompts, if they have any.
     """
+
+    images: PromptImages | None = None
 
     def __init__(self, parts: Parts, cache: RadixCache, kernel: str = "auto"):
         self.cache, self.counts = cache, Counts()
@@ -66,7 +69,9 @@ class Prefill:
 
     def logits(self, step: Pass) -> Tensor:
         """(R, V). Run a pass."""
-        return self.passes.logits(step.input_ids, step.position_ids, step.predictor_indices, step.layout)
+        return self.passes.logits(
+            step.input_ids, step.position_ids, step.predictor_indices, step.layout, **step.features
+        )
 
     def start(
         self,
@@ -99,13 +104,16 @@ class Prefill:
     ) -> Tensor:
         slots = self.cache.reserve(len(plan.kept_rows))
         try:
-            logits = self.logits(plan.pass_of(slots, lanes, first_lane, predicting, self.device))
+            step = plan.pass_of(slots, lanes, first_lane, predicting, self.device)
+            if self.images is not None:
+                step = replace(step, **self.images.inputs_of(plan.ends.ids, self.device))
+            logits = self.logits(step)
         except BaseException:
             self.cache.cancel(slots)
             raise
         for place, request in enumerate(plan.requests):
             path = plan.kept_path(place, slots)
-            request.hold(self.cache, self.cache.insert(request.prompt[: len(path)], path))
+            request.hold(self.cache, self.cache.insert(request.keys[: len(path)], path))
         self.counts.prompt += sum(len(request.prompt) for request in plan.requests)
         self.counts.cached += int(plan.ends.num_stored.sum())
         self.counts.computed += plan.ends.plan.num_rows
@@ -132,4 +140,4 @@ def _paired(
 
 def _cacheable(request: Request, predicting: IntArray | None) -> IntArray:
     """The tokens that need not be computed if the cache has them: those before the first one that predicts."""
-    return request.prompt[: -1 if predicting is None else int(predicting[0])]
+    return request.keys[: -1 if predicting is None else int(predicting[0])]

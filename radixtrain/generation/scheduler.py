@@ -75,7 +75,7 @@ def _admit(waiting: deque[Request], running: RunningBatch) -> None:
 def _forget_all_but(waiting: deque[Request], running: RunningBatch) -> None:
     """Evict what no running sequence reads and the next prompt does not begin with. Later ones are sorted after."""
     cache = running.prefill.cache
-    match = cache.match_prefix(waiting[0].prompt, count=False) if waiting else None
+    match = cache.match_prefix(waiting[0].keys, count=False) if waiting else None
     if match is not None:
         cache.lock(match.node)
     cache.evict(cache.num_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from threading import RLock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,11 +65,16 @@ class StoredPasses:
         return weight.device
 
     def logits(
-        self, input_ids: Tensor, position_ids: Tensor, predictor_indices: Tensor | None, layout: CachedLayout
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        predictor_indices: Tensor | None,
+        layout: CachedLayout,
+        **features: Any,
     ) -> Tensor:
         """(R, V). Run the model on the new rows of a pass, by its own head, and store their keys and values.
 
-        input_ids, position_ids: (U,), int64.
+        input_ids: (U,), int64. position_ids: (U,), or (A, U) on several axes, int64. features: of images in the rows.
         predictor_indices: (R,), int64. which rows predict: those whose logits are wanted. None: all, in order.
         Raises RuntimeError if a layer attended without the stored rows.
         """
@@ -79,10 +85,11 @@ class StoredPasses:
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],
-                position_ids=position_ids[None],
+                position_ids=position_ids.unsqueeze(-2),
                 attention_mask=no_mask(may_bind, input_ids.device, call),
                 use_cache=False,
                 radix_call=call,
+                **features,
             )
         self._check_layers(call)
         logits: Tensor = output.logits[0]

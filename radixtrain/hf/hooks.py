@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from radixtrain.collators.images import IMAGE_ROWS
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
@@ -32,6 +33,7 @@ from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
+from radixtrain.hf.tower import with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
@@ -111,6 +113,8 @@ class BackboneHooks:
             raise UserError(self.refused)
         layout, arguments = layout_of(entries), arguments_of(backbone, args, kwargs)
         given = {name: value for name, value in arguments.items() if name not in entries}
+        if IMAGE_ROWS in entries and self.split is None:  # a split batch with images is refused
+            given = with_features(backbone, entries, given)
         self._check(backbone, layout, entries, given)
         shares = (
             bool(layout.levels) or layout.context is not None or layout.num_rows < layout.inverse_indices.shape[0]

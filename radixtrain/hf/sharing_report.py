@@ -24,6 +24,7 @@ class SharingReport:
     num_places: sum of B x L over the shared calls, which an ordinary model computes.
     num_tokens: sum of T over them, without padding.
     num_unique_tokens: sum of U over them, which were computed.
+    num_images, num_distinct_images: of the shared calls; the tower computed the distinct ones of each call.
     num_cached_tokens: of `num_tokens`, found in the cache of `share_prefixes(model, cache=...)`.
     bytes_per_kept_token: what a token takes in it: keys and values of all layers, and a hidden state.
     not_cached: shared calls that could not use it, counted by reason.
@@ -37,6 +38,8 @@ class SharingReport:
     num_places: int = 0
     num_tokens: int = 0
     num_unique_tokens: int = 0
+    num_images: int = 0
+    num_distinct_images: int = 0
     num_cached_tokens: int = 0
     bytes_per_kept_token: int = 0
     not_cached: Counter[str] = field(default_factory=Counter)
@@ -60,6 +63,8 @@ class SharingReport:
             f"{self.num_unique_tokens:,} unique, r = {self.compression_ratio:.2f}; "
             f"plans took {self.plan_seconds:.2f} s"
         ]
+        if self.num_images:
+            lines.append(f"the tower computed {self.num_distinct_images:,} of {self.num_images:,} images")
         if self.bytes_per_kept_token:
             takes = f"where one takes {self.bytes_per_kept_token:,} bytes"
             lines.append(f"{self.num_cached_tokens:,} of these tokens were in the cache, {takes}")

@@ -25,6 +25,7 @@ from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
 from radixtrain.hf.step_losses import loss_sums
+from radixtrain.hf.tower import image_inputs_of
 from radixtrain.verification.oracle import (
     Arm,
     Features,
@@ -32,6 +33,7 @@ from radixtrain.verification.oracle import (
     float64_throughout,
     float64_truth,
     gradients_of,
+    has_images,
     ordinary_padded,
     radix_batch,
     same_buffers,
@@ -60,14 +62,16 @@ def verify_equivalence(
         it computes in float64 it takes 24 bytes for each trained parameter and 8 for each frozen one.
     features: as a `RadixCollator` takes them; some token of them must bear loss.
     attention, kernel: as for `prepare_model`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
-    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`.
+    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`. With
+        `images=image_inputs_of(model)` if some feature has images; then ordinary is one row at a time, too.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
     Dropout that `prepare_model` was allowed is off meanwhile, and so are a router loss and AdaLoRA's regularizer.
     Raises ValueError if nothing bears loss. Raises UserError as `prepare_model` does, and if the ordinary gradient is
     not finite.
     """
-    batch = (collator or RadixCollator())(features)
+    images = image_inputs_of(model) if any(map(has_images, features)) else None
+    batch = (collator or RadixCollator(images=images))(features)
     return verify_arms(
         model,
         features,

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
+from radixtrain.collators.images import OF_IMAGES, TYPES
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
 
@@ -65,29 +66,33 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
     """Mean cross-entropy over the labelled tokens, one sequence a call; a term for each. ValueError if none bears loss.
 
     Each token's is multiplied by its loss weight, if the features have some; the divisor is the number of tokens.
+    Images of a feature are given to the model as they are.
 
     Written from the definition of the loss. Of radixtrain it uses only the function that reads features.
     """
     device = next(model.parameters()).device
-    sequences = all_feature_arrays(features, loss_on_all=True)  # the collator under test has refused unclear ones
+    sequences = _arrays_of(features)
     count = sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in sequences)
     if not count:
         raise ValueError("no token of these features bears loss, so there is no gradient to compare")
-    for ids, labels, positions, weights in _columns(sequences):
+    for feature, (ids, labels, positions, weights), each in zip(features, _columns(sequences), sequences, strict=True):
         if (labels[1:] != IGNORE_INDEX).any():
             inputs = {"input_ids": ids}
             if positions is not None:  # with a mask, or Hugging Face reads a jump as the start of another document
                 inputs |= {"position_ids": positions, "attention_mask": np.ones_like(ids)}
             tensors = {name: torch.tensor(array, device=device)[None] for name, array in inputs.items()}
-            logits = model(**tensors, use_cache=False).logits
+            logits = model(**tensors, **_images_of(feature, each, model), use_cache=False).logits
             targets = (torch.tensor(column, device=device)[None] for column in (labels, weights))
             yield _cross_entropy(logits, *targets) / count
 
 
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
-    """The same loss in a single call on the right-padded batch of an ordinary collator."""
+    """The same loss in a single call on the right-padded batch of an ordinary collator; with images a row at a time."""
+    if any(map(has_images, features)):
+        yield from ordinary_one_by_one(model, features)
+        return
     device = next(model.parameters()).device
-    sequences = all_feature_arrays(features, loss_on_all=True)
+    sequences = _arrays_of(features)
     longest = max(len(feature.input_ids) for feature in sequences)
     names = ("input_ids", "attention_mask", "position_ids", "labels", "weights")
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in names}
@@ -105,7 +110,8 @@ def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
     """The loss that a prepared model returns."""
     device = next(model.parameters()).device
-    yield model(**{name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}).loss
+    on_device = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    yield model(**on_device | _in_dtype_of(model, on_device)).loss
 
 
 @contextmanager
@@ -227,6 +233,38 @@ class _LiftCasts(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
+
+
+def has_images(feature: Mapping[str, Any]) -> bool:
+    return feature.get("pixel_values") is not None
+
+
+def _arrays_of(features: Features) -> list[FeatureArrays]:
+    """The collator under test has refused unclear ones, and read their images."""
+    of_images = {*OF_IMAGES, TYPES}
+    texts = [{name: value for name, value in each.items() if name not in of_images} for each in features]
+    return all_feature_arrays(texts, loss_on_all=True)
+
+
+def _images_of(feature: Mapping[str, Any], arrays: FeatureArrays, model: nn.Module) -> dict[str, Tensor]:
+    """The arguments of a feature that are not text, if it has images."""
+    if not has_images(feature):
+        return {}
+    device = next(model.parameters()).device
+    tensors = {
+        name: torch.as_tensor(feature[name], device=device) for name in OF_IMAGES if feature.get(name) is not None
+    }
+    if feature.get(TYPES) is not None:
+        types = torch.as_tensor(feature[TYPES], device=device).flatten()[arrays.num_left_padding :]
+        tensors[TYPES] = types[None, : len(arrays.input_ids)]
+    return tensors | _in_dtype_of(model, tensors)
+
+
+def _in_dtype_of(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The images among these tensors, in the dtype of the model."""
+    dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
+    images = {name: tensors[name] for name in OF_IMAGES if name in tensors}
+    return {name: value.to(dtype) for name, value in images.items() if value.is_floating_point()}
 
 
 def _columns(

@@ -129,19 +129,21 @@ NO_INTEGERS = [
     (torch.ones(3, device="meta"), "a Tensor that NumPy cannot read"),
     (torch.ones(3, dtype=torch.bfloat16), "a Tensor that NumPy cannot read"),
 ]
-TEXT_ONLY = "radixtrain trains on text only"
+PROCESSED = "RadixCollator(images=image_inputs_of(model))"
+TEXT_AND_IMAGES = "it trains on text and images only"
 ANOTHER = "a model or loss that reads it would get another gradient"
 UNREAD = [
     ("token_type_ids", [0, 0, 0], "list of 3", "return_token_type_ids=False"),
     ("token_type_ids", torch.zeros(3), "Tensor of shape (3,)", "return_token_type_ids=False"),
-    ("pixel_values", np.zeros((3, 2, 2)), "ndarray of shape (3, 2, 2)", TEXT_ONLY),
-    ("image", object(), "object", TEXT_ONLY),
-    ("images", [object()], "list of 1", TEXT_ONLY),
-    ("images", ["shelf.png"], "list of 1", TEXT_ONLY),
-    ("image", {"bytes": b"", "path": "shelf.png"}, "dict", TEXT_ONLY),
-    ("image_grid_thw", [[1, 2, 2]], "list of 1", TEXT_ONLY),
-    ("input_features", np.zeros((3, 2)), "ndarray of shape (3, 2)", TEXT_ONLY),
-    ("mm_token_type_ids", [0, 0, 1], "list of 3", TEXT_ONLY),
+    ("pixel_values", np.zeros((3, 2, 2)), "ndarray of shape (3, 2, 2)", PROCESSED),
+    ("image", object(), "object", PROCESSED),
+    ("images", [object()], "list of 1", PROCESSED),
+    ("images", ["shelf.png"], "list of 1", PROCESSED),
+    ("image", {"bytes": b"", "path": "shelf.png"}, "dict", PROCESSED),
+    ("image_grid_thw", [[1, 2, 2]], "list of 1", PROCESSED),
+    ("input_features", np.zeros((3, 2)), "ndarray of shape (3, 2)", TEXT_AND_IMAGES),
+    ("audio", ["a.wav"], "list of 1", TEXT_AND_IMAGES),
+    ("mm_token_type_ids", [0, 0, 1], "list of 3", PROCESSED),
     ("inputs_embeds", np.zeros((3, 8)), "ndarray of shape (3, 8)", "by their ids"),
     ("lengths", 3, "int", ANOTHER),
     ("weight", 0.5, "float", ANOTHER),

@@ -4,6 +4,7 @@ What a batch computes is read from its paths: the tokens and positions up to eac
 micro-batch that keeps them.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -97,7 +98,7 @@ def test_a_schedule(sequences, max_tokens, kept, groups, num_kept, order, cost):
 def test_a_graph_that_is_held_costs_no_second_forward_pass():
     sequences = [[7] * 9 + [n] for n in range(3)]
     held, again = (schedule_of(sequences, 9, Keeping.of(True, None, holds)) for holds in (True, False))
-    assert replace(held, cost=0) == replace(again, cost=0)
+    assert replace(held, cost=0, holds_graph=False) == replace(again, cost=0)
     assert (held.cost, again.cost) == (12, 12 + round(9 * FORWARD))
 
 
@@ -241,7 +242,7 @@ def test_single_tokens():
 @settings(max_examples=tries(200, 5_000), deadline=None)
 @given(ragged_batches(), st.sampled_from([1, 3, 6, 9]), st.sampled_from([None, 1, 2, 4]))
 def test_what_is_kept_of_each_sequence(sequences, max_tokens, least_rows):
-    found = schedule_of(sequences, max_tokens, Keeping(least_rows, FORWARD, 0, -1.0))
+    found = schedule_of(sequences, max_tokens, Keeping(least_rows, 0, -1.0, False))
     kept = Counter(
         tuple(sequences[sequence][: n + 1]) for sequence, start, end in found.kept for n in range(start, end)
     )
@@ -305,33 +306,42 @@ class TestWhetherItPays:
     @pytest.mark.parametrize(("tails", "is_kept"), [([47, 47], True), ([47, 48], False)], ids=["3 %", "2.97 %"])
     def test_from_three_percent_on(self, tails, is_kept):
         """3 rows of 100, and of 101."""
-        found = schedule_of(prompts(3, tails), 51, Keeping(1, 0.0, 0, 0.03))
+        found = schedule_of(prompts(3, tails), 51, Keeping(1, 0, 0.03, True))
         assert bool(found.kept) == is_kept and len(found.groups) == 2
 
     def test_a_second_forward_pass_counts(self):
         """It saves 10 of 60 rows; computed again forward they cost a third of that, and passes cost as rows do."""
         sequences = prompts(10, [20, 20])
-        assert schedule_of(sequences, 30, Keeping(1, 0.0, 0, 0.16)).kept
-        assert not schedule_of(sequences, 30, Keeping(1, 0.0, 0, 0.17)).kept
-        assert schedule_of(sequences, 30, Keeping(1, FORWARD, 0, 0.11)).kept
-        assert not schedule_of(sequences, 30, Keeping(1, FORWARD, 0, 0.12)).kept
-        assert schedule_of(sequences, 30, Keeping(1, 0.0, 2, 0.05)).kept  # two passes more
-        assert not schedule_of(sequences, 30, Keeping(1, 0.0, 6, 0.0)).kept
+        assert schedule_of(sequences, 30, Keeping(1, 0, 0.16, True)).kept
+        assert not schedule_of(sequences, 30, Keeping(1, 0, 0.17, True)).kept
+        assert schedule_of(sequences, 30, Keeping(1, 0, 0.11, False)).kept
+        assert not schedule_of(sequences, 30, Keeping(1, 0, 0.12, False)).kept
+        assert schedule_of(sequences, 30, Keeping(1, 2, 0.05, True)).kept  # two passes more
+        assert not schedule_of(sequences, 30, Keeping(1, 6, 0.0, True)).kept
 
     def test_a_prefix_of_fewer_rows_is_not_tried(self):
-        assert schedule_of(prompts(10, [20, 20]), 30, Keeping(10, 0.0, 0, 0.03)).kept
-        assert not schedule_of(prompts(10, [20, 20]), 30, Keeping(11, 0.0, 0, 0.03)).kept
+        assert schedule_of(prompts(10, [20, 20]), 30, Keeping(10, 0, 0.03, True)).kept
+        assert not schedule_of(prompts(10, [20, 20]), 30, Keeping(11, 0, 0.03, True)).kept
 
     def test_a_long_sequence_is_cut_whatever_it_costs(self):
-        assert schedule_of([[*range(40)], [7]], 30, Keeping(None, FORWARD, 10**6, 0.9)).kept == [Span(0, 0, 10)]
+        assert schedule_of([[*range(40)], [7]], 30, Keeping(None, 10**6, 0.9, False)).kept == [Span(0, 0, 10)]
+
+    def test_a_graph_is_held_if_there_is_room(self):
+        """Five answers of 10 rows: micro-batches of 30 have room for three, and for two beside a prompt of 10."""
+        sequences = prompts(10, [10] * 5)
+        found = {holds: schedule_of(sequences, 30, Keeping(1, 0, -math.inf, holds)) for holds in (True, False, "auto")}
+        assert [len(each.groups) for each in found.values()] == [2, 2, 3]
+        assert [each.holds_graph for each in found.values()] == [True, False, True]
+        tight = schedule_of(sequences, 19, Keeping(1, 0, -math.inf, "auto"))
+        assert tight.kept and not tight.holds_graph  # prompt and answer are 20
 
     def test_by_the_costs_of_a_model(self):
         rates = Rates(call=3e-6, rectangle=0.0, pair=0.0, element=0.0, flop=1e-9)
         cost = StepCost(rates=rates, on_host=True, num_heads=4, num_key_value_heads=2, head_dim=8, row_flops=2000.0)
-        assert Keeping.of("auto", cost, holds_graph=False) == Keeping(24, FORWARD, 12, 0.03)
-        assert Keeping.of("auto", cost, holds_graph=True) == Keeping(24, 0.0, 12, 0.03)
-        assert Keeping.of("auto", None, holds_graph=True) == Keeping(None, 0.0, 0, 0.03)
-        assert Keeping.of(True, cost, holds_graph=True) == Keeping(1, 0.0, 0, -1.0)
+        assert Keeping.of("auto", cost, holds_graph=False) == Keeping(24, 12, 0.03, False)
+        assert Keeping.of("auto", cost, holds_graph=True) == Keeping(24, 12, 0.03, True)
+        assert Keeping.of("auto", None, holds_graph=True) == Keeping(None, 0, 0.03, True)
+        assert Keeping.of(True, cost, holds_graph=True) == Keeping(1, 0, -math.inf, True)
         assert Keeping.of(False, cost, holds_graph=True) is None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import cases
+from tiers import FULL, cases
 
 import radixtrain
 from radixtrain.verification.oracle import float64_arithmetic
@@ -87,6 +87,17 @@ def test_shares_and_trains_as_the_ordinary_script(recipe, run, monkeypatch):
     )
     assert len(losses) >= STEPS
     assert losses == pytest.approx(ordinary, rel=2e-3, abs=1e-3), "four digits are printed"
+
+
+@FULL
+def test_the_collator_on_images(seeing, tmp_path, monkeypatch, capsys):
+    path = ROOT / "recipes" / "hf_trainer_images.py"
+    arguments = [f"--model={seeing}", f"--output_dir={tmp_path}", "--max_steps=12", "--learning_rate=0.01"]
+    monkeypatch.setattr(sys, "argv", [path.name, *arguments])
+    runpy.run_path(str(path), run_name="__main__")
+    losses = [float(loss) for loss in LOSS.findall(capsys.readouterr().out)]
+    assert len(losses) >= 12 and losses[11] < 0.6 * losses[0], losses
+    assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "processor_config.json").is_file()
 
 
 def test_teaches_by_one_line():

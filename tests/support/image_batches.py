@@ -9,7 +9,7 @@ from families import CORE_MULTIMODAL, MULTIMODAL
 from tiny_models import tiny_model
 from torch import Tensor
 
-__all__ = ["IMAGE", "KINDS", "ROWS", "TOKEN", "Kind", "Row", "batch_of", "of_family", "squares"]
+__all__ = ["IMAGE", "KINDS", "OF_SIZES", "ROWS", "TOKEN", "Kind", "Row", "batch_of", "of_family", "squares"]
 
 IMAGE = 5  # id of a placeholder
 START = 4  # of what stands before an image
@@ -27,6 +27,7 @@ ROWS: list[Row] = [
     [7, 8, 9, 10],
     [7, "A"],
 ]
+OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Kind:
 
 
 def pixels(letter: str, *shape: int) -> Tensor:
+    """Those of V and W are equal: in a list of patches only their grids differ."""
+    letter = letter.replace("W", "V")
     return torch.randn(shape, generator=torch.Generator().manual_seed(ord(letter)), dtype=torch.float64)
 
 
@@ -91,6 +94,7 @@ def patches(dim: int, merge: int = 2) -> Callable[..., Any]:
     def inputs(rows: list[list[str]]) -> Any:
         letters = [letter for row in rows for letter in row]
         grids = {letter: (1, 2 * merge, merge * (1 if letter.islower() else 2)) for letter in letters}
+        grids |= {"V": (1, 1 * merge, 4 * merge), "W": (1, 4 * merge, 1 * merge)}
         numbers = {letter: t * h * w for letter, (t, h, w) in grids.items()}
         values = torch.cat([pixels(each, numbers[each], dim) for each in letters])
         entries = {"pixel_values": values, "image_grid_thw": torch.tensor([grids[each] for each in letters])}

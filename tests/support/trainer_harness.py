@@ -230,7 +230,7 @@ def image_keys(given: dict[str, Any]) -> list[bytes]:
     if grids is not None:
         parts = values.split(grids.prod(-1).tolist())
         return [part.numpy().tobytes() + grid.numpy().tobytes() for part, grid in zip(parts, grids, strict=True)]
-    images = values.flatten(0, 1) if values.ndim == 5 else values
+    images = values.flatten(0, 1) if values.ndim == 5 and "image_sizes" not in given else values
     return [image.numpy().tobytes() for image in images]
 
 

@@ -229,7 +229,9 @@ def _refuse_verdict(fields: Fields, where: str) -> None:
 def _check_media(fields: Fields, where: str) -> None:
     for name in MEDIA:
         if fields.get(name):
-            raise DataError(where, f"{name}: only text is read; to leave it out, write data.columns: {{{name}: null}}")
+            instead = "for images use RadixCollator(images=...) or share_prefixes in a trainer of your own"
+            leave = f"to leave it out, write data.columns: {{{name}: null}}"
+            raise DataError(where, f"{name}: only text is read; {leave}; {instead}")
 
 
 def _is_part(value: Any, messages: list[Fields]) -> bool:

@@ -22,8 +22,8 @@ CALLS = ("function_call", "tool_call")  # speakers whose text is the JSON of a c
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = re.compile("image|audio|video")
 NO_MEDIA = (
-    "; images, audio and video are not supported, and multimodal models are trained on rows of text: remove the part, "
-    "or the row (data.on_bad_row: skip)"
+    "; images, audio and video are not supported here. What a model's processor returns for images is read by "
+    "RadixCollator(images=...), share_prefixes and generate; or remove the part, or the row (data.on_bad_row: skip)"
 )
 WEIGHTS_ELSEWHERE = ("train", "training", "trainable", "loss", "mask")
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"

@@ -21,10 +21,10 @@ from radixtrain.collators.misuse_guard import callers
 from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import evaluating
-from radixtrain.hf.padded.images import given_of_images, why_not
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.sharing_report import is_frozen
+from radixtrain.hf.tower import given_of_images, why_not
 from radixtrain.hf.windows import chunk_of
 
 READ = {"input_ids", "attention_mask", "position_ids"}
@@ -136,8 +136,8 @@ def _why_other_inputs(backbone: nn.Module, given: Mapping[str, Any]) -> str | No
             return reason
     of_images = given_of_images(backbone, given)
     for name, value in given.items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        is_data = any(isinstance(part, Tensor) for part in parts)
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        is_data = any(isinstance(part, Tensor | Mapping) for part in parts)
         is_read = name not in UNREAD or name in inspect.signature(backbone.forward).parameters
         if is_data and is_read and name not in READ | FOR_THE_LOSS | of_images:
             return f"{name} is given"

@@ -21,13 +21,14 @@ from radixtrain.hf.padded.calls import (
     why_rows_are_not_shared,
     why_unshared,
 )
-from radixtrain.hf.padded.images import Images, given_of_images, position_ids_of
+from radixtrain.hf.padded.images import Images
 from radixtrain.hf.padded.kept import KeptCall, KeptPrefixes
 from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_head
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.hf.tower import given_of_images, position_ids_of
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
@@ -150,6 +151,9 @@ class PaddedSharing:
         assert call.places is not None
         if isinstance(call, KeptCall):
             self.report.num_cached_tokens += int(call.ends.num_stored.sum())
+        elif call.images is not None:
+            self.report.num_images += len(call.images.tower.owners)
+            self.report.num_distinct_images += call.images.tower.num_distinct
         self.report.num_shared += 1
         self.report.num_places += call.places.rows.size
         self.report.num_tokens += call.places.num_tokens

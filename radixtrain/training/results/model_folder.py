@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from huggingface_hub import ModelCardData
+from transformers.utils import cached_file
 
 from radixtrain.checkpoints.atomic import recover, writing
 from radixtrain.distributed import ranks
@@ -56,12 +59,14 @@ SYSTEM, USER = '{{"role": "system", "content": {}}}', '{"role": "user", "content
 CHAT = """messages = [{turns}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
 PLAIN = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
-# What `save_pretrained` of models and tokenizers writes. Full names, since *.json would match a user's data too.
+OF_PROCESSOR = ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
+# What `save_pretrained` of models, tokenizers and processors writes. Full names: *.json would match a user's data too.
 MODEL_FILES = [
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter"),
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", SETTINGS),
+    *OF_PROCESSOR,
 ]
 
 
@@ -101,7 +106,8 @@ def save_hf_folder(
     Every rank of a run calls it; rank 0 writes, and an error there ends the others too.
 
     model: a `PreTrainedModel`, or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
-        It loses its radix hooks. One that is sharded is gathered, and is whole on rank 0 only afterwards.
+        It loses its radix hooks. One that sees images gets the processor's files of the folder or hub name that the
+        tokenizer was loaded from. One that is sharded is gathered, and is whole on rank 0 only afterwards.
     output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
     documents: names and texts of files beside them, see `card_and_settings`.
     """
@@ -120,8 +126,17 @@ def _write(model: Any, tokenizer: Any, target: Path, documents: Mapping[str, str
             model = merged(model)
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
+        if model.config.get_text_config() is not model.config:
+            _copy_processor(tokenizer.name_or_path, staging)
         for name, text in documents.items():
             (staging / name).write_text(text, encoding="utf-8")
+
+
+def _copy_processor(source: str, staging: Path) -> None:
+    """The files that say how images become tensors, as they are: loading them would need torchvision."""
+    for name in OF_PROCESSOR:
+        with suppress(OSError):  # a checkpoint has some of them
+            shutil.copyfile(str(cached_file(source, name)), staging / name)
 
 
 def _is_written_by_us(path: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_batches import IMAGE, KINDS, ROWS, TOKEN, Kind, Row, batch_of, of_family, squares
+from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, TOKEN, Kind, Row, batch_of, of_family, squares
 from peft import LoraConfig, get_peft_model
 from shared_runs import in_float64
 from tiers import cases
@@ -22,18 +22,19 @@ from torch import Tensor
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.padded import images
-from radixtrain.hf.padded.images import Images, Tower
+from radixtrain.collators.images import codes_of, distinct_images
+from radixtrain.hf import tower
+from radixtrain.hf.padded.images import Images
+from radixtrain.hf.tower import Tower
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import gradients_of
 
 pytestmark = pytest.mark.skipif(
-    images.FEATURES not in inspect.signature(LlavaModel.forward).parameters,
+    tower.FEATURES not in inspect.signature(LlavaModel.forward).parameters,
     reason="this transformers does not take the features of images ready made, so such calls run untouched",
 )
 BAR = 1e-12
 QUICK = ["LLaVA", "Qwen3-VL", "Idefics3"]
-OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
 
 
 def loss_of(model: Any, inputs: dict[str, Tensor], kept: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def check(
         towers: list[Tower] = []
         read = Tower.read
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tower, "read", lambda *args: towers.append(read(*args)) or towers[-1])
+            patch.setattr(Tower, "read", lambda *args, **options: towers.append(read(*args, **options)) or towers[-1])
             found = gradients_of(pair.shared, lambda: [loss_of(pair.shared, inputs, kept)])
         report = sharing_report(pair.shared)
         assert report.num_shared == 1, str(report)
@@ -64,6 +65,7 @@ def check(
         letters = [part for row in rows for part in row if isinstance(part, str)]
         if letters:
             assert len(towers) == 1
+            assert (report.num_images, report.num_distinct_images) == (len(letters), len(set(letters)))
             assert towers[0].num_distinct == len(set(letters))
             assert any(re.search("vis|tower", tensor.name) for tensor in rung.alive), "no gradient reached the tower"
     return report
@@ -89,6 +91,19 @@ def test_images_are_told_apart_by_their_bytes() -> None:
     assert alone.num_unique_tokens == 2 + 4 + 1 + 2
 
 
+@pytest.mark.parametrize("name", cases(["Qwen3-VL", "Qwen2.5-VL", "GLM-4V"], ["Qwen3-VL"]))
+def test_equal_pixels_on_different_grids_are_different_images(name: str) -> None:
+    together = check(KINDS[name], [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]])
+    assert together.num_unique_tokens == 3 + 2 * (4 + 2)
+
+
+def frozen_tower(model: Any) -> Any:
+    """Trained is its last layer only, so that a gradient still has to reach it."""
+    model.model.visual.requires_grad_(False)
+    model.model.visual.merger.requires_grad_(True)
+    return model
+
+
 def with_lora(model: Any) -> Any:
     names = ["q_proj", "v_proj", "qkv"]
     return get_peft_model(model, LoraConfig(r=2, target_modules=names, init_lora_weights=False)).train()
@@ -99,9 +114,11 @@ def checkpointing(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", cases(["LLaVA", "Qwen3-VL"], ["Qwen3-VL"]))
-@pytest.mark.parametrize("change", [with_lora, checkpointing])
-def test_with_lora_and_with_recomputed_activations(name: str, change: Callable[[Any], Any]) -> None:
+OTHERS = [("Qwen3-VL", with_lora), ("Qwen3-VL", checkpointing), ("Qwen3-VL", frozen_tower)]
+
+
+@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, ("LLaVA", with_lora), ("LLaVA", checkpointing)], OTHERS))
+def test_with_lora_recomputed_activations_and_a_frozen_tower(name: str, change: Callable[[Any], Any]) -> None:
     check(KINDS[name], change=change)
 
 
@@ -187,16 +204,56 @@ def test_a_tower_whose_features_depend_on_the_batch() -> None:
     assert "batch norms" in reason_of(model, inputs)
 
 
-@pytest.mark.parametrize("place", ["module", "setting"])
+@pytest.mark.parametrize("place", ["module", "setting", "attribute"])
 def test_a_tower_that_draws(place: str) -> None:
-    model = KINDS["LLaVA"].build()
+    """Of the tower only: the rest of the model is in evaluation mode."""
+    model = KINDS["LLaVA"].build().eval()
+    tower = model.model.vision_tower.train()
     if place == "module":
-        model.model.vision_tower.dropout = torch.nn.Dropout(0.1)
-    else:
+        tower.dropout = torch.nn.Dropout(0.1)
+    elif place == "setting":
         model.model.config.vision_config.attention_dropout = 0.1
+    else:
+        tower.drop_path_rate = 0.1
     inputs, _ = batch_of(KINDS["LLaVA"], ROWS)
     inputs["pixel_values"] = inputs["pixel_values"].float()
     assert "draws at random" in reason_of(model, inputs)
+
+
+def two_rows() -> dict[str, Any]:
+    inputs, _ = batch_of(KINDS["LLaVA"], [[7, 8, "A", 9], [7, 8, "B", 9]])
+    return {**inputs, "pixel_values": inputs["pixel_values"].float()}
+
+
+def test_pixels_that_are_learned() -> None:
+    """Each copy of an image has a gradient of its own."""
+    inputs = two_rows()
+    inputs["pixel_values"].requires_grad_()
+    assert "images that require a gradient" in reason_of(KINDS["LLaVA"].build(), inputs)
+
+
+def test_features_that_are_given() -> None:
+    model, inputs = KINDS["LLaVA"].build(), two_rows()
+    given = {"image": model.model.get_image_features(inputs.pop("pixel_values"), return_dict=True)}
+    assert reason_of(model, {**inputs, "mm_encoder_outputs": given}) == "mm_encoder_outputs is given"
+
+
+@pytest.mark.parametrize("letters", ["AA", "AB"])
+def test_placeholders_that_were_cut_off(letters: str) -> None:
+    """The model itself raises the error that it raises without us."""
+    inputs, _ = batch_of(KINDS["LLaVA"], [[7, 8, 9, letters[0]], [7, 8, 9, letters[1]]])
+    cut = {name: value[:, :-1] if value.ndim == 2 else value.float() for name, value in inputs.items()}
+    model = share_prefixes(KINDS["LLaVA"].build(), min_ratio=0.0)
+    with pytest.raises(ValueError, match="do not match"):
+        model(**cut, use_cache=False)
+    assert list(sharing_report(model).not_shared) == ["6 placeholders of images for 8 features"]
+
+
+def test_positions_below_zero_and_images_that_are_nan() -> None:
+    codes = codes_of(np.array([7, 7, 8]), np.zeros(3, bool), np.zeros(0, int), [np.array([5, -1, -1])])
+    assert len(set(codes.tolist())) == 3, "7 at 5 is another token than 8 at -1"
+    parts = [{"pixel_values": torch.tensor(row)} for row in ([1.0, float("nan")], [float("nan"), 1.0], [0.0], [-0.0])]
+    assert distinct_images([*parts, *parts])[0].tolist() == [0, 1, 2, 3] * 2, "by their bits"
 
 
 def test_embeddings_without_ids() -> None:
@@ -220,13 +277,13 @@ def all_one(real: Any, parts: Any) -> Any:
 
 def shapes_only(real: Any, parts: Any) -> Any:
     """Images are compared without their pixels."""
-    return real([tuple(torch.zeros_like(part) for part in image) for image in parts])
+    return real([{name: torch.zeros_like(part) for name, part in image.items()} for image in parts])
 
 
 def of_one_copy(real: Any, tower: Tower, rows: Any) -> Any:
     """The gradient of the tower is that of the first placeholder of each row only."""
     output = real(tower, rows)
-    _, first = np.unique(rows, return_index=True)
+    _, first = np.unique(rows.numpy(), return_index=True)
     is_first = torch.zeros(len(rows), 1, dtype=torch.bool)
     is_first[torch.from_numpy(first)] = True
     (pooled,) = output.pooler_output
@@ -235,7 +292,7 @@ def of_one_copy(real: Any, tower: Tower, rows: Any) -> Any:
 
 
 def one_place_further(real: Any, tower: Tower, rows: Any) -> Any:
-    return real(tower, np.roll(rows, 1))
+    return real(tower, rows.roll(1))
 
 
 def deepstack_of_another_place(real: Any, tower: Tower, rows: Any) -> Any:
@@ -284,8 +341,8 @@ def one_axis(real: Any, self: Images, arguments: Any, tokens: Any) -> Any:
 
 
 MISTAKES: list[tuple[Any, str, Any]] = [
-    (images, "_distinct", all_one),
-    (images, "_distinct", shapes_only),
+    (tower, "distinct_images", all_one),
+    (tower, "distinct_images", shapes_only),
     *((Tower, "features_at", change) for change in (of_one_copy, one_place_further, deepstack_of_another_place)),
     *((Tower, "features_at", change) for change in (deepstack_in_another_order, detached)),
     (Images, "in_place_of", of_the_next_token),

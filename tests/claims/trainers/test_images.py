@@ -14,12 +14,13 @@ import torch
 from image_batches import IMAGE, KINDS, ROWS, Kind, batch_of
 from image_processors import PROCESSORS, SIZE, picture
 from tiers import FULL, cases
-from trainer_harness import Comparison, Share, compare, image_keys, settings
+from trainer_harness import Comparison, Share, compare, differences_of, image_keys, run, settings
 from trainer_loop import Loop, own_loss
 from transformers.models.llava.modeling_llava import LlavaModel
 
+from radixtrain import RadixCollator, image_inputs_of, prepare_model
 from radixtrain.hf.backbone import backbone_of, model_inside
-from radixtrain.hf.padded.images import FEATURES
+from radixtrain.hf.tower import FEATURES
 
 pytestmark = pytest.mark.skipif(
     FEATURES not in inspect.signature(LlavaModel.forward).parameters,
@@ -267,6 +268,52 @@ def test_trainer_of_hugging_face(tmp_path: Any, table: Callable[..., None]) -> N
         return Trainer(model, args, train_dataset=rows, data_collator=collate)
 
     table("Trainer with images, Qwen3-VL", checked(build))
+
+
+def processed(name: str) -> list[dict[str, Any]]:
+    """`rows_of`, each as the model's processor returns it, with labels on its answer: what a `RadixCollator` takes."""
+    processor, found = PROCESSORS[name](), []
+    for row in rows_of(name):
+        parts = [{"type": "image"}, {"type": "text", "text": row["prompt"][0]["content"]}]
+        messages = [{"role": "user", "content": parts}, *row["chosen"]]
+        texts = [processor.apply_chat_template(each, tokenize=False) for each in (messages, messages[:1])]
+        both = [processor(images=[[row["image"]]], text=[text], return_tensors="pt") for text in texts]
+        entries = {**both[0], "labels": both[0]["input_ids"].clone()}
+        entries["labels"][:, : both[1]["input_ids"].shape[1]] = -100
+        flat = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
+        found.append({key: value[0] if key in flat else value for key, value in entries.items()})
+    return found
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What an ordinary collator makes of them."""
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0, "mm_token_type_ids": 0}
+    of_tokens = {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill)
+        for name, fill in fills.items()
+        if name in rows[0]
+    }
+    return {**{name: torch.cat([row[name] for row in rows]) for name in rows[0].keys() - fills.keys()}, **of_tokens}
+
+
+@pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", None)]))
+def test_collator_in_the_trainer_of_hugging_face(name: str, adapters: str | None, tmp_path: Any) -> None:
+    """`RadixCollator` and `prepare_model` in place of the ordinary collator and model: the same numbers."""
+    from transformers import Trainer, TrainingArguments
+
+    passes = Passes()
+
+    def build(collate: Any, prepare: Callable[[Any], Any]) -> Any:
+        args = TrainingArguments(**settings(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6))
+        model = passes.watch(prepare(with_adapters(model_of(name), adapters)))
+        return Trainer(model, args, train_dataset=processed(name), data_collator=collate)
+
+    radix = RadixCollator(images=image_inputs_of(model_of(name)))
+    plain = run(lambda share: build(padded, share), lambda model: model)
+    found = run(lambda share: build(radix, share), prepare_model)
+    worst = differences_of(plain, found)
+    assert worst.keys() >= {"loss", "grad_norm", "gradient"}
+    passes.check()
 
 
 def test_plain_loop(table: Callable[..., None]) -> None:

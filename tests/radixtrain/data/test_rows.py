@@ -290,8 +290,8 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
     (
         user([{"type": "image_url", "image_url": "a.png"}]),
         " (role 'user'): content: only parts {type: text, text} are read, found 'image_url'; images, audio and video "
-        "are not supported, and multimodal models are trained on rows of text: remove the part, or the row "
-        "(data.on_bad_row: skip)",
+        "are not supported here. What a model's processor returns for images is read by RadixCollator(images=...), "
+        "share_prefixes and generate; or remove the part, or the row (data.on_bad_row: skip)",
     ),
     (user([{"image": "a"}]), " (role 'user'): content: only parts {type: text, text} are read, found {'image': 'a'};"),
     *(

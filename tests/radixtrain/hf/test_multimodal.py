@@ -70,5 +70,5 @@ def test_a_part_that_the_user_chose_comes_back():
 
 
 def test_an_image_in_a_radix_batch():
-    with pytest.raises(UserError, match="a radix batch came with pixel_values; a radix batch is text only"):
+    with pytest.raises(UserError, match="a radix batch came with pixel_values; its collator did not read them"):
         prepare_model(gemma3())(**RadixCollator()(FEATURES), pixel_values=with_image()["pixel_values"])

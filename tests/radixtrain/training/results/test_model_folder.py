@@ -8,6 +8,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from tiers import FULL
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -15,6 +16,7 @@ from radixtrain.errors import UserError
 from radixtrain.training.results.model_folder import (
     CARD,
     MARK,
+    OF_PROCESSOR,
     SETTINGS,
     card_and_settings,
     check_model_folder,
@@ -42,6 +44,21 @@ def test_a_previous_model_is_replaced_and_files_of_ones_own_are_never_lost(parts
             save_hf_folder(*parts, tmp_path / folder)
         assert path.read_text() == "years"
         path.unlink()
+
+
+def test_a_model_that_sees_images_gets_the_files_of_its_processor(parts, tmp_path):
+    base = tmp_path / "base"
+    parts[1].save_pretrained(base)
+    (base / "preprocessor_config.json").write_text('{"size": 28}')
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for model, files in (
+        (tiny_model("LlavaForConditionalGeneration"), {"preprocessor_config.json"}),
+        (parts[0], set()),
+    ):
+        for _ in range(2):
+            save_hf_folder(model, tokenizer, tmp_path / type(model).__name__)
+        written = {path.name for path in (tmp_path / type(model).__name__).iterdir()}
+        assert written & set(OF_PROCESSOR) == files
 
 
 def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, capsys):

@@ -1,0 +1,52 @@
+"""The drop-in on pictures that it draws, with Hugging Face's Trainer: two lines differ from an ordinary script.
+
+pip install accelerate torchvision    # which Trainer and most processors ask for
+python recipes/hf_trainer_images.py --model Qwen/Qwen2.5-VL-3B-Instruct
+"""
+
+import argparse
+
+from PIL import Image, ImageDraw
+from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
+
+from radixtrain import RadixCollator, image_inputs_of, prepare_model
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", required=True, help="one that sees images, of docs/families.md")
+parser.add_argument("--output_dir", default="runs/hf_trainer_images")
+parser.add_argument("--max_steps", type=int, default=20)
+parser.add_argument("--learning_rate", type=float, default=1e-5)
+options = vars(parser.parse_args())
+name = options.pop("model")
+processor, model = AutoProcessor.from_pretrained(name), AutoModelForImageTextToText.from_pretrained(name)
+
+
+def picture(color: str) -> Image.Image:
+    ImageDraw.Draw(drawn := Image.new("RGB", (448, 448), "white")).ellipse((112, 112, 336, 336), fill=color)
+    return drawn
+
+
+def row(color: str, question: str, answer: str) -> dict:
+    """What the processor returns: lists of one row for tokens, and for images what it has of them."""
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+    prompt = processor.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    texts = (prompt, prompt + answer + processor.tokenizer.eos_token)
+    before, whole = (processor(images=[[picture(color)]], text=[text], return_tensors="pt") for text in texts)
+    ids, start = whole["input_ids"][0], before["input_ids"].shape[1]
+    of_tokens = {"input_ids": ids, "labels": ids.clone(), "attention_mask": whole["attention_mask"][0]}
+    of_tokens["labels"][:start] = -100
+    return {**whole, **of_tokens}
+
+
+asked = [("What color is the circle?", "It is {}."), ("What is drawn here?", "A circle."), ("Is it blue?", "It is {}.")]
+rows = [row(color, ask, say.format(color)) for color in ("red", "green", "blue", "yellow") for ask, say in asked]
+sizes = {"per_device_train_batch_size": 12, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+trainer = Trainer(
+    model=prepare_model(model),  # <- was model
+    data_collator=RadixCollator(images=image_inputs_of(model)),  # <- was a collator that pads
+    args=TrainingArguments(remove_unused_columns=False, **sizes, **options),
+    train_dataset=rows,
+    processing_class=processor,
+)
+trainer.train()
+trainer.save_model()

@@ -1,0 +1,168 @@
+"""`generate` on prompts with images: the answers of `model.generate`, and each distinct image once in the tower.
+
+In float64; the oracle generates one prompt at a time, without padding. The mutations at the end are mistakes that the
+same check must see.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, TOKEN, Kind, Row, batch_of, squares
+from tiers import cases
+from trainer_harness import image_keys
+from transformers.models.llava.modeling_llava import LlavaModel
+
+from radixtrain import RadixCache, generate
+from radixtrain.errors import UserError
+from radixtrain.generation.images import PromptImages
+from radixtrain.hf.tower import FEATURES, Tower
+from radixtrain.verification.oracle import float64_throughout
+
+pytestmark = pytest.mark.skipif(
+    FEATURES not in inspect.signature(LlavaModel.forward).parameters,
+    reason="this transformers does not take the features of images ready made, so such prompts are refused",
+)
+HYBRIDS = {"Qwen3.5", "Qwen3.5-MoE", "LFM3-VL"}  # whose state is not kept by a cache of keys and values
+GREEDY = {"max_new_tokens": 5, "do_sample": False}
+
+
+def expected_of(model: Any, kind: Kind, row: Row) -> tuple[list[int], torch.Tensor]:
+    """The answer to one prompt, and the log-probabilities of its tokens."""
+    has_images = any(isinstance(part, str) for part in row)
+    inputs = batch_of(kind, [row])[0] if has_images else {"input_ids": torch.tensor([row])}
+    if "mm_token_type_ids" not in inspect.signature(model.forward).parameters:
+        inputs.pop("mm_token_type_ids", None)
+    found = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
+    answer = found.sequences[0, inputs["input_ids"].shape[1] :]
+    return answer.tolist(), torch.cat(found.logits).log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+
+
+def count_towers(model: Any) -> list[int]:
+    """How many images the tower got in each of its calls from now on."""
+    calls: list[int] = []
+    read = model.model.get_image_features
+
+    @functools.wraps(read)
+    def counted(*args: Any, **given: Any) -> Any:
+        calls.append(len(image_keys(given)))
+        return read(*args, **given)
+
+    model.model.get_image_features = counted
+    return calls
+
+
+def check(kind: Kind, rows: list[Row] = ROWS, left: bool = True) -> Any:
+    model = kind.build().eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    inputs, _ = batch_of(kind, rows, left)
+    towers = count_towers(model)
+    with float64_throughout(model):
+        found = generate(model, inputs, **GREEDY)
+        assert towers == [len({part for row in rows for part in row if isinstance(part, str)})], "each image once"
+        for row, tokens, logprobs in zip(rows, found.token_ids, found.logprobs, strict=True):
+            answer, expected = expected_of(model, kind, row)
+            assert tokens == answer
+            torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-12, atol=1e-12)
+    assert found.stats.num_computed_tokens < found.stats.num_prompt_tokens
+    return found
+
+
+@pytest.mark.parametrize("name", cases([name for name in KINDS if name not in HYBRIDS], ["LLaVA", "Qwen3-VL"]))
+def test_the_answers_are_those_of_the_model(name: str) -> None:
+    check(KINDS[name])
+
+
+@pytest.mark.parametrize("name", cases(["Mistral 3", "Gemma 4", "Qwen2.5-VL"], ["Qwen2.5-VL"]))
+def test_images_of_different_sizes(name: str) -> None:
+    check(KINDS[name], OF_SIZES, left=False)
+
+
+def test_samples_of_a_prompt_fork_from_one_prefill() -> None:
+    model = KINDS["Qwen3-VL"].build().eval()
+    inputs, _ = batch_of(KINDS["Qwen3-VL"], [[7, "A", 8], [7, "B", 8]])
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    options = {"max_new_tokens": 5, "do_sample": True, "seed": 0, "num_return_sequences": 8}
+    towers = count_towers(model)
+    found = generate(model, inputs, **options)
+    assert len(found) == 16 and len({tuple(ids) for ids in found.token_ids}) > 8 and towers == [2]
+    assert found.stats.num_computed_tokens == 2 + 2 * (4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "options", "message"),
+    [
+        ("LLaVA", {}, {"cache": RadixCache()}, "cache: a RadixCache knows tokens by their ids; leave it out"),
+        ("LLaVA", {"input_ids": [[IMAGE] * 4]}, {}, "expected tensors"),
+        ("LLaVA", {"input_ids": torch.tensor([[7, IMAGE, 8]])}, {}, "1 placeholders of images for 4 features"),
+        ("LLaVA", {"token_type_ids": torch.ones(1, 6)}, {}, "token_type_ids is not supported"),
+        ("Qwen3-VL", {"mm_token_type_ids": None}, {}, "images without mm_token_type_ids"),
+        ("Qwen3.5", {}, {}, "recurrent layers, whose state is not kept by a cache"),
+    ],
+    ids=["cache", "lists", "placeholders", "types", "no types", "hybrid"],
+)
+def test_what_is_refused(name: str, change: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    inputs, _ = batch_of(KINDS[name], [[7, "A", 8]])
+    inputs = {**inputs, "pixel_values": inputs["pixel_values"].float(), **change}
+    if "input_ids" in change:
+        inputs.pop("attention_mask")
+    with pytest.raises(UserError, match=message):
+        generate(KINDS[name].build().eval(), inputs, max_new_tokens=2, **options)
+
+
+def test_images_that_attend_in_both_directions() -> None:
+    kind = Kind("Gemma3ForConditionalGeneration", {**TOKEN, "mm_tokens_per_image": 4}, squares(28, 4))
+    inputs, _ = batch_of(kind, [[7, "A", 8]])
+    inputs |= {"pixel_values": inputs["pixel_values"].float(), "token_type_ids": (inputs["input_ids"] == IMAGE).long()}
+    with pytest.raises(UserError, match=r"token_type_ids is not supported.* or use model\.generate"):
+        generate(kind.build().eval(), inputs, max_new_tokens=2)
+
+
+# Mistakes.
+
+
+def keys_are_ids(real: Any, *args: Any) -> Any:
+    """Prompts are compared without their images."""
+    found = real(*args)
+    places = [np.searchsorted(np.unique(found.ids), found.ids[key]) for key in found.keys]
+    first = np.array([np.flatnonzero(found.ids == each)[0] for each in np.unique(found.ids)])
+    found.keys = [first[place] for place in places]
+    return found
+
+
+def answers_at_their_places(real: Any, *args: Any) -> Any:
+    """Positions after a prompt count its tokens."""
+    found = real(*args)
+    found.shifts = np.zeros_like(found.shifts)
+    return found
+
+
+def without_axes(real: Any, *args: Any) -> Any:
+    found = real(*args)
+    found.axes, found.shifts = None, np.zeros(len(found.keys), dtype=np.int64)
+    return found
+
+
+def next_feature(real: Any, self: Tower, index: Any) -> Any:
+    return real(self, index.roll(1))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mistake"),
+    [
+        (PromptImages, "read", keys_are_ids),
+        (PromptImages, "read", answers_at_their_places),
+        (PromptImages, "read", without_axes),
+        (Tower, "features_at", next_feature),
+    ],
+    ids=["keys", "shifts", "axes", "features"],
+)
+def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any]) -> None:
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: mistake(real, *args))
+    with pytest.raises((AssertionError, IndexError)):
+        check(KINDS["Qwen3-VL"])
