@@ -1,7 +1,8 @@
 """A training loop of your own, with optimizer steps that are cut into micro-batches of unique tokens.
 
 Three lines differ from an ordinary loop, marked below. Memory is spent on unique tokens, so those are what the cut
-counts; the loss of a step is the mean over its labelled tokens, whatever the cut.
+counts; the loss of a step is the mean over its labelled tokens, whatever the cut. A prefix that several micro-batches
+continue is computed once if that pays, so `backward` is called on each term before the next one is asked for.
 
 make fit && python recipes/plain_loop.py                  # on the demo's chats and starting model
 """
@@ -12,10 +13,10 @@ import random
 import torch
 from transformers import AutoModelForCausalLM
 
-from radixtrain import prepare_model
-from radixtrain.collators.steps import StepCollator
+from radixtrain import StepCollator, prepare_model, step_losses
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
+from radixtrain.hf.step_cost import step_cost_of
 
 
 def main() -> None:
@@ -32,13 +33,12 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model).to(device).train()
     model = prepare_model(model)  # <-
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    collate = StepCollator(max_tokens=2048, merge_labels=False)  # <- for the model's own loss: nothing merged
+    collate = StepCollator(max_tokens=2048, step_cost=step_cost_of(model), share_across_micro_batches="auto")  # <-
     draw = random.Random(0)
     for number in range(options.max_steps):
         step = collate(draw.sample(rows, 16)).to(device)
         total = 0.0
-        for batch in step.micro_batches:
-            loss = model(**batch, num_items_in_batch=step.num_labels).loss  # <- sum / num_labels
+        for loss in step_losses(model, step):  # <-
             loss.backward()
             total += loss.item()
         optimizer.step()
