@@ -192,10 +192,11 @@ def _parts(
     while start < len(lengths):
         held = sum(x.end - x.start for part in parts for x, last in part.kept if last >= start) if counts_held else 0
         end, num_rows, at_end = _end_of_part(lengths, lcp, start, num_kept, most - held, least_rows, counts_held)
-        if num_rows > most - held and counts_held:
+        reached = min([num_kept, *lcp[start + 1 : end + 1]])
+        if counts_held and num_rows + at_end - reached > most - held:
             return []
         kept, inside = list[tuple[Span, int]](), num_kept
-        if at_end > (reached := min([num_kept, *lcp[start + 1 : end + 1]])):
+        if at_end > reached:
             kept += _kept_passes(order[end - 1], end - 1, reached, at_end, most, lcp)
         if num_rows > most:  # one sequence, and copies of it: all but its last `most` tokens
             inside = lengths[start] - most
