@@ -175,6 +175,23 @@ def test_both_arms_are_counted_as_they_are_collated(
     assert sum(counts.predictions for counts in counted.ordinary) == ordinary.num_labels
 
 
+@pytest.mark.parametrize("step_cost", [None, COST])
+@pytest.mark.parametrize("holds_graph", [True, False])
+def test_a_prefix_that_several_micro_batches_continue(
+    two_prompts: list[dict[str, Any]], step_cost: StepCost | None, holds_graph: bool
+) -> None:
+    """Its rows count once in r. Its second forward pass takes time, unless its graph is held."""
+    options: dict[str, Any] = {"share_across_micro_batches": True, "holds_graph": holds_graph, "step_cost": step_cost}
+    counted = counted_step(two_prompts, StepCollator(max_tokens=30, **options), step_cost, WHOLE)
+    whole = counted_step(two_prompts, StepCollator(step_cost=step_cost), step_cost, WHOLE)
+    assert counted.num_rows == counted.num_unique_tokens
+    again = 0 if holds_graph else round(20 / 3) * 2
+    assert sum(counts.rows for counts in counted.radix) == counted.num_unique_tokens + again
+    assert sum(counts.predictions for counts in counted.radix) >= sum(counts.predictions for counts in whole.radix)
+    if step_cost is None and holds_graph:  # each row's path, whichever pass computes it
+        assert sum(counts.attention for counts in counted.radix) == sum(counts.attention for counts in whole.radix)
+
+
 def test_a_padded_batch(two_prompts: list[dict[str, Any]]) -> None:
     (counts,) = counted_step(two_prompts, StepCollator(), None, WHOLE).ordinary
     assert counts == (8 * 28, 8 * 28 * 28, 2 * (4 + 5 + 6 + 8))
