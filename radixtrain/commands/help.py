@@ -16,7 +16,6 @@ TRAINER = {
     "max_epochs": ("3", "passes over the data, if max_steps is not set either"),
     "max_steps": ("-1", "optimizer steps of the run"),
     "precision": ("32-true", "or bf16-mixed, bf16-true, 64-true"),
-    "log_every_n_steps": ("10", "optimizer steps between two lines of the log; a shorter run logs each step"),
     "val_check_interval": ("1.0", "validate every so many steps, or after a share of the epoch"),
     "logger": ("", "wandb, trackio, swanlab, tensorboard, csv or none; a CSV file without it"),
 }
@@ -26,6 +25,7 @@ CHANGED = {
     "callbacks": "EarlyStopping, ModelCheckpoint, ...",
     "fast_dev_run": "a single step, to try a configuration",
     "enable_progress_bar": "a bar on a terminal, single lines in a file",
+    "log_every_n_steps": "optimizer steps between two lines of the log; a shorter run logs each step",
     "max_time": "DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains; then it is saved",
 }
 SECTIONS = ("model", "data", "evaluate_generation")
