@@ -16,7 +16,7 @@ help:  ## this list
 fit: .venv/.user runs/demo/train.jsonl  ## write a demo and fine-tune a tiny model on it: one to two minutes on two CPU cores
 	.venv/bin/python -m radixtrain fit --config configs/demo.yaml --overwrite true
 
-test: setup  ## prove each claim once: five minutes on two cores
+test: setup  ## prove each claim once: seven minutes on two cores
 	$(TEST_ALL_CORES) -m "not gpu and not full"
 
 test-full: export RADIXTRAIN_TRIES ?= 50
