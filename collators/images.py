@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.nn import functional
 
 from radixtrain.collators.features import FeatureArrays, packed
 from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import PREFIX
 from radixtrain.tree.plan import PrefixPlan
 
@@ -34,10 +36,11 @@ OF_IMAGES = {
     "pixel_attention_mask": 0,
     "image_position_ids": -1,
 }
-TYPES = "mm_token_type_ids"
+TYPES, TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"  # 1 at placeholders of images
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 IMAGE_ROWS = PREFIX + "image_rows"  # which row of the pieces stands at each unique placeholder
 IMAGE_PIECES = PREFIX + "image_pieces"  # of each piece: how many placeholders it has, and which images these show
+IMAGE_TYPES = PREFIX + "image_types"  # the types of the unique tokens, if the model reads them for its mask
 
 Image = dict[str, Tensor]
 
@@ -50,12 +53,17 @@ class ImageInputs:
     names: the entries of a row that the tower reads, of `OF_IMAGES`.
     count_positions: `get_rope_index` of a model that counts positions of several axes; None if it counts along the row.
     arguments: what that takes.
+    types: the entry of a row that marks its placeholders.
+    count_blocks: (B, L) types -> (B, L), the block of tokens that attend to each other in both directions, -1 outside;
+        None for a model that is causal.
     """
 
     token: int
     names: frozenset[str]
     count_positions: Callable[..., Any] | None = None
     arguments: frozenset[str] = frozenset()
+    types: str = TYPES
+    count_blocks: Callable[..., Tensor] | None = None
 
 
 class SplitImages(NamedTuple):
@@ -135,6 +143,29 @@ def codes_of(ids: IntArray, is_image: BoolArray, rows: IntArray, axes: Iterable[
     return codes
 
 
+def codes_of_blocks(codes: IntArray, blocks: IntArray) -> IntArray:
+    """(T,). As `codes`, but the tokens of two blocks are the same only if the whole blocks are.
+
+    blocks: (T,). A number for each block of each sequence, whose tokens attend to each other; -1 outside.
+    """
+    found: dict[bytes, int] = {}
+    of_blocks, total = codes.copy(), int(codes.max(initial=0)) + 1
+    starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
+    for start, end in pairwise([*starts, len(blocks)]):
+        if blocks[start] >= 0:
+            first = found.setdefault(codes[start:end].tobytes(), total)
+            of_blocks[start:end] = np.arange(first, first + end - start)
+            total = max(total, first + end - start)
+    return of_blocks
+
+
+def blocks_of_rows(blocks: IntArray, plan: PrefixPlan) -> BlockLayout | None:
+    """Of the unique rows. blocks: (T,), as in `codes_of_blocks`. None if no block has two rows."""
+    of_rows = blocks[plan.gather_indices]
+    of_rows[plan.num_unique_tokens :] = -1
+    return BlockLayout.of(of_rows)
+
+
 @dataclass(eq=False)
 class BatchImages:
     """The images of the features of a batch, K of them distinct, and its T tokens, of which P are placeholders.
@@ -147,6 +178,7 @@ class BatchImages:
     pieces: of each distinct one, its placeholders, and its images by number.
     tensors: what the tower gets, of the K images.
     axes: (A, T), int64. positions; None if they count along each row.
+    blocks: (T,), int64, as in `codes_of_blocks`; None if all tokens attend only backwards.
     """
 
     codes: IntArray
@@ -155,6 +187,7 @@ class BatchImages:
     pieces: tuple[tuple[int, tuple[int, ...]], ...]
     tensors: dict[str, Tensor]
     axes: IntArray | None
+    blocks: IntArray | None
 
     @classmethod
     def read(
@@ -189,7 +222,9 @@ class BatchImages:
         axes = _axes(inputs, arrays, images) if inputs.count_positions else None
         tensors = joined([images[index] for index in first], nested.pop())
         codes = codes_of(ids, is_image, rows, () if axes is None else axes)
-        return cls(codes, is_image, rows, tuple(found), tensors, axes)
+        blocks = _blocks(inputs, features, arrays)
+        codes = codes if blocks is None else codes_of_blocks(codes, blocks)
+        return cls(codes, is_image, rows, tuple(found), tensors, axes, blocks)
 
     def entries(self, plan: PrefixPlan) -> dict[str, Any]:
         """The entries of a batch that the images bring or change."""
@@ -197,12 +232,14 @@ class BatchImages:
         placeholders = self.is_image.cumsum()[tokens[self.is_image[tokens]]] - 1
         positions = {} if self.axes is None else {"position_ids": torch.from_numpy(self.axes[:, tokens])[:, None]}
         rows = torch.from_numpy(self.rows[placeholders])
-        return {**positions, **self.tensors, IMAGE_ROWS: rows, IMAGE_PIECES: self.pieces}
+        layout = None if self.blocks is None else blocks_of_rows(self.blocks, plan)
+        blocks = {} if layout is None else {**layout.to_batch(), IMAGE_TYPES: layout.types}
+        return {**positions, **self.tensors, **blocks, IMAGE_ROWS: rows, IMAGE_PIECES: self.pieces}
 
 
 def without_images(inputs: ImageInputs, features: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The features without the entries that `BatchImages` reads."""
-    read = inputs.names | {TYPES}
+    read = inputs.names | {inputs.types}
     return [
         {name: value for name, value in each.items() if name not in read} if isinstance(each, Mapping) else each
         for each in features
@@ -217,12 +254,12 @@ def _images_of(
     number = int(np.count_nonzero(placeholders))
     if number != np.count_nonzero(np.asarray(feature["input_ids"]) == inputs.token):
         raise ValueError(f"feature {index}: attention_mask hides placeholders of images (token {inputs.token})")
-    if feature.get(TYPES) is not None:
-        types = np.asarray(feature[TYPES]).reshape(-1)[arrays.num_left_padding :][: len(placeholders)]
+    if feature.get(inputs.types) is not None:
+        types = np.asarray(feature[inputs.types]).reshape(-1)[arrays.num_left_padding :][: len(placeholders)]
         if not np.array_equal(types, placeholders):
             raise ValueError(
-                f"feature {index}: {TYPES} marks other tokens than the placeholders of images (token {inputs.token}): "
-                f"of a row with video or sound, use share_prefixes(model)"
+                f"feature {index}: {inputs.types} marks other tokens than the placeholders of images (token "
+                f"{inputs.token}): of a row with video or sound, use share_prefixes(model)"
             )
     if inputs.count_positions and arrays.position_ids is not None:
         raise ValueError(f"feature {index}: remove position_ids, which this model counts along several axes")
@@ -285,6 +322,28 @@ def _pieces(is_image: BoolArray, owners: list[int], images: Sequence[Image]) -> 
             return [(sum(lengths), tuple(owners))]
         lengths = [share] * len(owners)
     return [(length, (owner,)) for length, owner in zip(lengths, owners, strict=True)]
+
+
+def _blocks(
+    inputs: ImageInputs, features: Sequence[Mapping[str, Any]], arrays: Sequence[FeatureArrays]
+) -> IntArray | None:
+    """(T,). As in `codes_of_blocks`; None if the features with images have no types, as then the model is causal."""
+    if inputs.count_blocks is None:
+        return None
+    of_features, total, have_types = [], 0, set()
+    for feature, own in zip(features, arrays, strict=True):
+        is_image = own.input_ids == inputs.token
+        blocks = inputs.count_blocks(torch.from_numpy(is_image.astype(np.int64))[None], device="cpu")[0].numpy()
+        of_features.append(np.where(blocks < 0, blocks, blocks + total))
+        total += int(blocks.max(initial=-1)) + 1
+        if is_image.any():
+            have_types.add(feature.get(inputs.types) is not None)
+    if len(have_types) > 1:
+        raise ValueError(
+            f"some features with images have {inputs.types} and some have not: images attend in both directions only "
+            f"with it, so give it to all or to none"
+        )
+    return np.concatenate(of_features) if have_types == {True} else None
 
 
 def _axes(inputs: ImageInputs, arrays: Sequence[FeatureArrays], images: Sequence[Image]) -> IntArray:

@@ -36,6 +36,7 @@ from radixtrain.collators.targets import (
 from radixtrain.errors import UserError
 from radixtrain.kernels.triton_door import experimental
 from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.context import WITH_CONTEXT, ContextLayout
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import (
@@ -119,6 +120,9 @@ class RadixCollator:
     pixel_values, image_grid_thw, ...: of the distinct images of the batch, if it has any. Two are one if their bytes
         are equal. Tokens are shared if the placeholders before them stand for the same images too, and if positions
         are the same on each axis that the model counts; `position_ids` are then [axes, 1, U].
+    token_type_ids, or mm_token_type_ids: read, not returned, if images attend in both directions by it, as in Gemma 3.
+        They are then shared as a whole or not at all, and `radix_blocks_...`, see `radixtrain.tree.blocks`, says which
+        rows they are.
     radix_image_rows: [placeholders among U], int64, and radix_image_pieces, a tuple of ints: which row of the features
         of these images each unique placeholder stands for.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
@@ -203,7 +207,9 @@ class RadixCollator:
         if not self.merge_labels:
             check_no_floats(arrays)
         ids, labels, cu_seqlens, positions, floats = packed(arrays)
-        plan, chosen = self._plan(ids if images is None else images.codes, cu_seqlens, positions, max_tokens)
+        strategies = CHOICES if images is None or images.blocks is None else WITH_BLOCKS
+        compared_ids = ids if images is None else images.codes
+        plan, chosen = self._plan(compared_ids, cu_seqlens, positions, max_tokens, strategies)
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
         targets = _merged_entries(predictions, floats) if self.merge_labels else _plain_entries(predictions, plan)
         return {
@@ -294,7 +300,8 @@ class RadixCollator:
 
         if self.step_cost is None:
             return plan_of(self.min_shared_tokens), {}
-        step_cost = replace(self.step_cost, strategies=tuple(x for x in self.step_cost.strategies if x in strategies))
+        allowed = tuple(x for x in self.step_cost.strategies if x in strategies)
+        step_cost = replace(self.step_cost, strategies=allowed or self.step_cost.strategies)
         choice, plan = step_cost.cheapest(plan_of, max_tokens)
         place = CHOICES.index(choice.strategy)
         return plan, {STRATEGY: place, MIN_SHARED_TOKENS: choice.min_shared_tokens}

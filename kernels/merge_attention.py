@@ -18,7 +18,7 @@ above holds for out' and lse', and `ds_n = -sum_q exp(s_n - lse') delta`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,11 +38,13 @@ class Piece:
     """One varlen call on some rows.
 
     q_rows, k_rows: which rows of q, and of k and v. A slice is free; an index tensor (int64, no repeats) is gathered.
+    in_window: no window hides any of its keys.
     """
 
     q_rows: Rows
     k_rows: Rows
     ragged: Ragged
+    in_window: bool = False
 
 
 def attention_in_pieces(
@@ -58,11 +60,11 @@ def attention_in_pieces(
 
     pieces: the first covers every row of q, and all or the first rows of k; the others may cover any. No query sees a
         key in two pieces.
-    scoring: of every piece; a window needs a single piece, whose entries are whole sequences.
+    scoring: of every piece; a window needs whole sequences as entries of the first, and the others `in_window`.
     sinks_N: (N,), any floating dtype; differentiable like the others.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
     """
-    assert scoring.window is None or len(pieces) == 1, (
+    assert scoring.window is None or all(piece.in_window for piece in pieces[1:]), (
         "a window needs the distance from a query to its keys, which a piece does not know"
     )
     return _Pieces.apply(q_UNH, k_UKH, v_UKH, sinks_N, tuple(pieces), kernel, scoring)
@@ -83,10 +85,11 @@ class _Pieces(torch.autograd.Function):
         first, *rest = pieces
         out, lse = kernel.forward(q, rows_of(k, first.k_rows), rows_of(v, first.k_rows), first.ragged, scoring)
         merged = out.to(lse.dtype) if rest or sinks is not None else out
+        unlimited = replace(scoring, window=None)
         for piece in rest:
             keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
             merge_piece(
-                merged, lse, piece.q_rows, *kernel.forward(rows_of(q, piece.q_rows), *keys, piece.ragged, scoring)
+                merged, lse, piece.q_rows, *kernel.forward(rows_of(q, piece.q_rows), *keys, piece.ragged, unlimited)
             )
         if sinks is not None:
             merge_sinks(merged, lse, sinks)
@@ -105,11 +108,12 @@ class _Pieces(torch.autograd.Function):
         dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if rest else grads
         if others := len(k) - len(dk):
             dk, dv = (pad(grad, (0, 0, 0, 0, 0, others)) for grad in (dk, dv))
+        unlimited = replace(ctx.scoring, window=None)
         for piece in rest:
             dout_piece, q_piece, out_piece = (rows_of(x, piece.q_rows) for x in (dout, q, out))
             keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
             lse_piece = rows_of(lse.t(), piece.q_rows).t()
-            shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, ctx.scoring)
+            shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, unlimited)
             for total, share, rows in zip(
                 (dq, dk, dv), shares, (piece.q_rows, piece.k_rows, piece.k_rows), strict=True
             ):
@@ -169,6 +173,7 @@ def path_attention(
     kernel: VarlenKernel,
     scoring: Scoring,
     sinks_N: Tensor | None = None,
+    later: Piece | None = None,
 ) -> Tensor:
     """Tree attention as one varlen call: the new rows of each sequence onto its root path, which is gathered.
 
@@ -178,11 +183,27 @@ def path_attention(
     path_keys: (T',), int64. unique rows of every path, back to back.
     ragged: new rows of each path onto the path, causal.
     sinks_N: (N,). logits without a value, one for each head, or None.
+    later: one more call, on rows of q onto rows of k and v that are not on their paths, by an index tensor.
     Returns (U, N, H).
     """
-    everything = Piece(slice(None), slice(None), ragged)
     k_path, v_path = gather_rows(k_UKH, path_keys), gather_rows(v_UKH, path_keys)
-    return attention_in_pieces(q_UNH, k_path, v_path, (everything,), kernel, scoring, sinks_N)
+    pieces, k, v = gathered_pieces(k_path, v_path, ragged, later, k_UKH, v_UKH)
+    return attention_in_pieces(q_UNH, k, v, pieces, kernel, scoring, sinks_N)
+
+
+def gathered_pieces(
+    k_path: Tensor, v_path: Tensor, ragged: Ragged, later: Piece | None, k_UKH: Tensor, v_UKH: Tensor
+) -> tuple[list[Piece], Tensor, Tensor]:
+    """A call of all queries onto gathered keys, perhaps one more onto others; and the keys and values of both.
+
+    later: its k_rows, an index tensor, are rows of k_UKH and v_UKH.
+    """
+    onto_paths = Piece(slice(None), slice(len(k_path)), ragged)
+    if later is None:
+        return [onto_paths], k_path, v_path
+    assert isinstance(later.k_rows, Tensor)
+    k, v = (torch.cat([path, gather_rows(x, later.k_rows)]) for path, x in ((k_path, k_UKH), (v_path, v_UKH)))
+    return [onto_paths, replace(later, k_rows=slice(len(k_path), len(k)))], k, v
 
 
 def expand_attention(

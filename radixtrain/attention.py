@@ -29,11 +29,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.cached import attention_in_lanes, attention_with_stored_rows
-from radixtrain.kernels.merge_attention import Piece, attention_in_pieces, expand_attention, path_attention
+from radixtrain.kernels.merge_attention import (
+    Piece,
+    attention_in_pieces,
+    expand_attention,
+    gathered_pieces,
+    path_attention,
+)
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.triton_door import experimental
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
+from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.cost_model import paths_are_cheaper
@@ -71,6 +78,7 @@ def tree_attention(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    both_ways: bool = False,
 ) -> Tensor:
     """Attention on unique tokens: every query sees the keys of its own root path, itself included.
 
@@ -86,6 +94,7 @@ def tree_attention(
     softcap: None, or c: scaled scores s become `c * tanh(s / c)`.
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
     sinks: None, or (N,), floating point. A logit for every query of a head that has no value.
+    both_ways: rows of `blocks` of the layout see the later rows of their block too. Not with `expand` and `tree`.
 
     Returns (U, N, H), the dtype of query; differentiable once in query, key, value and sinks.
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
@@ -99,6 +108,12 @@ def tree_attention(
             f"attention={attention!r} cannot attend to rows of an earlier micro-batch: use auto, cascade or path, or "
             f"leave share_across_micro_batches at false"
         )
+    blocks = layout.blocks if both_ways else None
+    if blocks is not None and attention not in ("auto", *WITH_BLOCKS):
+        raise UserError(
+            f"attention={attention!r} only attends backwards, and the images of this batch attend in both directions: "
+            f"use auto, cascade or path"
+        )
     if attention == "auto" and scoring.window is None and layout.device.type != "cpu":
         attention = "path" if paths_are_cheaper(layout, query.shape[1], *key.shape[1:]) else "cascade"
     choice = _chosen(attention, kernel, query, scoring, sinks)
@@ -107,14 +122,16 @@ def tree_attention(
         return experimental("tree_triton").tiled_tree_attention(query, key, value, tiles, scoring.scale)
     if choice.strategy == "reference":
         mask = tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
-        return reference_attention(query, key, value, mask, scoring, sinks)
+        return reference_attention(query, key, value, mask if blocks is None else mask | blocks.mask(), scoring, sinks)
     varlen = _kernel(choice.kernel, query.device)
+    later = None if blocks is None else blocks.later
     if choice.strategy == "cascade":
-        if layout.even_shape is not None and choice.kernel == "torch" and sinks is None:
+        if layout.even_shape is not None and choice.kernel == "torch" and sinks is None and later is None:
             return _batched_attention(query, key, value, layout.even_shape, scoring.scale)
-        return attention_in_pieces(query, key, value, _pieces_of(layout, key, value), varlen, scoring, sinks)
+        pieces = (*_pieces_of(layout, key, value), *([later] if later else []))
+        return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks)
     if choice.strategy == "path":
-        return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks)
+        return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks, later)
     return expand_attention(
         query, key, value, layout.inverse_indices, layout.gather_indices, layout.sequences, varlen, scoring, sinks
     )
@@ -133,13 +150,14 @@ def cached_attention(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    both_ways: bool = False,
 ) -> Tensor:
     """Attention of the new rows of a pass of generation: over each other, and over stored rows. No gradient.
 
     query: (U, N, H). key, value: (U, K, H), of the new rows; as in `tree_attention`.
     stored: keys and values of the layer, (C, K, H) each; those of the new rows are there already.
     layout: which rows see which.
-    kernel, scale, softcap, window, sinks: as in `tree_attention`.
+    kernel, scale, softcap, window, sinks, both_ways: as in `tree_attention`.
 
     Returns (U, N, H), the dtype of query.
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a kernel that cannot run here.
@@ -148,15 +166,16 @@ def cached_attention(
     _check_modifiers(query, softcap, window, sinks)
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
     varlen = _kernel(_chosen("auto", kernel, query, scoring, sinks).kernel, query.device)
+    later = layout.blocks.later if both_ways and layout.blocks is not None else None
     if scoring.window is not None:
         slots, call = layout.windowed(scoring.window)
-        piece = Piece(slice(None), slice(None), call)
         seen_keys, seen_values = (rows.index_select(0, slots) for rows in stored)
-        return attention_in_pieces(query, seen_keys, seen_values, [piece], varlen, scoring, sinks)
+        pieces, k, v = gathered_pieces(seen_keys, seen_values, call, later, key, value)
+        return attention_in_pieces(query, k, v, pieces, varlen, scoring, sinks)
     if layout.lanes is not None:
         return attention_in_lanes(query, stored, layout.lanes, layout.shared, varlen, scoring, sinks)
     assert layout.prompts is not None
-    own = _pieces_of(layout.prompts, key, value)
+    own = (*_pieces_of(layout.prompts, key, value), *([later] if later else []))
     return attention_with_stored_rows(query, key, value, stored, own, layout.shared, varlen, scoring, sinks)
 
 

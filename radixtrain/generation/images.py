@@ -22,8 +22,9 @@ from radixtrain.errors import UserError
 from radixtrain.hf.padded.images import Images
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.tower import FEATURES, given_of_images, position_ids_of, why_not
-from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cached_layout import on_device
+from radixtrain.tree.arrays import IntArray, lengths_of
+from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree.cached_layout import Continuations, on_device
 
 INSTEAD = "use model.generate"
 
@@ -93,3 +94,13 @@ class PromptImages:
             features = self.images.tower.features_at(on_device(rows, device))
             inputs["features"] = {FEATURES: {"image": features}}
         return inputs
+
+    def blocks_of(self, ends: Continuations, device: torch.device) -> BlockLayout | None:
+        """The rows of these ends that attend in both directions. Equal images of two prompts may be neighbours."""
+        blocks = self.images.blocks
+        if blocks is None:
+            return None
+        owners = np.arange(len(ends.num_stored)).repeat(lengths_of(ends.plan.cu_seqlens))[ends.plan.gather_indices]
+        found, total = blocks[ends.ids], int(blocks.max(initial=-1)) + 1
+        layout = BlockLayout.of(np.where(found < 0, -1, found + owners * total))
+        return None if layout is None else layout.to(device)

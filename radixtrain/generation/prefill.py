@@ -106,7 +106,9 @@ class Prefill:
         try:
             step = plan.pass_of(slots, lanes, first_lane, predicting, self.device)
             if self.images is not None:
-                step = replace(step, **self.images.inputs_of(plan.ends.ids, self.device))
+                inputs = self.images.inputs_of(plan.ends.ids, self.device)
+                blocks = self.images.blocks_of(plan.ends, self.device)
+                step = replace(step, **inputs, layout=replace(step.layout, blocks=blocks))
             logits = self.logits(step)
         except BaseException:
             self.cache.cancel(slots)

@@ -31,7 +31,7 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
-from radixtrain.hf.windows import call_on_mask, mask_function, window_of, window_on_mask
+from radixtrain.hf.windows import call_on_mask, mask_function, sees_both_ways, window_of, window_on_mask
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import PREFIX, TreeLayout
 
@@ -52,7 +52,7 @@ class RadixCall:
     misses_cache: whether the ordinary call would have returned a cache.
     images: those of the padded batch; None without any.
     cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
-    calls: the id of every attention module that ran.
+    calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     mixed: the id of every recurrent mixer that ran.
     """
 
@@ -74,6 +74,7 @@ class RadixCall:
         self.images: Any = None
         self.cache: PassCache | None = None
         self.calls: list[int] = []
+        self.both_ways: list[int] = []
         self.mixed: list[int] = []
 
     @property
@@ -111,13 +112,14 @@ class CachedCall:
     """One forward pass of generation: what every layer needs, and which layers ran. No dataclass either.
 
     layout: the new rows of the pass, and the stored ones that they see.
-    calls: the id of every attention module that ran.
+    calls, both_ways: as in `RadixCall`.
     """
 
     def __init__(self, layout: CachedLayout, write: Write, kernel: str, window_may_bind: bool) -> None:
         self.layout, self.write = layout, write
         self.kernel, self.window_may_bind = kernel, window_may_bind
         self.calls: list[int] = []
+        self.both_ways: list[int] = []
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to all that each of them sees."""
@@ -207,7 +209,7 @@ def _attend(
     _check_options(layer, options)
     argument, longest = options.get("sliding_window"), call.layout.max_seqlen
     window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind)
-    scaling, (query, _, value) = options.get("scaling"), heads
+    both_ways, scaling, (query, _, value) = sees_both_ways(attention_mask), options.get("scaling"), heads
     try:
         out_UNH = call.attend(
             id(layer),
@@ -216,11 +218,14 @@ def _attend(
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
             softcap=options.get("softcap"),
             sinks=options.get("s_aux"),
+            both_ways=both_ways,
         )
     except UserError as error:  # a request that this layer cannot meet
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{_name_of(layer)}{why}: {error}") from None
     call.calls.append(id(layer))
+    if both_ways:
+        call.both_ways.append(id(layer))
     return out_UNH[None, ..., : value.shape[-1]].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
 
 
@@ -261,6 +266,15 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
+
+
+def check_both_ways(backbone: nn.Module, call: Call) -> None:
+    """RuntimeError if images of a pass that ran were to attend in both directions, and did so in no layer."""
+    if call.layout.blocks is not None and not call.both_ways:
+        raise RuntimeError(
+            f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, as it does "
+            f"in an ordinary batch; train it without sharing"
+        )
 
 
 def _name_of(module: nn.Module) -> str:

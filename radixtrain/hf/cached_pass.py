@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, CachedCall, Write
+from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, CachedCall, Write, check_both_ways
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.prepare import attention_set
 from radixtrain.hf.recurrent.mixers import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_generation, in_words_of_generation
+from radixtrain.hf.tower import types_of_mask
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout
 
@@ -80,8 +81,11 @@ class StoredPasses:
         """
         config, base = self.parts.decoder.config, self.parts.base
         assert config._attn_implementation in (ATTENTION_NAME, EAGER_NAME)
-        may_bind = window_may_bind(config, layout.max_seqlen)
+        may_bind = layout.blocks is not None or window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.write, self.kernel, may_bind)
+        types = types_of_mask(self.parts.backbone) if layout.blocks is not None else None
+        if layout.blocks is not None and types is not None:
+            features[types] = layout.blocks.types
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],
@@ -92,6 +96,7 @@ class StoredPasses:
                 **features,
             )
         self._check_layers(call)
+        check_both_ways(self.parts.backbone, call)
         logits: Tensor = output.logits[0]
         return logits
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.collators.images import IMAGE_ROWS
+from radixtrain.collators.images import IMAGE_ROWS, IMAGE_TYPES
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, RadixCall, register_attention
+from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, RadixCall, check_both_ways, register_attention
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
 from radixtrain.hf.padded.kept import KeptCall
@@ -120,7 +120,7 @@ class BackboneHooks:
             bool(layout.levels) or layout.context is not None or layout.num_rows < layout.inverse_indices.shape[0]
         )  # padding adds rows
         self.sharing.count(backbone, shares, NOT_ALIKE)
-        may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
+        may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = CHOICES[entries[STRATEGY]] if STRATEGY in entries and self.attention == "auto" else None
         options = layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
@@ -162,6 +162,8 @@ class BackboneHooks:
         check_evaluation(backbone)
         check_adapters((self.model, backbone), self.allow_dropout)
         decoder, head = text_decoder_of(backbone), self.model.get_output_embeddings()
+        if IMAGE_TYPES in entries:
+            given = {name: value for name, value in given.items() if value is not entries[IMAGE_TYPES]}
         _check_in_force(decoder)
         if self.split is None:
             check_inputs(decoder, given, layout.num_rows)
@@ -200,6 +202,7 @@ class BackboneHooks:
         if not isinstance(call, RadixCall | KeptCall):
             return None
         self._check_mixers(backbone, call)
+        check_both_ways(backbone, call)
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
         if self.num_layers not in (len(call.calls), len(set(call.calls))):
             raise RuntimeError(

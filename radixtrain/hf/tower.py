@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from radixtrain.collators.images import (
     IMAGE_PIECES,
     IMAGE_ROWS,
+    IMAGE_TYPES,
     OF_IMAGES,
+    TOKEN_TYPES,
     TYPES,
     ImageInputs,
     are_alike,
@@ -49,15 +52,15 @@ def image_inputs_of(model: nn.Module) -> ImageInputs:
     """
     parts = parts_of(model)
     backbone, name = parts.backbone, type(parts.backbone).__name__
-    reason = why_not_of_class(backbone)
-    if reason is None and (_reads_types(backbone) or "token_type_ids" in _arguments(backbone.forward)):
-        reason = f"images that attend in both directions, by token types that {name} reads"
+    reason, types, blocks = why_not_of_class(backbone), types_of_mask(backbone), block_function_of(backbone)
+    if reason is None and types is not None and blocks is None:
+        reason = f"images that attend in both directions, by {types} that {name} reads"
     if reason is not None:
         raise UserError(f"a RadixCollator takes no images of {parts.name}: {reason}; use the model's own collator")
     token, names = image_token_of(backbone), frozenset(OF_IMAGES.keys() & _arguments(backbone.get_image_features))
     assert token is not None
     if not counts_positions(backbone):
-        return ImageInputs(token, names)
+        return ImageInputs(token, names, types=types or TYPES, count_blocks=blocks)
     shell = object.__new__(type(backbone))  # without weights, so that it goes into workers
     nn.Module.__init__(shell)
     shell.config = backbone.config
@@ -90,19 +93,26 @@ def with_features(backbone: Any, entries: Mapping[str, Any], given: Mapping[str,
             )
     rows = entries[IMAGE_ROWS]
     features = tower.features_at(on_device(np.concatenate(pieces), rows.device).index_select(0, rows))
-    return {**without_images(given), FEATURES: {"image": features}}
+    types = types_of_mask(backbone)
+    read = {types: entries[IMAGE_TYPES]} if types is not None and IMAGE_TYPES in entries else {}
+    return {**without_images(given), **read, FEATURES: {"image": features}}
 
 
 def without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in {*OF_IMAGES, TYPES}}
+    return {name: value for name, value in arguments.items() if name not in {*OF_IMAGES, TYPES, TOKEN_TYPES}}
 
 
 def given_of_images(backbone: Any, given: Mapping[str, Any]) -> set[str]:
     """The arguments of a call that only its images need; none if it has no images."""
     if "pixel_values" not in given:
         return set()
-    names = OF_IMAGES.keys() & _arguments(backbone.get_image_features) & given.keys()
-    return names if _reads_types(backbone) else names | {TYPES} & given.keys()
+    names = OF_IMAGES.keys() & _arguments(backbone.get_image_features)
+    types = types_of_mask(backbone)
+    if types is None:
+        names |= {TYPES}
+    elif block_function_of(backbone) is not None:
+        names |= {types}
+    return names & given.keys()
 
 
 def why_not_of_class(backbone: Any) -> str | None:
@@ -163,11 +173,20 @@ def counts_positions(backbone: Any) -> bool:
     return hasattr(backbone, "get_rope_index")
 
 
-def _reads_types(backbone: Any) -> bool:
-    """Gemma 4 reads them for its mask, if images attend in both directions; else they are read for positions only."""
-    if TYPES not in _arguments(backbone.forward) or counts_positions(backbone):
-        return False
-    return bool(getattr(backbone.config.get_text_config(), "use_bidirectional_attention", True))
+def types_of_mask(backbone: Any) -> str | None:
+    """The argument by which a model makes images attend in both directions; None if it reads none for its mask."""
+    arguments = _arguments(backbone.forward)
+    if counts_positions(backbone):  # for positions only
+        return None
+    if TYPES in arguments and getattr(backbone.config.get_text_config(), "use_bidirectional_attention", True):
+        return TYPES
+    return TOKEN_TYPES if TOKEN_TYPES in arguments else None
+
+
+def block_function_of(backbone: Any) -> Callable[..., Tensor] | None:
+    """The model's own (B, L) types -> (B, L) blocks, in which tokens attend in both directions, -1 outside of them."""
+    found = getattr(sys.modules[type(backbone).__module__], "get_block_sequence_ids_for_mask", None)
+    return found if types_of_mask(backbone) else None
 
 
 def _arguments(function: Any) -> set[str]:

@@ -1,10 +1,11 @@
-"""The sliding window of a layer, read from the mask that the layer would have had, whatever the model calls it.
+"""What a layer sees, read from the mask that it would have had: its sliding window, and images in both directions.
 
 No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) gives mask creation
 
 - an empty 4-D tensor, which every model returns as it is, if no window may bind;
 - a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask as
-  wide as the window (`window_on_mask`), so that every layer gets the window that it would have obeyed.
+  wide as the window (`window_on_mask`), so that every layer gets the window that it would have obeyed. If the batch has
+  blocks of rows that may attend in both directions, it asks the mask of the model whether they do (`sees_both_ways`).
 
 Both carry the call of the batch as an attribute (`call_on_mask`), for layers that get nothing else.
 """
@@ -63,6 +64,12 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if attention_mask is None or attention_mask.shape[-1] != 0:
             return ordinary(attention_mask=attention_mask, **kwargs)
+        call = call_on_mask(attention_mask)
+        blocks = None if call is None else call.layout.blocks
+        if blocks is not None:
+            both_ways, width = _seen(kwargs["mask_function"], blocks.block_of_row)
+            empty = torch.empty(1, 2 if both_ways else 1, 0, width, dtype=torch.bool, device=attention_mask.device)
+            return _with_call(empty, call)
         if kwargs.get("use_vmap"):  # Hugging Face's sign that the model has changed the causal mask
             raise UserError(
                 f"the model of {type(kwargs.get('config')).__name__} adds a mask of its own to a sliding window, which "
@@ -70,9 +77,28 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             )
         width = kwargs.get("local_size") or 0
         empty = torch.empty(1, 1, 0, width, dtype=torch.bool, device=attention_mask.device)
-        return _with_call(empty, call_on_mask(attention_mask))
+        return _with_call(empty, call)
 
     return mask
+
+
+def _seen(sees: Callable[..., Tensor], block_of_row: Tensor) -> tuple[bool, int]:
+    """Whether rows see the next one of their block, and how many rows the last one sees. Waits for the device.
+
+    sees: the mask of the model, `sees(batch, head, query, key)`. block_of_row: (U,).
+
+    Raises UserError if rows see the next one and are not of an image.
+    """
+    rows, first = torch.arange(len(block_of_row), device=block_of_row.device), block_of_row.new_zeros(())
+    next_seen = sees(first, first, rows[:-1], rows[1:]).expand(len(rows) - 1)
+    width = int(sees(first, first, rows[-1:], rows).expand(len(rows)).sum())
+    if not next_seen.any():
+        return False, width
+    is_block = (block_of_row[1:] >= 0) & (block_of_row[:-1] >= 0)  # two images of two sequences may be neighbours
+    is_same = is_block & (block_of_row[1:] == block_of_row[:-1])
+    if (next_seen & ~is_block).any() or not next_seen[is_same].all():
+        raise UserError(f"the model attends in both directions elsewhere than within images; {TRAIN_WITHOUT_SHARING}")
+    return True, width
 
 
 def window_on_mask(attention_mask: Tensor | None) -> int | None:
@@ -80,6 +106,11 @@ def window_on_mask(attention_mask: Tensor | None) -> int | None:
     if attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[-2] != 0:
         return None
     return attention_mask.shape[-1]
+
+
+def sees_both_ways(attention_mask: Tensor | None) -> bool:
+    """Whether `mask_function` wrote down that rows see the later ones of their block: a mask of two heads, no rows."""
+    return attention_mask is not None and attention_mask.shape[1:3] == (2, 0)
 
 
 def window_of(

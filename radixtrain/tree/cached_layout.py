@@ -22,6 +22,7 @@ from radixtrain.kernels.cached import Lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Bounds, Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
@@ -55,6 +56,7 @@ class CachedLayout:
     paths: what a layer whose window binds reads instead of `shared`, `prompts` and `lanes`.
     prompts: the tree of the new rows; None for a pass with lanes.
     lanes: of the new rows, one each; None for a pass with prompts.
+    blocks: new rows that attend in both directions, if there are any.
     """
 
     num_rows: int
@@ -65,6 +67,7 @@ class CachedLayout:
     paths: Paths
     prompts: TreeLayout | None = None
     lanes: Lanes | None = None
+    blocks: BlockLayout | None = None
 
     _windows: dict[int, tuple[Tensor, Ragged]] = field(default_factory=dict, init=False, repr=False)
 

@@ -24,6 +24,7 @@ from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.triton_door import experimental
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
+from radixtrain.tree.blocks import BLOCKS, BlockLayout
 from radixtrain.tree.context import CONTEXT, ContextLayout
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RUNS, RunCost, RunLayout, cheapest_runs
@@ -46,7 +47,7 @@ CACHE = PREFIX + "cache"  # of the pass, while it runs: what it keeps, and keys 
 CU_SEQLENS = PREFIX + "cu_seqlens"  # a field of `TreeLayout`, as is the next
 INVERSE_INDICES = PREFIX + "inverse_indices"
 TILES = PREFIX + "tiles_"  # begins the keys of the lists of tiles, if `RadixCollator` was asked for them
-OPTIONAL = ("tiles", "runs", "context")  # fields that a batch may lack
+OPTIONAL = ("tiles", "runs", "context", "blocks")  # fields that a batch may lack
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,7 @@ class TreeLayout:
     runs: for layers with a recurrent state, if they were asked for.
     context: rows of earlier passes, if these rows attend to any. Paths and `max_seqlen` then count from the root, and
         `path_keys` from U on are context rows.
+    blocks: rows that attend in both directions, if there are any.
     """
 
     gather_indices: Tensor
@@ -88,6 +90,7 @@ class TreeLayout:
     tiles: Any = None
     runs: RunLayout | None = None
     context: ContextLayout | None = None
+    blocks: BlockLayout | None = None
 
     @classmethod
     def from_plan(
@@ -149,16 +152,19 @@ class TreeLayout:
             tiles = kind(**{name: batch[TILES + name] for name in _names(kind)})
         runs = RunLayout.from_batch(batch) if has_runs else None
         context = ContextLayout.from_batch(batch) if f"{CONTEXT}num_rows" in batch else None
+        blocks = BlockLayout.from_batch(batch) if any(key.startswith(BLOCKS) for key in batch) else None
         levels = tuple(Level(*level) for level in values["levels"])
-        return cls(**{**values, "levels": levels, "tiles": tiles, "runs": runs, "context": context})
+        optional = {"tiles": tiles, "runs": runs, "context": context, "blocks": blocks}
+        return cls(**{**values, **optional, "levels": levels})
 
     def to_batch(self) -> dict[str, Any]:
         """The entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
         entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name not in OPTIONAL}
         tiles = {} if self.tiles is None else {TILES + name: value for name, value in vars(self.tiles).items()}
-        optional = [{} if each is None else each.to_batch() for each in (self.runs, self.context)]
+        for part in (self.runs, self.context, self.blocks):
+            entries |= {} if part is None else part.to_batch()
         levels = {f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
-        return {**entries, **levels, **tiles, **optional[0], **optional[1]}
+        return {**entries, **levels, **tiles}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         values = {name: getattr(self, name) for name in _names(self)}

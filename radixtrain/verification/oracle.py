@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
-from radixtrain.collators.images import OF_IMAGES, TYPES
+from radixtrain.collators.images import OF_IMAGES, TOKEN_TYPES, TYPES
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
 
@@ -241,7 +241,7 @@ def has_images(feature: Mapping[str, Any]) -> bool:
 
 def _arrays_of(features: Features) -> list[FeatureArrays]:
     """The collator under test has refused unclear ones, and read their images."""
-    of_images = {*OF_IMAGES, TYPES}
+    of_images = {*OF_IMAGES, TYPES, TOKEN_TYPES}
     texts = [{name: value for name, value in each.items() if name not in of_images} for each in features]
     return all_feature_arrays(texts, loss_on_all=True)
 
@@ -254,9 +254,10 @@ def _images_of(feature: Mapping[str, Any], arrays: FeatureArrays, model: nn.Modu
     tensors = {
         name: torch.as_tensor(feature[name], device=device) for name in OF_IMAGES if feature.get(name) is not None
     }
-    if feature.get(TYPES) is not None:
-        types = torch.as_tensor(feature[TYPES], device=device).flatten()[arrays.num_left_padding :]
-        tensors[TYPES] = types[None, : len(arrays.input_ids)]
+    for name in (TYPES, TOKEN_TYPES):
+        if feature.get(name) is not None:
+            types = torch.as_tensor(feature[name], device=device).flatten()[arrays.num_left_padding :]
+            tensors[name] = types[None, : len(arrays.input_ids)]
     return tensors | _in_dtype_of(model, tensors)
 
 

@@ -109,7 +109,9 @@ class TestTheChecks:
         assert worst_error(model, features, log_likelihood, once=True, **options) <= BAR
         collate = RadixCollator.collate
         monkeypatch.setattr(radixtrain.collators.steps, "keep_once", lambda arrays: arrays)
-        monkeypatch.setattr(RadixCollator, "collate", lambda self, arrays, *budget: collate(self, keep_once(arrays), *budget))
+        monkeypatch.setattr(
+            RadixCollator, "collate", lambda self, arrays, *budget: collate(self, keep_once(arrays), *budget)
+        )
         assert worst_error(model, features, log_likelihood, once=True, **options) > 0.01
 
     def test_a_ratio_that_is_not_clipped(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Tiny models that see images, and padded batches of rows with images that they share, or nearly share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,12 +32,17 @@ OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a"
 
 @dataclass(frozen=True)
 class Kind:
-    """A family. inputs_of: its entries of a batch and the placeholders of each image, from the images of each row."""
+    """A family.
+
+    inputs_of: its entries of a batch and the placeholders of each image, from the images of each row. types: the entry
+    by which these attend in both directions.
+    """
 
     model_class: str
     settings: dict[str, Any]
     inputs_of: Callable[[list[list[str]]], tuple[dict[str, Tensor], dict[str, int]]]
     has_sizes: bool = False
+    types: str | None = None
 
     def build(self, seed: int = 0) -> Any:
         return tiny_model(self.model_class, seed, **self.settings)
@@ -217,6 +222,21 @@ KINDS |= {
         "Kimi_K25ForConditionalGeneration", {**TOKEN, "projection_hidden_size": 32}, square_patches, True
     ),
 }
+# Images that attend in both directions: in all layers, and in those with a window, which is shorter than an image.
+GEMMA_4 = KINDS["Gemma 4"].settings
+KINDS |= {
+    "Gemma 3": Kind(
+        "Gemma3ForConditionalGeneration",
+        {**TOKEN, "mm_tokens_per_image": 16, **LARGER, "text_config": {"sliding_window": 7}},
+        squares(56, 16),
+        types="token_type_ids",
+    ),
+    "Gemma 4, in both directions": replace(
+        KINDS["Gemma 4"],
+        settings={**GEMMA_4, "text_config": {**GEMMA_4["text_config"], "use_bidirectional_attention": "vision"}},
+        types="mm_token_type_ids",
+    ),
+}
 
 
 def batch_of(kind: Kind, rows: Sequence[Row], left: bool = False) -> tuple[dict[str, Tensor], Tensor]:
@@ -231,6 +251,7 @@ def batch_of(kind: Kind, rows: Sequence[Row], left: bool = False) -> tuple[dict[
     padded = torch.tensor([[0] * (width - len(row)) + row if left else row + [0] * (width - len(row)) for row in ids])
     kept = padded != 0
     entries |= {"input_ids": padded, "attention_mask": kept.long()}
-    if "image_grid_thw" in entries:
-        entries["mm_token_type_ids"] = (padded == IMAGE).int()
+    types = "mm_token_type_ids" if "image_grid_thw" in entries else kind.types
+    if types is not None:
+        entries[types] = (padded == IMAGE).int()
     return entries, kept

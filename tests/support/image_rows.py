@@ -14,6 +14,8 @@ from radixtrain.verification.oracle import Gradients, float64_throughout, gradie
 
 __all__ = ["check_rows", "features_of", "truth_of"]
 
+TYPES = ("mm_token_type_ids", "token_type_ids")
+
 
 def features_of(kind: Kind, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What a processor returns for each row by itself, and labels on its text."""
@@ -22,8 +24,8 @@ def features_of(kind: Kind, rows: Sequence[Row]) -> list[dict[str, Any]]:
         has_images = any(isinstance(part, str) for part in row)
         entries: dict[str, Any] = batch_of(kind, [row])[0] if has_images else {"input_ids": torch.tensor([row])}
         entries.pop("attention_mask", None)
-        ids, types = entries.pop("input_ids")[0], entries.pop("mm_token_type_ids", None)
-        entries |= {} if types is None else {"mm_token_type_ids": types[0]}
+        ids = entries.pop("input_ids")[0]
+        entries |= {name: entries[name][0] for name in TYPES if name in entries}
         labels = ids.masked_fill(ids == IMAGE, -100)
         labels[0] = -100  # it is never predicted
         found.append({**entries, "input_ids": ids, "labels": labels})
@@ -35,8 +37,7 @@ def ordinary_terms(model: Any, features: Sequence[dict[str, Any]]) -> Iterator[T
     for feature in features:
         entries = {name: value for name, value in feature.items() if name != "labels"}
         entries["input_ids"] = entries["input_ids"][None]
-        if "mm_token_type_ids" in entries:
-            entries["mm_token_type_ids"] = entries["mm_token_type_ids"][None]
+        entries |= {name: entries[name][None] for name in TYPES if name in entries}
         logits = model(**entries, use_cache=False).logits[0, :-1]
         yield torch.nn.functional.cross_entropy(logits, feature["labels"][1:], reduction="sum") / count
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from radixtrain.collators.images import codes_of
+from radixtrain.collators.images import codes_of, codes_of_blocks
 from radixtrain.hf.padded.rows import BoolArray, PaddedRows
-from radixtrain.hf.tower import FEATURES, Tower, image_token_of, without_images
+from radixtrain.hf.tower import FEATURES, Tower, block_function_of, image_token_of, types_of_mask, without_images
 from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import on_device
 
 
@@ -28,6 +29,7 @@ class Images:
 
     codes: (T,), int64. Equal where two tokens have the same id, row of the features and positions.
     is_image: (T,), bool. rows: (P,), int64. The row of the features at each placeholder.
+    blocks: (T,), int64. As in `codes_of_blocks`; None if all tokens attend only backwards.
     positions: (A, B, L), and kept: (T,), int64, where in it the tokens stand; None if positions count along each row.
     """
 
@@ -37,6 +39,7 @@ class Images:
     rows: IntArray
     positions: Tensor | None
     kept: IntArray
+    blocks: IntArray | None
 
     @classmethod
     def read(cls, backbone: Any, given: Mapping[str, Any], rows: PaddedRows, positions: Tensor | None) -> Images | str:
@@ -56,12 +59,19 @@ class Images:
         if isinstance(features, str):
             return features
         axes = () if positions is None else positions.flatten(1).cpu().numpy()[:, kept]
-        return cls(tower, codes_of(ids, is_image, features, axes), is_image, features, positions, kept)
+        types = given.get(types_of_mask(backbone) or "")
+        if types is not None and types.shape != given["input_ids"].shape:
+            return f"{types_of_mask(backbone)} is not [B, L]"
+        codes, blocks = codes_of(ids, is_image, features, axes), _blocks(backbone, given, rows)
+        codes = codes if blocks is None else codes_of_blocks(codes, blocks)
+        return cls(tower, codes, is_image, features, positions, kept, blocks)
 
-    def in_place_of(self, arguments: Mapping[str, Any], tokens: IntArray) -> dict[str, Any] | str:
+    def in_place_of(
+        self, arguments: Mapping[str, Any], tokens: IntArray, blocks: BlockLayout | None
+    ) -> dict[str, Any] | str:
         """The arguments of a call with the features of its unique tokens; or why they do not fit its placeholders.
 
-        tokens: (U,), which of the T each one is.
+        tokens: (U,), which of the T each one is. blocks: of these.
         """
         reason = self.tower.why_not_complete(len(self.rows))
         if reason is not None:
@@ -69,7 +79,20 @@ class Images:
         number_of = self.is_image.cumsum() - 1
         places = self.rows[number_of[tokens[self.is_image[tokens]]]]
         left = without_images(arguments)
+        types = types_of_mask(self.tower.backbone)
+        if blocks is not None and types is not None:
+            left[types] = blocks.types
         if self.positions is not None:
             index = on_device(self.kept[tokens], self.positions.device)
             left["position_ids"] = self.positions.flatten(1).index_select(1, index)[:, None]
         return {**left, FEATURES: {"image": self.tower.features_at(on_device(places, arguments["input_ids"].device))}}
+
+
+def _blocks(backbone: Any, given: Mapping[str, Any], rows: PaddedRows) -> IntArray | None:
+    """(T,). The blocks that attend in both directions, of the tokens without padding; None if there are none."""
+    types, count_blocks = given.get(types_of_mask(backbone) or ""), block_function_of(backbone)
+    if types is None or count_blocks is None:
+        return None
+    of_rows = count_blocks(types, device=types.device).cpu().numpy()
+    first = np.arange(len(of_rows))[:, None] * (of_rows.max() + 1)
+    return np.where(of_rows < 0, -1, of_rows + first)[rows.kept]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from radixtrain.collators.images import blocks_of_rows
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import text_decoder_of, with_rows
@@ -127,7 +128,10 @@ class PaddedSharing:
             if rows.kept.size < self.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
                 return f"less than min_ratio = {self.min_ratio} to save"
             layout = TreeLayout.from_plan(plan, run_cost=self.run_cost).to(given["input_ids"].device, non_blocking=True)
-            may_bind = window_may_bind(decoder.config, layout.max_seqlen)
+            if images is not None and images.blocks is not None:
+                blocks = blocks_of_rows(images.blocks, plan)
+                layout = replace(layout, blocks=None if blocks is None else blocks.to(layout.device))
+            may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
             places = rows.places(plan.inverse_indices, plan.num_rows)
             call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)
             ids = ids[plan.gather_indices]
@@ -136,7 +140,7 @@ class PaddedSharing:
         if images is None or isinstance(call, KeptCall):  # a cache takes no images
             return arguments
         call.images = images
-        return images.in_place_of(arguments, plan.gather_indices)
+        return images.in_place_of(arguments, plan.gather_indices, call.layout.blocks)
 
     def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
         """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""

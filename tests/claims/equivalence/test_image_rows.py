@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, TOKEN, Kind, of_family, squares
+from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, Kind, of_family, squares
 from image_rows import check_rows, features_of
 from peft import LoraConfig, get_peft_model
 from tiers import cases
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 SIZED = [name for name, kind in KINDS.items() if kind.has_sizes]
 
 
-@pytest.mark.parametrize("name", cases(KINDS, ["LLaVA", "Qwen3-VL", "Idefics3"]))
+@pytest.mark.parametrize("name", cases(KINDS, ["LLaVA", "Qwen3-VL", "Idefics3", "Gemma 3"]))
 def test_the_gradient_is_the_ordinary_one(name: str) -> None:
     batch = check_rows(KINDS[name], ROWS)
     assert batch["input_ids"].shape[1] < sum(len(feature["input_ids"]) for feature in features_of(KINDS[name], ROWS))
@@ -52,7 +52,7 @@ def test_equal_pixels_on_different_grids_are_different_images() -> None:
     assert batch["input_ids"].shape[1] == 3 + 2 * (4 + 2)
 
 
-@pytest.mark.parametrize("name", cases(["LLaVA", "Qwen3-VL", "Idefics3"], ["Qwen3-VL"]))
+@pytest.mark.parametrize("name", cases(["LLaVA", "Qwen3-VL", "Idefics3", "Gemma 3"], ["Qwen3-VL"]))
 def test_verify_equivalence(name: str) -> None:
     """Its truth is computed from rows as they were given."""
     features = features_of(KINDS[name], ROWS)
@@ -173,13 +173,9 @@ def test_without_the_option() -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (
-            Kind("Gemma3ForConditionalGeneration", TOKEN, squares(28, 4)),
-            "attend in both directions",
-        ),
         (of_family("Ovis 2", squares(28, 4)), "reads more than one row for each placeholder"),
     ],
-    ids=["Gemma 3", "Ovis 2"],
+    ids=["Ovis 2"],
 )
 def test_models_that_are_refused(kind: Kind, reason: str) -> None:
     with pytest.raises(UserError, match=f"a RadixCollator takes no images of .*{reason}.*; use the model's own collat"):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, TOKEN, Kind, Row, batch_of, of_family, squares
+from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, Kind, Row, batch_of, of_family, squares
 from peft import LoraConfig, get_peft_model
 from shared_runs import in_float64
 from tiers import cases
@@ -23,9 +23,12 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.collators.images import codes_of, distinct_images
-from radixtrain.hf import tower
+from radixtrain.errors import UserError
+from radixtrain.hf import tower, windows
+from radixtrain.hf.padded import images
 from radixtrain.hf.padded.images import Images
 from radixtrain.hf.tower import Tower
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import gradients_of
 
@@ -44,12 +47,17 @@ def loss_of(model: Any, inputs: dict[str, Tensor], kept: Tensor) -> Tensor:
 
 
 def check(
-    kind: Kind, rows: Sequence[Row] = ROWS, left: bool = False, change: Callable[[Any], Any] = lambda model: model
+    kind: Kind,
+    rows: Sequence[Row] = ROWS,
+    left: bool = False,
+    change: Callable[[Any], Any] = lambda model: model,
+    **options: Any,
 ) -> Any:
     """Assert equal gradients, that the batch was shared, and that the tower had each distinct image once."""
     inputs, kept = batch_of(kind, rows, left)
     model = change(kind.build())
     with in_float64(model) as pair:
+        pair.share(**options)
         truth = gradients_of(pair.ordinary, lambda: [loss_of(pair.ordinary, inputs, kept)])
         towers: list[Tower] = []
         read = Tower.read
@@ -76,6 +84,33 @@ def check(
 def test_the_gradient_is_the_ordinary_one(name: str, left: bool) -> None:
     report = check(KINDS[name], left=left)
     assert report.num_unique_tokens < report.num_tokens
+
+
+BOTH_WAYS = ["Gemma 3", "Gemma 4, in both directions"]
+NEIGHBOURS: list[Row] = [["A"], ["A", 8], [7, "B"], [7, "A"], [7, "A", "B"], [7, "A", "B", 9], [7, "A", 8]]
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.parametrize("options", [{}, {"attention": "path"}, {"attention": "reference"}], ids=str)
+def test_images_that_attend_in_both_directions(name: str, options: dict[str, str]) -> None:
+    """An image, and images side by side, are shared as a whole or not at all. Longer than the window."""
+    report = check(KINDS[name], NEIGHBOURS, **options)
+    image = 16 if name == "Gemma 3" else 4
+    assert report.num_unique_tokens == (image + 1) + 1 + image + (image + 1) + (2 * image + 1)
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_without_types_images_attend_backwards(name: str) -> None:
+    report = check(replace(KINDS[name], types=None), NEIGHBOURS)
+    image = 16 if name == "Gemma 3" else 4
+    assert report.num_unique_tokens == (image + 1) + 1 + image + (image + 1) + (image + 1)
+
+
+def test_a_strategy_that_only_attends_backwards_is_refused() -> None:
+    inputs, _ = batch_of(KINDS["Gemma 3"], ROWS)
+    model = share_prefixes(KINDS["Gemma 3"].build().double(), attention="expand", min_ratio=0.0)
+    with pytest.raises(UserError, match="attention='expand' only attends backwards, and the images of this batch"):
+        model(**inputs, use_cache=False)
 
 
 @pytest.mark.parametrize("name", cases([name for name, kind in KINDS.items() if kind.has_sizes], ["Qwen3-VL"]))
@@ -117,7 +152,7 @@ def checkpointing(model: Any) -> Any:
 OTHERS = [("Qwen3-VL", with_lora), ("Qwen3-VL", checkpointing), ("Qwen3-VL", frozen_tower)]
 
 
-@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, ("LLaVA", with_lora), ("LLaVA", checkpointing)], OTHERS))
+@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, ("LLaVA", with_lora), ("LLaVA", checkpointing), ("Gemma 3", checkpointing)], OTHERS))
 def test_with_lora_recomputed_activations_and_a_frozen_tower(name: str, change: Callable[[Any], Any]) -> None:
     check(KINDS[name], change=change)
 
@@ -160,12 +195,15 @@ def reason_of(model: Any, inputs: dict[str, Tensor]) -> str:
     return reason
 
 
-def test_images_that_attend_in_both_directions() -> None:
-    kind = Kind("Gemma3ForConditionalGeneration", {**TOKEN, "mm_tokens_per_image": 4}, squares(28, 4))
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_images_that_attend_in_both_directions_before_transformers_says_which(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = KINDS[name]
     inputs, _ = batch_of(kind, ROWS)
     inputs["pixel_values"] = inputs["pixel_values"].float()
-    inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
-    assert reason_of(kind.build(), inputs) == "token_type_ids is given"
+    monkeypatch.setattr(tower, "block_function_of", lambda backbone: None)
+    assert reason_of(kind.build(), inputs) == f"{kind.types} is given"
 
 
 def test_sounds() -> None:
@@ -183,17 +221,6 @@ def test_images_of_several_tensors_for_a_placeholder() -> None:
     inputs, _ = batch_of(kind, ROWS)
     inputs["pixel_values"] = inputs["pixel_values"].float()
     assert "reads more than one row for each placeholder" in reason_of(kind.build(), inputs)
-
-
-def test_images_of_gemma_4_that_attend_in_both_directions() -> None:
-    """As in its large checkpoints. Those of the small ones attend causally, and are shared."""
-    kind = KINDS["Gemma 4"]
-    text = {**kind.settings["text_config"], "use_bidirectional_attention": "vision"}
-    inputs, _ = batch_of(kind, ROWS)
-    inputs["pixel_values"] = inputs["pixel_values"].float()
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).int()
-    model = replace(kind, settings={**kind.settings, "text_config": text}).build()
-    assert reason_of(model, inputs) == "mm_token_type_ids is given"
 
 
 def test_a_tower_whose_features_depend_on_the_batch() -> None:
@@ -327,15 +354,15 @@ def without_positions(real: Any, *args: Any) -> Any:
     return found
 
 
-def of_the_next_token(real: Any, self: Images, arguments: Any, tokens: Any) -> Any:
-    given = real(self, arguments, tokens)
+def of_the_next_token(real: Any, *args: Any) -> Any:
+    given = real(*args)
     given["position_ids"] = given["position_ids"].roll(1, -1)
     return given
 
 
-def one_axis(real: Any, self: Images, arguments: Any, tokens: Any) -> Any:
+def one_axis(real: Any, *args: Any) -> Any:
     """All three axes are the first one."""
-    given = real(self, arguments, tokens)
+    given = real(*args)
     given["position_ids"] = given["position_ids"][:1].expand(3, -1, -1)
     return given
 
@@ -357,3 +384,46 @@ def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: st
     mistaken(monkeypatch, owner, name, changed)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         check(KINDS["Qwen3-VL"])
+
+
+def without_blocks(real: Any, codes: Any, blocks: Any) -> Any:
+    """Tokens of an image are shared although another image follows it."""
+    return codes
+
+
+def one_block(real: Any, blocks: Any) -> Any:
+    """Images of two rows that are neighbours among the unique tokens are one."""
+    return real(np.minimum(blocks, 0))
+
+
+def without_the_last_rows(real: Any, blocks: Any) -> Any:
+    """The last row of each image attends only backwards, and none to it."""
+    return real(np.where(blocks == np.roll(blocks, -1), blocks, -1))
+
+
+def in_every_layer(real: Any, *args: Any) -> Any:
+    return True, real(*args)[1]
+
+
+def without_a_window(real: Any, *args: Any) -> Any:
+    return real(*args)[0], 0
+
+
+BOTH_WAYS_MISTAKES: list[tuple[Any, str, Any]] = [
+    (images, "codes_of_blocks", without_blocks),
+    (BlockLayout, "of", one_block),
+    (BlockLayout, "of", without_the_last_rows),
+    (windows, "_seen", in_every_layer),
+    (windows, "_seen", without_a_window),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "changed"), BOTH_WAYS_MISTAKES, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_a_mistake_of_both_directions_is_seen(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, changed: Any
+) -> None:
+    mistaken(monkeypatch, owner, name, changed)
+    with pytest.raises((AssertionError, UserError)):
+        check(KINDS["Gemma 4, in both directions"], NEIGHBOURS)
