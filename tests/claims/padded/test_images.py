@@ -152,7 +152,10 @@ def checkpointing(model: Any) -> Any:
 OTHERS = [("Qwen3-VL", with_lora), ("Qwen3-VL", checkpointing), ("Qwen3-VL", frozen_tower)]
 
 
-@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, ("LLaVA", with_lora), ("LLaVA", checkpointing), ("Gemma 3", checkpointing)], OTHERS))
+MORE = [*OTHERS, ("LLaVA", with_lora), ("LLaVA", checkpointing), ("Gemma 3", checkpointing)]
+
+
+@pytest.mark.parametrize(("name", "change"), cases(MORE, OTHERS))
 def test_with_lora_recomputed_activations_and_a_frozen_tower(name: str, change: Callable[[Any], Any]) -> None:
     check(KINDS[name], change=change)
 
