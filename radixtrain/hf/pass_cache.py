@@ -54,16 +54,16 @@ class LayerRows:
 
     def check_joined(self) -> None:
         """UserError if later passes went backward and this one did not."""
-        if self.gradients.keys() - self.joined:
+        if self.gradients:
             raise UserError(
                 "a prefix did not go backward after the micro-batches that continue it, whose gradient goes through "
                 "it: call backward on each loss of step_losses, one that is 0 too, before asking for the next one"
             )
 
     def join(self, layer: int, own: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients in the pass itself, with those of all later ones."""
+        """The gradients in the pass itself, with those of all later ones, which are not needed any more."""
         self.joined.add(layer)
-        later = self.gradients.get(layer)
+        later = self.gradients.pop(layer, None)
         return list(own) if later is None else [(x + y).to(y.dtype) for x, y in zip(later, own, strict=True)]
 
 
