@@ -153,10 +153,9 @@ class StepCollator:
             raise ValueError(f"rank must be from 0 to {self.num_ranks - 1}, as num_ranks says; got {self.rank}")
         if self.num_ranks % self.sp_size or (self.sp_size > 1 and not (self.dedup and self.merge_labels)):
             raise ValueError(f"sp_size {self.sp_size} must divide num_ranks, and needs dedup and merge_labels")
-        if self.share_across_micro_batches not in (True, False, "auto"):
-            raise ValueError(
-                f"share_across_micro_batches must be true, false or auto: {self.share_across_micro_batches!r}"
-            )
+        for name in ("share_across_micro_batches", "holds_graph"):
+            if getattr(self, name) not in (True, False, "auto"):
+                raise ValueError(f"{name} must be true, false or auto: {getattr(self, name)!r}")
         if self.share_across_micro_batches is True and (missing := self._missing_for_passes):
             raise ValueError(f"share_across_micro_batches needs {missing}")
 

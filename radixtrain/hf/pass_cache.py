@@ -52,10 +52,18 @@ class LayerRows:
         for total, gradient in zip(self.gradients[layer], gradients, strict=True):
             total[start:end] += gradient
 
+    def check_joined(self) -> None:
+        """UserError if later passes went backward and this one did not."""
+        if self.gradients:
+            raise UserError(
+                "a prefix did not go backward after the micro-batches that continue it, whose gradient goes through "
+                "it: call backward on each loss of step_losses, one that is 0 too, before asking for the next one"
+            )
+
     def join(self, layer: int, own: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients in the pass itself, with those of all later ones."""
+        """The gradients in the pass itself, with those of all later ones, which are not needed any more."""
         self.joined.add(layer)
-        later = self.gradients.get(layer)
+        later = self.gradients.pop(layer, None)
         return list(own) if later is None else [(x + y).to(y.dtype) for x, y in zip(later, own, strict=True)]
 
 
@@ -68,6 +76,16 @@ class PassCache:
 
     def __init__(self, kept: LayerRows | None, context: Sequence[tuple[LayerRows, int, int]]) -> None:
         self.kept, self.context = kept, context
+        self.went_backward = False
+
+    def check_once(self, gradient: Tensor) -> None:
+        """A hook of the loss of the pass. UserError if it goes backward a second time."""
+        if self.went_backward:
+            raise UserError(
+                "a loss of step_losses goes backward a second time, and the prefix that it continues would get its "
+                "gradient twice: call backward once on each loss, and read the gradient of the step from the weights"
+            )
+        self.went_backward = True
 
     def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(U + C, K, H) each: those of the pass, (U, K, H), and of its context."""

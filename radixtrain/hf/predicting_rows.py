@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from radixtrain.collators.misuse_guard import PREPARED
+from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.head import hidden_rows, logits_rows
+from radixtrain.hf.head import hidden_rows, is_padded, logits_rows
 from radixtrain.loss import linear_cross_entropy, linear_logprobs, logits_cross_entropy, logits_logprobs
 from radixtrain.tree.layout import (
     ADVANTAGES,
@@ -85,6 +87,10 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
     """
     inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
     parts = parts_of(model)
+    if not is_padded(batch) and not hasattr(parts.backbone, PREPARED):  # it would attend from row to row
+        raise UserError(
+            f"{parts.name} got a radix batch, but it is not prepared: call model = radixtrain.prepare_model(model)"
+        )
     if plain_head:
         return PredictingRows(hidden_rows(parts, inputs), parts.head, Targets.of(batch))
     return PredictingRows(logits_rows(parts, inputs), None, Targets.of(batch))

@@ -21,8 +21,9 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     model: prepared by `prepare_model`, on the device of the step.
     step: what a `StepCollator` returned, with `merge_labels`.
 
-    Call `backward` on each term before the next one is asked for: a prefix that several micro-batches continue gets its
-    gradient last, from all of them.
+    Call `backward` on each term before the next one is asked for, once, and on one that is 0 too: a prefix that several
+    micro-batches continue gets its gradient last, from all of them. UserError for a prefix that is left out after they
+    went backward, for a second time and for a sum of terms.
 
     >>> for loss in step_losses(model, step):  # doctest: +SKIP
     ...     loss.backward()
@@ -44,12 +45,17 @@ def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Itera
         if not sources and place not in kept:
             return loss_sum(batch)
         context = [(kept[source], start, end) for source, start, end in sources]
-        return loss_sum({**batch, CACHE: PassCache(kept.get(place), context)})
+        cache = PassCache(kept.get(place), context)
+        loss = loss_sum({**batch, CACHE: cache})
+        if loss.requires_grad:
+            loss.register_hook(cache.check_once)
+        return loss
 
     for place, trains in step.passes:
         if trains:
             yield held.pop(place) if place in held else run(place)
-            kept.pop(place, None)  # only now: its backward pass has read the gradients
+            if place in kept:
+                kept.pop(place).check_joined()
             continue
         kept[place] = LayerRows()
         if step.holds_graph:

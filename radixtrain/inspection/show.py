@@ -59,6 +59,9 @@ def _micro_batch(data: SFTData, step: int, index: int, full: bool) -> Iterator[R
     yield numbers(part, tree)
     if data.hparams.min_shared_tokens == "auto":
         yield Text("data.min_shared_tokens is auto: fit may leave out small branches", style="dim")
+    is_one = len(parts) == 1 and part.batch["input_ids"].numel() <= data.hparams.max_tokens
+    if data.hparams.share_across_micro_batches and not is_one:
+        yield Text("data.share_across_micro_batches: fit may compute shared prefixes once, in other parts", style="dim")
     yield LEGEND
     yield draw(tree, [sample.where for sample in part.samples], full)
     yield from _strays(tree)

@@ -397,6 +397,7 @@ def test_what_it_needs(options, message):
     assert (step.passes, step.members) == (without.passes, without.members)
 
 
-def test_another_word_is_refused():
-    with pytest.raises(ValueError, match="share_across_micro_batches must be true, false or auto: 'yes'"):
-        StepCollator(share_across_micro_batches="yes")
+@pytest.mark.parametrize("name", ["share_across_micro_batches", "holds_graph"])
+def test_another_word_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be true, false or auto: 'yes'"):
+        StepCollator(**{name: "yes"})

@@ -17,9 +17,12 @@ PROMPT = [7, 8, 9, 10, 11, 12]
 FEATURES = [{"input_ids": [*PROMPT, n, 2, n + 1], "labels": [*PROMPT, n, 2, n + 1]} for n in range(13, 17)]
 
 
+def collator(**options: Any) -> StepCollator:
+    return StepCollator(**{"max_tokens": 6, "share_across_micro_batches": True, **options})
+
+
 def step_of(holds_graph: bool = False, **options: Any) -> Step:
-    options = {"max_tokens": 6, "share_across_micro_batches": True, "holds_graph": holds_graph, **options}
-    return StepCollator(**options)(FEATURES)
+    return collator(holds_graph=holds_graph, **options)(FEATURES)
 
 
 def test_the_order_of_the_terms(tiny_qwen3: Callable[..., Any]) -> None:
@@ -38,6 +41,34 @@ def test_a_sum_of_the_terms_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
     model = prepare_model(tiny_qwen3())
     with pytest.raises(UserError, match="call backward on each loss of step_losses before asking for the next one"):
         sum(step_losses(model, step_of())).backward()
+
+
+@pytest.mark.parametrize("holds_graph", [False, True])
+def test_a_prefix_that_is_left_out_is_refused(tiny_qwen3: Callable[..., Any], holds_graph: bool) -> None:
+    """The prompt predicts no label, so its own loss is 0; the gradients of those that continue it go through it."""
+    rows = [{**row, "labels": [-100] * 7 + row["labels"][7:]} for row in FEATURES]
+    step = collator(holds_graph=holds_graph)(rows)
+    with pytest.raises(UserError, match="a prefix did not go backward after the micro-batches that continue it"):
+        for loss in step_losses(prepare_model(tiny_qwen3()), step):
+            if loss:
+                loss.backward()
+
+
+@pytest.mark.parametrize("holds_graph", [False, True])
+def test_a_second_time_is_refused(tiny_qwen3: Callable[..., Any], holds_graph: bool) -> None:
+    """A look at the gradient of a term would go into that of the prompt, beside the term itself."""
+    model = prepare_model(tiny_qwen3())
+    loss = next(step_losses(model, step_of(holds_graph)))
+    torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    with pytest.raises(UserError, match="a loss of step_losses goes backward a second time"):
+        loss.backward()
+
+
+def test_a_model_that_is_not_prepared_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
+    """Also beside one that is, after which no call is watched."""
+    prepare_model(tiny_qwen3())
+    with pytest.raises(UserError, match="Qwen3ForCausalLM got a radix batch, but it is not prepared"):
+        next(step_losses(tiny_qwen3(), step_of(max_tokens=None)))
 
 
 ARMS = ["one by one", "as a list", "their sum, with graphs that are held", "reentrant checkpoints", "reentrant, held"]
