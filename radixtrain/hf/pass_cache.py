@@ -32,11 +32,20 @@ class LayerRows:
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self.joined: set[int] = set()
+        self.is_trained: dict[int, bool] = {}
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Once: a layer that is recomputed in the backward pass has the same rows."""
         if layer not in self.rows:
             self.rows[layer] = key.detach().contiguous(), value.detach().contiguous()
+
+    def check_trained(self, layer: int, is_trained: bool) -> None:
+        """UserError if the keys of one pass have a gradient and those of another have none: its share would be lost."""
+        if self.is_trained.setdefault(layer, is_trained) != is_trained:
+            raise UserError(
+                "weights are trained that only some micro-batches of the step reach, as those of some experts, and "
+                "nothing before them is: train what all tokens reach too, or leave share_across_micro_batches at false"
+            )
 
     def add(self, layer: int, start: int, end: int, gradients: Sequence[Tensor]) -> None:
         """The gradients of the rows [start, end), in one later pass. UserError if those of the layer have joined."""
@@ -89,6 +98,9 @@ class PassCache:
 
     def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """(U + C, K, H) each: those of the pass, (U, K, H), and of its context."""
+        if torch.is_grad_enabled():
+            for rows in (*([self.kept] if self.kept else ()), *(earlier for earlier, _, _ in self.context)):
+                rows.check_trained(layer, key.requires_grad or value.requires_grad)
         keys, values = _WithContext.apply(key, value, self, layer)
         return keys, values
 

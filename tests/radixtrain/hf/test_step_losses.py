@@ -10,6 +10,7 @@ from tiers import FULL
 from radixtrain import prepare_model, step_losses
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
+from radixtrain.hf.pass_cache import LayerRows, PassCache
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 
@@ -125,3 +126,18 @@ def test_dropout_that_is_allowed_is_refused(tiny_qwen3: Callable[..., Any]) -> N
     model = prepare_model(tiny_qwen3(), allow_dropout=["lora_dropout"])
     with pytest.raises(UserError, match=r"allow_dropout=\['lora_dropout'\]: .* dropout would draw twice"):
         list(step_losses(model, step_of()))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_keys_that_have_a_gradient_in_some_micro_batches_are_refused(is_first: bool) -> None:
+    """As behind experts of which some are trained: attention of the others would not ask for that of the context."""
+    kept, frozen = LayerRows(), torch.zeros(2, 1, 4)
+    with torch.no_grad():
+        PassCache(kept, []).keys_and_values(0, frozen, frozen)
+    of_prefix, of_later = PassCache(kept, []), PassCache(None, [(kept, 0, 2)])
+    trained = frozen.clone().requires_grad_()
+    calls = [(of_prefix, trained), (of_later, frozen)]
+    first, second = calls if is_first else reversed(calls)
+    first[0].keys_and_values(0, first[1], first[1])
+    with pytest.raises(UserError, match="weights are trained that only some micro-batches of the step reach"):
+        second[0].keys_and_values(0, second[1], second[1])
