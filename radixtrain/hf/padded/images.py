@@ -58,11 +58,14 @@ class Images:
         features = tower.rows_at(int(is_image.sum()))
         if isinstance(features, str):
             return features
-        axes = () if positions is None else positions.flatten(1).cpu().numpy()[:, kept]
+        axes = rows.kept_positions if positions is None else positions.flatten(1).cpu().numpy()[:, kept]
         types = given.get(types_of_mask(backbone) or "")
         if types is not None and types.shape != given["input_ids"].shape:
             return f"{types_of_mask(backbone)} is not [B, L]"
-        codes, blocks = codes_of(ids, is_image, features, axes), _blocks(backbone, given, rows)
+        blocks = _blocks(backbone, given, rows)
+        if blocks is not None and rows.is_packed:  # transformers reads the types at other places
+            return "a row has several sequences, and its images attend in both directions"
+        codes = codes_of(ids, is_image, features, () if axes is None else np.atleast_2d(axes))
         codes = codes if blocks is None else codes_of_blocks(codes, blocks)
         return cls(tower, codes, is_image, features, positions, kept, blocks)
 
