@@ -189,6 +189,11 @@ def block_function_of(backbone: Any) -> Callable[..., Tensor] | None:
     return found if types_of_mask(backbone) else None
 
 
+def sees_beyond_windows(backbone: Any) -> bool:
+    """Whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
+    return "create_masks_for_vision_model" not in inspect.getsource(inspect.unwrap(type(backbone).forward))
+
+
 def _arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 

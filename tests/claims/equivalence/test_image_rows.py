@@ -229,6 +229,16 @@ def test_batches_that_are_refused(
     restore_model(model)
 
 
+def test_images_that_see_each_other_beyond_a_window() -> None:
+    kind = KINDS["Gemma 4 unified"]
+    features = features_of(kind, [["A", "A", "A", 8]])  # one of 48 tokens to the model
+    features[0]["pixel_values"] = features[0]["pixel_values"].float()
+    model = kind.build().train()
+    batch = RadixCollator(images=image_inputs_of(model))(features)
+    with pytest.raises(UserError, match="an image is longer than a window, beyond which its tokens see each other"):
+        prepare_model(model)(**batch)
+
+
 def test_a_batch_that_ranks_would_split() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -234,6 +234,22 @@ def test_packed_images_that_attend_in_both_directions(name: str) -> None:
     assert reason == "a row has several sequences, and its images attend in both directions"
 
 
+@pytest.mark.parametrize(("window", "is_shared"), [(15, False), (16, True)])
+def test_images_that_see_each_other_beyond_a_window(window: int, is_shared: bool) -> None:
+    """Of 16 tokens, in the unified Gemma 4."""
+    kind = KINDS["Gemma 4 unified"]
+    settings = {**kind.settings, "text_config": {**kind.settings["text_config"], "sliding_window": window}}
+    kind = replace(kind, settings=settings)
+    rows: list[Row] = [[7, "A", 8], [7, "A", 9], [7, "B", 8]]
+    if is_shared:
+        check(kind, rows)
+        return
+    inputs, _ = batch_of(kind, rows)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    reason = reason_of(kind.build().train(), inputs)
+    assert reason == "an image is longer than a window, beyond which its tokens see each other"
+
+
 def test_sounds() -> None:
     """The backbone takes no features of sounds ready made."""
     model = tiny_model("VoxtralForConditionalGeneration", audio_token_id=IMAGE)
