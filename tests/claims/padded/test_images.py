@@ -107,6 +107,19 @@ def test_without_types_images_attend_backwards(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
+def test_text_with_types_as_processors_return_them(name: str) -> None:
+    inputs = {"input_ids": torch.tensor([[7, 8, 9], [7, 8, 10]]), KINDS[name].types: torch.zeros(2, 3).int()}
+    kept = inputs["input_ids"] != 0
+    with in_float64(KINDS[name].build()) as pair:
+        truth = gradients_of(pair.ordinary, lambda: [loss_of(pair.ordinary, inputs, kept)])
+        found = gradients_of(pair.shared, lambda: [loss_of(pair.shared, inputs, kept)])
+        assert compare_gradients("float64", truth, truth, found).worst.radix <= BAR
+        assert sharing_report(pair.shared).num_unique_tokens == 4
+    inputs[KINDS[name].types][0, :2] = 1
+    assert reason_of(KINDS[name].build().train(), inputs) == f"{KINDS[name].types} is given"
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
 def test_an_image_is_shared_only_if_all_its_positions_are(name: str) -> None:
     kind = KINDS[name]
     inputs, kept = batch_of(kind, [[7, "A", 8], [7, "A", 8]])
