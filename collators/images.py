@@ -207,7 +207,7 @@ class BatchImages:
             )
         images = _filled_up(images)
         owners, first = distinct_images(images)
-        ids, _, cu_seqlens, _, _ = packed(arrays)
+        ids, _, cu_seqlens, positions, _ = packed(arrays)
         is_image = ids == inputs.token
         found: dict[tuple[int, tuple[int, ...]], int] = {}
         ranges, begin = [np.zeros(0, dtype=np.int64)], 0
@@ -221,7 +221,8 @@ class BatchImages:
         rows = np.concatenate(ranges)
         axes = _axes(inputs, arrays, images) if inputs.count_positions else None
         tensors = joined([images[index] for index in first], nested.pop())
-        codes = codes_of(ids, is_image, rows, () if axes is None else axes)
+        counted = positions if axes is None else axes
+        codes = codes_of(ids, is_image, rows, () if counted is None else np.atleast_2d(counted))
         blocks = _blocks(inputs, features, arrays)
         codes = codes if blocks is None else codes_of_blocks(codes, blocks)
         return cls(codes, is_image, rows, tuple(found), tensors, axes, blocks)

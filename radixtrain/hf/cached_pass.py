@@ -85,7 +85,8 @@ class StoredPasses:
         call = CachedCall(layout, self.write, self.kernel, may_bind)
         types = types_of_mask(self.parts.backbone) if layout.blocks is not None else None
         if layout.blocks is not None and types is not None:
-            features[types] = layout.blocks.types
+            stored = max(0, layout.max_seqlen - layout.num_rows)  # so that the mask shows a window longer than the pass
+            features[types] = nn.functional.pad(layout.blocks.types, (0, stored))
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],

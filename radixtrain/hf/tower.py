@@ -189,6 +189,18 @@ def block_function_of(backbone: Any) -> Callable[..., Tensor] | None:
     return found if types_of_mask(backbone) else None
 
 
+def without_empty_types(backbone: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call without types that mark no token, as processors return them for text. May wait."""
+    types = types_of_mask(backbone) or ""
+    is_empty = types in given and block_function_of(backbone) is not None and not given[types].any()
+    return {name: value for name, value in given.items() if name != types or not is_empty}
+
+
+def sees_beyond_windows(backbone: Any) -> bool:
+    """Whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
+    return "create_masks_for_vision_model" not in inspect.getsource(inspect.unwrap(type(backbone).forward))
+
+
 def _arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 

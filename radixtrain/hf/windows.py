@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.tree.blocks import BlockLayout
 
 CALL = "_radix_call"
 
@@ -67,7 +68,7 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         call = call_on_mask(attention_mask)
         blocks = None if call is None else call.layout.blocks
         if blocks is not None:
-            both_ways, width = _seen(kwargs["mask_function"], blocks.block_of_row)
+            both_ways, width = _seen(kwargs["mask_function"], blocks, call.layout.max_seqlen)
             empty = torch.empty(1, 2 if both_ways else 1, 0, width, dtype=torch.bool, device=attention_mask.device)
             return _with_call(empty, call)
         if kwargs.get("use_vmap"):  # Hugging Face's sign that the model has changed the causal mask
@@ -82,22 +83,30 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     return mask
 
 
-def _seen(sees: Callable[..., Tensor], block_of_row: Tensor) -> tuple[bool, int]:
-    """Whether rows see the next one of their block, and how many rows the last one sees. Waits for the device.
+def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tuple[bool, int]:
+    """Whether rows see the next one of their block, and how many tokens the last one sees. Waits for the device.
 
-    sees: the mask of the model, `sees(batch, head, query, key)`. block_of_row: (U,).
+    sees: the mask of the model, `sees(batch, head, query, key)`. longest: sequence, in tokens; in a pass of generation
+        it may be longer than the rows.
 
-    Raises UserError if rows see the next one and are not of an image.
+    Raises UserError if rows see the next one and are not of an image, or if a window does not hold within images.
     """
-    rows, first = torch.arange(len(block_of_row), device=block_of_row.device), block_of_row.new_zeros(())
-    next_seen = sees(first, first, rows[:-1], rows[1:]).expand(len(rows) - 1)
-    width = int(sees(first, first, rows[-1:], rows).expand(len(rows)).sum())
+    of_row = blocks.block_of_row
+    num_rows, zero = len(of_row), of_row.new_zeros(())
+    tokens = torch.arange(max(num_rows, longest), device=of_row.device)
+    next_seen = sees(zero, zero, tokens[: num_rows - 1], tokens[1:num_rows]).expand(num_rows - 1)
+    width = int(sees(zero, zero, tokens[-1:], tokens).expand(len(tokens)).sum())
     if not next_seen.any():
         return False, width
-    is_block = (block_of_row[1:] >= 0) & (block_of_row[:-1] >= 0)  # two images of two sequences may be neighbours
-    is_same = is_block & (block_of_row[1:] == block_of_row[:-1])
+    is_block = (of_row[1:] >= 0) & (of_row[:-1] >= 0)  # two images of two sequences may be neighbours
+    is_same = is_block & (of_row[1:] == of_row[:-1])
     if (next_seen & ~is_block).any() or not next_seen[is_same].all():
         raise UserError(f"the model attends in both directions elsewhere than within images; {TRAIN_WITHOUT_SHARING}")
+    first, last = blocks.bounds
+    if not torch.equal(sees(zero, zero, last, first), last - first < width):
+        raise UserError(
+            f"an image is longer than a window, beyond which its tokens see each other; {TRAIN_WITHOUT_SHARING}"
+        )
     return True, width
 
 

@@ -84,6 +84,12 @@ class BlockLayout:
         return Piece(self.queries, self.keys, ragged, in_window=True)
 
     @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The first and the last row of each block that has two, int64."""
+        ends = cumulative(np.array(self.lengths))
+        return self.queries[ends[1:] - 1], self.keys[ends[:-1]]
+
+    @property
     def types(self) -> Tensor:
         """(1, U), int64. 1 for a row of a block, else 0."""
         return (self.block_of_row >= 0).long()[None]

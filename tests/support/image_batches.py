@@ -224,6 +224,7 @@ KINDS |= {
 }
 # Images that attend in both directions: in all layers, and in those with a window, which is shorter than an image.
 GEMMA_4 = KINDS["Gemma 4"].settings
+UNIFIED = {"patch_size": 14, "pooling_kernel_size": 1, "model_patch_size": 14, "output_proj_dims": 32}
 KINDS |= {
     "Gemma 3": Kind(
         "Gemma3ForConditionalGeneration",
@@ -234,6 +235,16 @@ KINDS |= {
     "Gemma 4, in both directions": replace(
         KINDS["Gemma 4"],
         settings={**GEMMA_4, "text_config": {**GEMMA_4["text_config"], "use_bidirectional_attention": "vision"}},
+        types="mm_token_type_ids",
+    ),
+    "Gemma 4 unified": replace(
+        of_family(
+            "Gemma 4 unified",
+            on_pooled_patches(4, 1),
+            True,
+            vision_config={"model_type": "gemma4_unified_vision", **UNIFIED},
+            text_config={"sliding_window": 33},  # longer than two images, beyond which these see each other
+        ),
         types="mm_token_type_ids",
     ),
 }

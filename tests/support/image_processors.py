@@ -27,7 +27,7 @@ def picture(seed: int, height: int = SIZE) -> Any:
     return Image.fromarray(squares.repeat(7, 0).repeat(7, 1))
 
 
-def _tokenizer() -> Any:
+def _tokenizer(**options: Any) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -37,7 +37,8 @@ def _tokenizer() -> Any:
     assert vocabulary[IMAGE] == "<image>"
     own = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     own["padding_side"] = "left"  # as TRL loads it
-    return PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=[*WORDS[5:], *OF_IDEFICS], **own)
+    special = [*WORDS[5:], *OF_IDEFICS]
+    return PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=special, **own, **options)
 
 
 def _template(image: str = "<image>") -> str:
@@ -63,6 +64,18 @@ def idefics3() -> Any:
     return Idefics3Processor(images, _tokenizer(), image_seq_len=4, chat_template=_template())
 
 
+def gemma3() -> Any:
+    """A start of an image in the text stands for it, with its placeholders and its end."""
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    names = {"image_token": "<image>", "boi_token": "<start>", "eoi_token": "<end>"}
+    images = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE})
+    return Gemma3Processor(
+        images, _tokenizer(extra_special_tokens=names), image_seq_length=16, chat_template=_template("<start>")
+    )
+
+
 def qwen(class_name: str) -> Any:
     """Without videos, whose processor needs torchvision."""
     import transformers
@@ -84,4 +97,5 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "Idefics3": idefics3,
     "Qwen2.5-VL": lambda: qwen("Qwen2_5_VLProcessor"),
     "Qwen3-VL": lambda: qwen("Qwen3VLProcessor"),
+    "Gemma 3": gemma3,
 }

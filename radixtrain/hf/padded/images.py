@@ -16,8 +16,18 @@ import numpy as np
 from torch import Tensor
 
 from radixtrain.collators.images import codes_of, codes_of_blocks
+from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.padded.rows import BoolArray, PaddedRows
-from radixtrain.hf.tower import FEATURES, Tower, block_function_of, image_token_of, types_of_mask, without_images
+from radixtrain.hf.tower import (
+    FEATURES,
+    Tower,
+    block_function_of,
+    image_token_of,
+    sees_beyond_windows,
+    types_of_mask,
+    without_images,
+)
+from radixtrain.hf.windows import window_may_bind
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import on_device
@@ -58,11 +68,17 @@ class Images:
         features = tower.rows_at(int(is_image.sum()))
         if isinstance(features, str):
             return features
-        axes = () if positions is None else positions.flatten(1).cpu().numpy()[:, kept]
+        axes = rows.kept_positions if positions is None else positions.flatten(1).cpu().numpy()[:, kept]
         types = given.get(types_of_mask(backbone) or "")
         if types is not None and types.shape != given["input_ids"].shape:
             return f"{types_of_mask(backbone)} is not [B, L]"
-        codes, blocks = codes_of(ids, is_image, features, axes), _blocks(backbone, given, rows)
+        blocks = _blocks(backbone, given, rows)
+        if blocks is not None and rows.is_packed:  # transformers reads the types at other places
+            return "a row has several sequences, and its images attend in both directions"
+        longest = 0 if blocks is None else int(np.unique(blocks[blocks >= 0], return_counts=True)[1].max(initial=0))
+        if window_may_bind(text_decoder_of(backbone).config, longest) and sees_beyond_windows(backbone):
+            return "an image is longer than a window, beyond which its tokens see each other"
+        codes = codes_of(ids, is_image, features, () if axes is None else np.atleast_2d(axes))
         codes = codes if blocks is None else codes_of_blocks(codes, blocks)
         return cls(tower, codes, is_image, features, positions, kept, blocks)
 

@@ -29,7 +29,7 @@ from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_hea
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
-from radixtrain.hf.tower import given_of_images, position_ids_of
+from radixtrain.hf.tower import given_of_images, position_ids_of, without_empty_types
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
@@ -81,7 +81,7 @@ class PaddedSharing:
 
         model: around the backbone, which is called with args and kwargs.
         """
-        given = arguments_of(backbone, args, kwargs)
+        given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
         reason = why_unshared(model, backbone, given, self.generates)
         if reason is None:
             began = time.perf_counter()

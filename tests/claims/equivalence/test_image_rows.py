@@ -128,6 +128,17 @@ def test_a_shared_label_after_different_images_is_trained_twice() -> None:
     assert (collator(features_of(kind, [["A", 8, 9], ["A", 8, 9]]))["labels"] != -100).sum() == 2
 
 
+def test_an_image_in_both_directions_is_shared_only_if_all_its_positions_are() -> None:
+    kind = KINDS["Gemma 3"]
+    features = features_of(kind, [[7, "A", 8], [7, "A", 8]])
+    for feature in features:
+        feature["position_ids"] = torch.arange(18)
+    features[1]["position_ids"][4:] += 3
+    batch = RadixCollator(images=image_inputs_of(kind.build()))(features)
+    assert batch["input_ids"].tolist() == [[7, *[IMAGE] * 16, 8, *[IMAGE] * 16, 8]]
+    assert batch["radix_blocks_lengths"] == (15, 15)
+
+
 # What is refused.
 
 
@@ -216,6 +227,16 @@ def test_batches_that_are_refused(
     with pytest.raises(UserError, match=message):
         model(**batch)
     restore_model(model)
+
+
+def test_images_that_see_each_other_beyond_a_window() -> None:
+    kind = KINDS["Gemma 4 unified"]
+    features = features_of(kind, [["A", "A", "A", 8]])  # one of 48 tokens to the model
+    features[0]["pixel_values"] = features[0]["pixel_values"].float()
+    model = kind.build().train()
+    batch = RadixCollator(images=image_inputs_of(model))(features)
+    with pytest.raises(UserError, match="an image is longer than a window, beyond which its tokens see each other"):
+        prepare_model(model)(**batch)
 
 
 def test_a_batch_that_ranks_would_split() -> None:

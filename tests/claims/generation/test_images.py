@@ -56,13 +56,13 @@ def count_towers(model: Any) -> list[int]:
     return calls
 
 
-def check(kind: Kind, rows: list[Row] = ROWS, left: bool = True) -> Any:
+def check(kind: Kind, rows: list[Row] = ROWS, left: bool = True, **options: Any) -> Any:
     model = kind.build().eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     inputs, _ = batch_of(kind, rows, left)
     towers = count_towers(model)
     with float64_throughout(model):
-        found = generate(model, inputs, **GREEDY)
+        found = generate(model, inputs, **GREEDY, **options)
         assert towers == [len({part for row in rows for part in row if isinstance(part, str)})], "each image once"
         for row, tokens, logprobs in zip(rows, found.token_ids, found.logprobs, strict=True):
             answer, expected = expected_of(model, kind, row)
@@ -118,6 +118,14 @@ def test_what_is_refused(name: str, change: dict[str, Any], options: dict[str, A
 def test_images_that_attend_in_both_directions(name: str) -> None:
     """Equal ones of two prompts are neighbours in a pass; the last token of the second prompt is computed alone."""
     check(KINDS[name], [[7, "A", "B"], [7, "A", "B", 8], [7, "A"], ["A"], ["A", 8], [7, "B"]])
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4, in both directions"])
+def test_images_after_tokens_of_an_earlier_pass(name: str) -> None:
+    """A pass of fewer tokens than a window, and than the prompt."""
+    before = [7 + place % 40 for place in range(200)]
+    found = check(KINDS[name], [[*before, letter, 8] for letter in "ABCD"], batch_size=1)
+    assert found.stats.num_cached_tokens == 3 * len(before)
 
 
 # Mistakes.

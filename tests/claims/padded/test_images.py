@@ -106,6 +106,33 @@ def test_without_types_images_attend_backwards(name: str) -> None:
     assert report.num_unique_tokens == (image + 1) + 1 + image + (image + 1) + (image + 1)
 
 
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_text_with_types_as_processors_return_them(name: str) -> None:
+    inputs = {"input_ids": torch.tensor([[7, 8, 9], [7, 8, 10]]), KINDS[name].types: torch.zeros(2, 3).int()}
+    kept = inputs["input_ids"] != 0
+    with in_float64(KINDS[name].build()) as pair:
+        truth = gradients_of(pair.ordinary, lambda: [loss_of(pair.ordinary, inputs, kept)])
+        found = gradients_of(pair.shared, lambda: [loss_of(pair.shared, inputs, kept)])
+        assert compare_gradients("float64", truth, truth, found).worst.radix <= BAR
+        assert sharing_report(pair.shared).num_unique_tokens == 4
+    inputs[KINDS[name].types][0, :2] = 1
+    assert reason_of(KINDS[name].build().train(), inputs) == f"{KINDS[name].types} is given"
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_an_image_is_shared_only_if_all_its_positions_are(name: str) -> None:
+    kind = KINDS[name]
+    inputs, kept = batch_of(kind, [[7, "A", 8], [7, "A", 8]])
+    positions = torch.arange(kept.shape[1]).repeat(2, 1)
+    positions[1, 4:] += 3
+    inputs["position_ids"] = positions
+    with in_float64(kind.build()) as pair:
+        truth = gradients_of(pair.ordinary, lambda: [loss_of(pair.ordinary, inputs, kept)])
+        found = gradients_of(pair.shared, lambda: [loss_of(pair.shared, inputs, kept)])
+        assert compare_gradients("float64", truth, truth, found).worst.radix <= BAR
+        assert sharing_report(pair.shared).num_unique_tokens == 1 + 2 * (kept.shape[1] - 1)
+
+
 def test_a_strategy_that_only_attends_backwards_is_refused() -> None:
     inputs, _ = batch_of(KINDS["Gemma 3"], ROWS)
     model = share_prefixes(KINDS["Gemma 3"].build().double(), attention="expand", min_ratio=0.0)
@@ -150,12 +177,10 @@ def checkpointing(model: Any) -> Any:
 
 
 OTHERS = [("Qwen3-VL", with_lora), ("Qwen3-VL", checkpointing), ("Qwen3-VL", frozen_tower)]
+MORE = [("LLaVA", with_lora), ("LLaVA", checkpointing), ("Gemma 3", with_lora), ("Gemma 3", checkpointing)]
 
 
-MORE = [*OTHERS, ("LLaVA", with_lora), ("LLaVA", checkpointing), ("Gemma 3", checkpointing)]
-
-
-@pytest.mark.parametrize(("name", "change"), cases(MORE, OTHERS))
+@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, *MORE], OTHERS))
 def test_with_lora_recomputed_activations_and_a_frozen_tower(name: str, change: Callable[[Any], Any]) -> None:
     check(KINDS[name], change=change)
 
@@ -207,6 +232,35 @@ def test_images_that_attend_in_both_directions_before_transformers_says_which(
     inputs["pixel_values"] = inputs["pixel_values"].float()
     monkeypatch.setattr(tower, "block_function_of", lambda backbone: None)
     assert reason_of(kind.build(), inputs) == f"{kind.types} is given"
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_packed_images_that_attend_in_both_directions(name: str) -> None:
+    """transformers lets images see each other across sequences, and reads their blocks at positions."""
+    kind = KINDS[name]
+    inputs, _ = batch_of(kind, [[7, "A", "A", 9]])
+    middle = inputs["input_ids"].shape[1] // 2
+    inputs["position_ids"] = torch.arange(middle).repeat(2)[None]
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    del inputs["attention_mask"]
+    reason = reason_of(kind.build().train(), inputs)
+    assert reason == "a row has several sequences, and its images attend in both directions"
+
+
+@pytest.mark.parametrize(("window", "is_shared"), [(15, False), (16, True)])
+def test_images_that_see_each_other_beyond_a_window(window: int, is_shared: bool) -> None:
+    """Of 16 tokens, in the unified Gemma 4."""
+    kind = KINDS["Gemma 4 unified"]
+    settings = {**kind.settings, "text_config": {**kind.settings["text_config"], "sliding_window": window}}
+    kind = replace(kind, settings=settings)
+    rows: list[Row] = [[7, "A", 8], [7, "A", 9], [7, "B", 8]]
+    if is_shared:
+        check(kind, rows)
+        return
+    inputs, _ = batch_of(kind, rows)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    reason = reason_of(kind.build().train(), inputs)
+    assert reason == "an image is longer than a window, beyond which its tokens see each other"
 
 
 def test_sounds() -> None:

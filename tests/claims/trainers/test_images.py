@@ -32,7 +32,10 @@ ADAPTERS = {
     "decoder": r".*language_model.*\.(q_proj|v_proj)",
     "decoder and tower": r".*\.(q_proj|v_proj|qkv|down_proj|linear_fc1)",
 }
-MIXED = {"LLaVA": [SIZE] * 3, "Idefics3": [SIZE] * 3, "Qwen2.5-VL": [SIZE, 84, SIZE], "Qwen3-VL": [SIZE, 84, SIZE]}
+MIXED = {**dict.fromkeys(PROCESSORS, [SIZE] * 3), "Qwen2.5-VL": [SIZE, 84, SIZE], "Qwen3-VL": [SIZE, 84, SIZE]}
+
+# Entries with one number for each token, and what padding has in them.
+FILLS = {"input_ids": 0, "labels": -100, "attention_mask": 0, "mm_token_type_ids": 0, "token_type_ids": 0}
 
 
 def words(rng: np.random.Generator, count: int) -> str:
@@ -174,7 +177,7 @@ def test_grpo(name: str, adapters: str | None, tmp_path: Any, table: Callable[..
 
 
 @FULL
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Qwen3-VL"])
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3"])
 def test_grpo_with_one_or_two_images_in_a_row(name: str, tmp_path: Any, table: Callable[..., None]) -> None:
     """One micro-batch is a whole generation batch, of two groups. TRL 1.16 cannot mix rows without an image in."""
     own = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
@@ -217,7 +220,7 @@ def test_dpo(name: str, adapters: str | None, tmp_path: Any, table: Callable[...
 
 
 @FULL
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL"])
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL", "Gemma 3"])
 def test_dpo_with_none_one_or_two_images_in_a_row(name: str, tmp_path: Any, table: Callable[..., None]) -> None:
     from trl import DPOConfig, DPOTrainer
 
@@ -280,20 +283,18 @@ def processed(name: str) -> list[dict[str, Any]]:
         both = [processor(images=[[row["image"]]], text=[text], return_tensors="pt") for text in texts]
         entries = {**both[0], "labels": both[0]["input_ids"].clone()}
         entries["labels"][:, : both[1]["input_ids"].shape[1]] = -100
-        flat = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
-        found.append({key: value[0] if key in flat else value for key, value in entries.items()})
+        found.append({key: value[0] if key in FILLS else value for key, value in entries.items()})
     return found
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What an ordinary collator makes of them."""
-    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0, "mm_token_type_ids": 0}
     of_tokens = {
         name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill)
-        for name, fill in fills.items()
+        for name, fill in FILLS.items()
         if name in rows[0]
     }
-    return {**{name: torch.cat([row[name] for row in rows]) for name in rows[0].keys() - fills.keys()}, **of_tokens}
+    return {**{name: torch.cat([row[name] for row in rows]) for name in rows[0].keys() - FILLS.keys()}, **of_tokens}
 
 
 @pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", None)]))
