@@ -45,9 +45,9 @@ def on_ranks(
     assert not dist.is_initialized(), "a group that is there already would be that of the forked processes, too"
     timeout_of_group = timeout if has_group else None
     context, port = get_context("fork"), free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+    pipes, all_answered = [context.Pipe(duplex=False) for _ in range(count)], context.Event()
     processes = [
-        context.Process(target=_run, args=(rank, count, port, work, timeout_of_group, end, sp_size))
+        context.Process(target=_run, args=(rank, count, port, work, timeout_of_group, end, all_answered, sp_size))
         for rank, (_, end) in enumerate(pipes)
     ]
     for process in processes:
@@ -57,6 +57,7 @@ def on_ranks(
     try:
         answers = _answers([pipe for pipe, _ in pipes], seconds)
     finally:
+        all_answered.set()
         for process in processes:
             process.join(1.0)
             process.kill()
@@ -94,7 +95,14 @@ def _answer(pipe: Any) -> tuple[bool, Any]:
 
 
 def _run(
-    rank: int, count: int, port: int, work: Callable[[int], Any], timeout: timedelta | None, pipe: Any, sp_size: int
+    rank: int,
+    count: int,
+    port: int,
+    work: Callable[[int], Any],
+    timeout: timedelta | None,
+    pipe: Any,
+    all_answered: Any,
+    sp_size: int,
 ) -> None:
     torch.set_num_threads(1)
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
@@ -109,6 +117,8 @@ def _run(
     except BaseException:
         answer = False, traceback.format_exc()
     pipe.send_bytes(pickle.dumps(answer))
+    if answer[0]:
+        all_answered.wait(SECONDS)  # rank 0 has the store by which the others may still be joining
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # pytest's exit handlers are the parent's, and the destructors of gloo and DDP hung in 2 runs of 24
