@@ -40,7 +40,6 @@ TYPES, TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"  # 1 at placeholders 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 IMAGE_ROWS = PREFIX + "image_rows"  # which row of the pieces stands at each unique placeholder
 IMAGE_PIECES = PREFIX + "image_pieces"  # of each piece: how many placeholders it has, and which images these show
-IMAGE_TYPES = PREFIX + "image_types"  # the types of the unique tokens, if the model reads them for its mask
 
 Image = dict[str, Tensor]
 
@@ -234,7 +233,7 @@ class BatchImages:
         positions = {} if self.axes is None else {"position_ids": torch.from_numpy(self.axes[:, tokens])[:, None]}
         rows = torch.from_numpy(self.rows[placeholders])
         layout = None if self.blocks is None else blocks_of_rows(self.blocks, plan)
-        blocks = {} if layout is None else {**layout.to_batch(), IMAGE_TYPES: layout.types}
+        blocks = {} if layout is None else layout.to_batch()
         return {**positions, **self.tensors, **blocks, IMAGE_ROWS: rows, IMAGE_PIECES: self.pieces}
 
 

@@ -24,7 +24,7 @@ from radixtrain.hf.head import only_rows
 from radixtrain.hf.prepare import attention_set
 from radixtrain.hf.recurrent.mixers import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_generation, in_words_of_generation
-from radixtrain.hf.tower import types_of_mask
+from radixtrain.hf.tower import types_for
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout
 
@@ -83,10 +83,6 @@ class StoredPasses:
         assert config._attn_implementation in (ATTENTION_NAME, EAGER_NAME)
         may_bind = layout.blocks is not None or window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.write, self.kernel, may_bind)
-        types = types_of_mask(self.parts.backbone) if layout.blocks is not None else None
-        if layout.blocks is not None and types is not None:
-            stored = max(0, layout.max_seqlen - layout.num_rows)  # so that the mask shows a window longer than the pass
-            features[types] = nn.functional.pad(layout.blocks.types, (0, stored))
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],
@@ -95,6 +91,7 @@ class StoredPasses:
                 use_cache=False,
                 radix_call=call,
                 **features,
+                **types_for(self.parts.backbone, layout.blocks, layout.max_seqlen),
             )
         self._check_layers(call)
         check_both_ways(self.parts.backbone, call)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.collators.images import IMAGE_ROWS, IMAGE_TYPES
+from radixtrain.collators.images import IMAGE_ROWS
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
@@ -33,7 +33,7 @@ from radixtrain.hf.recurrent.layers import LayerHooks, Progress
 from radixtrain.hf.refusals import check_draws, check_pass
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
-from radixtrain.hf.tower import with_features
+from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
@@ -127,7 +127,8 @@ class BackboneHooks:
         call.cache = entries.get(CACHE)
         mask = no_mask(may_bind, layout.device, call)
         self.progress.call = call
-        return (), {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
+        types = types_for(backbone, layout.blocks, layout.max_seqlen)
+        return (), {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _before_ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An ordinary batch: on its unique tokens after `share_prefixes`, if it can be shared."""
@@ -162,8 +163,6 @@ class BackboneHooks:
         check_evaluation(backbone)
         check_adapters((self.model, backbone), self.allow_dropout)
         decoder, head = text_decoder_of(backbone), self.model.get_output_embeddings()
-        if IMAGE_TYPES in entries:
-            given = {name: value for name, value in given.items() if value is not entries[IMAGE_TYPES]}
         _check_in_force(decoder)
         if self.split is None:
             check_inputs(decoder, given, layout.num_rows)

@@ -23,8 +23,9 @@ class ModelDimensions:
 
     intermediate_size: width of a layer's MLP, the mean if layers differ; None if the configuration does not say it, as
         for some mixtures of experts.
-    num_key_value_heads: of the keys and values that attention gets; in latent attention one for each query head.
-    head_dim: of queries and keys. In latent attention qk_nope_head_dim + qk_rope_head_dim.
+    num_key_value_heads: of the keys and values that attention gets, the most if layers differ; in latent attention one
+        for each query head.
+    head_dim: of queries and keys, the widest if layers differ. In latent attention qk_nope_head_dim + qk_rope_head_dim.
     v_head_dim: of values.
     q_lora_rank, kv_lora_rank: widths between the two matrices that make the queries, and the keys and values, in latent
         attention; None for a single matrix.
@@ -52,7 +53,7 @@ class ModelDimensions:
         if _is_latent(config):
             attention = _latent_attention(config, heads)
         else:
-            head_dim = getattr(config, "head_dim", None) or sizes["hidden_size"] // heads
+            head_dim = _largest(config, "head_dim") or sizes["hidden_size"] // heads
             v_head_dim = getattr(config, "v_head_dim", None) or head_dim
             key_value_heads = _num_key_value_heads(config, heads)
             attention = {"num_key_value_heads": key_value_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
@@ -105,7 +106,15 @@ def _num_key_value_heads(config: Any, num_attention_heads: int) -> int:
     if hasattr(config, "new_decoder_architecture"):
         several = config.new_decoder_architecture or not config.multi_query
         return config.num_kv_heads if several else 1
-    return getattr(config, "num_key_value_heads", None) or num_attention_heads
+    return _largest(config, "num_key_value_heads") or num_attention_heads
+
+
+def _largest(config: Any, name: str) -> int | None:
+    """Of its layers, if they differ as in Gemma 4: transformers then refuses to give one for all."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return max(getattr(layer, name) for layer in config.per_layer_config)
 
 
 def _is_latent(config: Any) -> bool:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from radixtrain.collators.images import (
     IMAGE_PIECES,
     IMAGE_ROWS,
-    IMAGE_TYPES,
     OF_IMAGES,
     TOKEN_TYPES,
     TYPES,
@@ -35,6 +34,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, text_decoder_of
 from radixtrain.hf.dropout import DRAWS, DROPOUTS
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import on_device
 
 FEATURES = "mm_encoder_outputs"  # argument of backbones, which older transformers do not have
@@ -93,9 +93,7 @@ def with_features(backbone: Any, entries: Mapping[str, Any], given: Mapping[str,
             )
     rows = entries[IMAGE_ROWS]
     features = tower.features_at(on_device(np.concatenate(pieces), rows.device).index_select(0, rows))
-    types = types_of_mask(backbone)
-    read = {types: entries[IMAGE_TYPES]} if types is not None and IMAGE_TYPES in entries else {}
-    return {**without_images(given), **read, FEATURES: {"image": features}}
+    return {**without_images(given), FEATURES: {"image": features}}
 
 
 def without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +185,12 @@ def block_function_of(backbone: Any) -> Callable[..., Tensor] | None:
     """The model's own (B, L) types -> (B, L) blocks, in which tokens attend in both directions, -1 outside of them."""
     found = getattr(sys.modules[type(backbone).__module__], "get_block_sequence_ids_for_mask", None)
     return found if types_of_mask(backbone) else None
+
+
+def types_for(backbone: Any, blocks: BlockLayout | None, longest: int) -> dict[str, Tensor]:
+    """The argument that makes these rows attend in both directions. longest: sequence, in tokens."""
+    name = types_of_mask(backbone)
+    return {} if name is None or blocks is None else {name: blocks.types(longest)}
 
 
 def without_empty_types(backbone: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,16 +84,15 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tuple[bool, int]:
-    """Whether rows see the next one of their block, and how many tokens the last one sees. Waits for the device.
+    """Whether rows see the next one of their block, and how many tokens one outside sees. Waits for the device.
 
-    sees: the mask of the model, `sees(batch, head, query, key)`. longest: sequence, in tokens; in a pass of generation
-        it may be longer than the rows.
+    sees: the mask of the model, `sees(batch, head, query, key)`. longest: sequence, in tokens. As in `types` of blocks.
 
     Raises UserError if rows see the next one and are not of an image, or if a window does not hold within images.
     """
     of_row = blocks.block_of_row
     num_rows, zero = len(of_row), of_row.new_zeros(())
-    tokens = torch.arange(max(num_rows, longest), device=of_row.device)
+    tokens = torch.arange(max(num_rows + 1, longest), device=of_row.device)
     next_seen = sees(zero, zero, tokens[: num_rows - 1], tokens[1:num_rows]).expand(num_rows - 1)
     width = int(sees(zero, zero, tokens[-1:], tokens).expand(len(tokens)).sum())
     if not next_seen.any():

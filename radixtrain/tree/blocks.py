@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
@@ -89,10 +90,13 @@ class BlockLayout:
         ends = cumulative(np.array(self.lengths))
         return self.queries[ends[1:] - 1], self.keys[ends[:-1]]
 
-    @property
-    def types(self) -> Tensor:
-        """(1, U), int64. 1 for a row of a block, else 0."""
-        return (self.block_of_row >= 0).long()[None]
+    def types(self, longest: int) -> Tensor:
+        """(1, L), int64. 1 for a row of a block, else 0; the longest sequence in tokens, and one more than the rows.
+
+        A mask is made for as many, and shows the window of its last one, which is of no block.
+        """
+        types = (self.block_of_row >= 0).long()
+        return pad(types, (0, max(1, longest - len(types))))[None]
 
     def mask(self) -> Tensor:
         """(U, U), bool: query q sees the later key k because both are of one block."""

@@ -24,13 +24,14 @@ from radixtrain.hf.tower import (
     block_function_of,
     image_token_of,
     sees_beyond_windows,
+    types_for,
     types_of_mask,
     without_images,
 )
 from radixtrain.hf.windows import window_may_bind
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import on_device
+from radixtrain.tree.layout import TreeLayout
 
 
 @dataclass(eq=False)
@@ -82,22 +83,17 @@ class Images:
         codes = codes if blocks is None else codes_of_blocks(codes, blocks)
         return cls(tower, codes, is_image, features, positions, kept, blocks)
 
-    def in_place_of(
-        self, arguments: Mapping[str, Any], tokens: IntArray, blocks: BlockLayout | None
-    ) -> dict[str, Any] | str:
+    def in_place_of(self, arguments: Mapping[str, Any], tokens: IntArray, layout: TreeLayout) -> dict[str, Any] | str:
         """The arguments of a call with the features of its unique tokens; or why they do not fit its placeholders.
 
-        tokens: (U,), which of the T each one is. blocks: of these.
+        tokens: (U,), which of the T each one is. layout: of these.
         """
         reason = self.tower.why_not_complete(len(self.rows))
         if reason is not None:
             return reason
         number_of = self.is_image.cumsum() - 1
         places = self.rows[number_of[tokens[self.is_image[tokens]]]]
-        left = without_images(arguments)
-        types = types_of_mask(self.tower.backbone)
-        if blocks is not None and types is not None:
-            left[types] = blocks.types
+        left = without_images(arguments) | types_for(self.tower.backbone, layout.blocks, layout.max_seqlen)
         if self.positions is not None:
             index = on_device(self.kept[tokens], self.positions.device)
             left["position_ids"] = self.positions.flatten(1).index_select(1, index)[:, None]

@@ -140,7 +140,7 @@ class PaddedSharing:
         if images is None or isinstance(call, KeptCall):  # a cache takes no images
             return arguments
         call.images = images
-        return images.in_place_of(arguments, plan.gather_indices, call.layout.blocks)
+        return images.in_place_of(arguments, plan.gather_indices, call.layout)
 
     def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
         """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""

@@ -253,7 +253,7 @@ def test_images_that_see_each_other_beyond_a_window(window: int, is_shared: bool
     kind = KINDS["Gemma 4 unified"]
     settings = {**kind.settings, "text_config": {**kind.settings["text_config"], "sliding_window": window}}
     kind = replace(kind, settings=settings)
-    rows: list[Row] = [[7, "A", 8], [7, "A", 9], [7, "B", 8]]
+    rows: list[Row] = [[7, "A", 8], [7, "A", 9], [8, "B"], ["A"], ["B"]]  # the last ones are neighbours
     if is_shared:
         check(kind, rows)
         return

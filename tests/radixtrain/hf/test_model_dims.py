@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from older_transformers import NEEDS_FORKS
 from tiny_models import tiny_model
 from torch import nn
@@ -77,6 +78,14 @@ def test_dimensions(name):
     assert found.widest_head_dim == max(expected[1:3])
     if name != "Gemma 3n, a width for each layer":
         assert ModelDimensions.of(config.get_text_config()).attention_parameters == counted(config)
+
+
+def test_the_widest_head_dim_of_layers_that_differ():
+    config = getattr(transformers, "Gemma4TextConfig", Qwen3Config)(**WIDE, global_head_dim=64)
+    if not getattr(config, "is_heterogeneous", False):
+        pytest.skip("a newer transformers has a head dim for each layer of Gemma 4")
+    found = ModelDimensions.of(config)
+    assert (found.num_key_value_heads, found.head_dim, found.v_head_dim) == (2, 64, 64)
 
 
 def counted(config):
