@@ -189,7 +189,7 @@ def block_function_of(backbone: Any) -> Callable[..., Tensor] | None:
 
 def types_for(backbone: Any, blocks: BlockLayout | None, longest: int) -> dict[str, Tensor]:
     """The argument that makes these rows attend in both directions. longest: sequence, in tokens."""
-    name = types_of_mask(backbone)
+    name = None if blocks is None else types_of_mask(backbone)
     return {} if name is None or blocks is None else {name: blocks.types(longest)}
 
 
