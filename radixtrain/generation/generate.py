@@ -18,7 +18,7 @@ from radixtrain.generation.images import PromptImages, has_images, text_of
 from radixtrain.generation.options import max_new_tokens_of, resolve_config
 from radixtrain.generation.passes import PIECE_CELLS, Request, sorted_requests
 from radixtrain.generation.prefill import prefill_on
-from radixtrain.generation.prompts import check_ids, padding_mask, token_ids_of
+from radixtrain.generation.prompts import check_ids, check_types, padding_mask, token_ids_of
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.generation.scheduler import Limits, RunningBatch, finish
 from radixtrain.generation.stopping import Stopper
@@ -184,6 +184,7 @@ def generate(
         raise UserError("cache: a RadixCache knows tokens by their ids; leave it out for prompts with images")
     texts = prompts if seen is None else text_of(parts.backbone, seen)
     ids = token_ids_of(texts, tokenizer, attention_mask, **(chat_template_kwargs or {}))
+    check_types(parts.backbone, texts)
     for place, prompt in enumerate(ids):
         check_ids(prompt, f"prompt {place}", parts.decoder.config.vocab_size)
     chooser = TokenChooser(model, config, logits_processor, seed)

@@ -14,6 +14,7 @@ from radixtrain.data.rendering.template import renders_developer, template_varia
 from radixtrain.data.rows.messages import check_messages
 from radixtrain.data.tokens.pretokenize import PieceTokenizer
 from radixtrain.errors import UserError
+from radixtrain.hf.padded.calls import reads_zeros
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -98,6 +99,16 @@ def _encoded(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Non
     if len(mask) != len(ids) or any(len(row) != len(kept) for row, kept in zip(ids, mask, strict=True)):
         raise UserError("attention_mask: expected one number for each token of input_ids")
     return [_array(row)[_array(kept) != 0] for row, kept in zip(ids, mask, strict=True)], None, None
+
+
+def check_types(backbone: Any, prompts: Any) -> None:
+    """UserError if types of zeros, which `token_ids_of` leaves out, mean something to a model, as in PaliGemma."""
+    for name in prompts if isinstance(prompts, Mapping) else ():
+        if name.endswith("token_type_ids") and reads_zeros(backbone, name):
+            raise UserError(
+                f"prompts: {name} of zeros changes what {type(backbone).__name__} computes; leave it out, or use "
+                f"model.generate"
+            )
 
 
 def _check_only_text(encoding: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.generation.cache import CacheFull, RadixCache
 from radixtrain.generation.passes import LaneRange, Request, sorted_requests
 from radixtrain.generation.prefill import Prefill, number_that_fits, prefill_on
-from radixtrain.generation.prompts import check_ids, padding_mask, token_ids_of
+from radixtrain.generation.prompts import check_ids, check_types, padding_mask, token_ids_of
 from radixtrain.hf.backbone import model_inside, parts_of
 from radixtrain.tree.arrays import IntArray
 
@@ -63,6 +63,7 @@ def score_completions(
     parts = parts_of(model_inside(model))
     mask = padding_mask(prompts, parts.base.generation_config)
     prompt_ids = token_ids_of(prompts, tokenizer, mask, **(chat_template_kwargs or {}))
+    check_types(parts.backbone, prompts)
     of_prompts = _of_each_prompt(completions, len(prompt_ids))
     vocabulary = parts.decoder.config.vocab_size
     for place, prompt in enumerate(prompt_ids):

@@ -194,6 +194,24 @@ def separates_packed_sequences(backbone: Any) -> bool:
         one, other = (
             backbone.forward(input_ids=ids, position_ids=positions, use_cache=False)[0][0, 2:] for ids in rows
         )
+    return _are_equal(one, other)
+
+
+@torch.no_grad()
+def reads_zeros(backbone: Any, name: str) -> bool:
+    """Whether an argument of zeros, one for each token, changes what the model computes. As above."""
+    if name not in inspect.signature(backbone.forward).parameters:
+        return False
+    ids = torch.tensor([SECOND], device=backbone.get_input_embeddings().weight.device)
+    with evaluating(backbone):
+        one, other = (
+            backbone.forward(input_ids=ids, use_cache=False, **given)[0]
+            for given in ({}, {name: torch.zeros_like(ids)})
+        )
+    return not _are_equal(one, other)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
     if one.dtype not in (torch.float32, torch.float64):
         return torch.equal(one, other)
     return bool((one - other).norm() <= MAX_ERROR * torch.finfo(one.dtype).eps * one.norm())

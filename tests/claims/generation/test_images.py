@@ -7,6 +7,7 @@ same check must see.
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import pytest
 import torch
 from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, Kind, Row, batch_of
 from tiers import cases
+from tiny_models import tiny_model
 from trainer_harness import image_keys
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from radixtrain import RadixCache, generate
+from radixtrain import RadixCache, generate, score_completions
 from radixtrain.errors import UserError
 from radixtrain.generation.images import PromptImages
 from radixtrain.hf.tower import FEATURES, Tower
@@ -126,6 +128,27 @@ def test_images_after_tokens_of_an_earlier_pass(name: str) -> None:
     before = [7 + place % 40 for place in range(200)]
     found = check(KINDS[name], [[*before, letter, 8] for letter in "ABCD"], batch_size=1)
     assert found.stats.num_cached_tokens == 3 * len(before)
+
+
+BACKWARDS = {"text_config": {"use_bidirectional_attention": False}}  # and its prompts in both, by types of zeros
+
+
+@pytest.mark.parametrize(
+    ("model_class", "settings", "is_read"),
+    [
+        ("PaliGemmaForConditionalGeneration", BACKWARDS, True),
+        ("GPT2LMHeadModel", {}, True),
+        ("Gemma3ForConditionalGeneration", {}, False),
+        ("Qwen3ForCausalLM", {}, False),
+    ],
+)
+def test_types_of_zeros(model_class: str, settings: dict[str, Any], is_read: bool) -> None:
+    """A processor returns them for text; most models compute the same without."""
+    model = tiny_model(model_class, **settings).eval()
+    prompts = {"input_ids": torch.tensor([[7, 8, 9]]), "token_type_ids": torch.zeros(1, 3, dtype=torch.int64)}
+    for call in (lambda: generate(model, prompts, max_new_tokens=2), lambda: score_completions(model, prompts, [[8]])):
+        with pytest.raises(UserError, match="token_type_ids of zeros changes") if is_read else nullcontext():
+            call()
 
 
 # Mistakes.
