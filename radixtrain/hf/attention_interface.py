@@ -272,8 +272,8 @@ def check_both_ways(backbone: nn.Module, call: Call) -> None:
     """RuntimeError if images of a pass that ran were to attend in both directions, and did so in no layer."""
     if call.layout.blocks is not None and not call.both_ways:
         raise RuntimeError(
-            f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, as it does "
-            f"in an ordinary batch; train it without sharing"
+            f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, for which "
+            f"it reads token types: leave these out if it has no such layer, else train it without sharing"
         )
 
 
