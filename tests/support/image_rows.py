@@ -8,13 +8,12 @@ from image_batches import IMAGE, Kind, Row, batch_of
 from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain.collators.images import TOKEN_TYPES, TYPES
 from radixtrain.hf.tower import image_inputs_of
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of
 
 __all__ = ["check_rows", "features_of", "truth_of"]
-
-TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 def features_of(kind: Kind, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -25,7 +24,7 @@ def features_of(kind: Kind, rows: Sequence[Row]) -> list[dict[str, Any]]:
         entries: dict[str, Any] = batch_of(kind, [row])[0] if has_images else {"input_ids": torch.tensor([row])}
         entries.pop("attention_mask", None)
         ids = entries.pop("input_ids")[0]
-        entries |= {name: entries[name][0] for name in TYPES if name in entries}
+        entries |= {name: entries[name][0] for name in (TYPES, TOKEN_TYPES) if name in entries}
         labels = ids.masked_fill(ids == IMAGE, -100)
         labels[0] = -100  # it is never predicted
         found.append({**entries, "input_ids": ids, "labels": labels})
@@ -37,7 +36,7 @@ def ordinary_terms(model: Any, features: Sequence[dict[str, Any]]) -> Iterator[T
     for feature in features:
         entries = {name: value for name, value in feature.items() if name != "labels"}
         entries["input_ids"] = entries["input_ids"][None]
-        entries |= {name: entries[name][None] for name in TYPES if name in entries}
+        entries |= {name: entries[name][None] for name in (TYPES, TOKEN_TYPES) if name in entries}
         logits = model(**entries, use_cache=False).logits[0, :-1]
         yield torch.nn.functional.cross_entropy(logits, feature["labels"][1:], reduction="sum") / count
 

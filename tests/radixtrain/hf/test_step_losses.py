@@ -130,7 +130,7 @@ def test_dropout_that_is_allowed_is_refused(tiny_qwen3: Callable[..., Any]) -> N
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_keys_that_have_a_gradient_in_some_micro_batches_are_refused(is_first: bool) -> None:
-    """As behind experts of which some are trained: attention of the others would not ask for that of the context."""
+    """As after a layer of which only some experts are trained: the share of the other micro-batches would be lost."""
     kept, frozen = LayerRows(), torch.zeros(2, 1, 4)
     with torch.no_grad():
         PassCache(kept, []).keys_and_values(0, frozen, frozen)
