@@ -117,8 +117,8 @@ def _run(
     except BaseException:
         answer = False, traceback.format_exc()
     pipe.send_bytes(pickle.dumps(answer))
-    if answer[0] and rank == 0:  # it has the store by which the others may still be joining
-        all_answered.wait(SECONDS)  # the others leave at once: a closed connection is what ends the wait for them
+    if answer[0] and rank == 0:  # it has the store by which the others may still be joining; these leave at once,
+        all_answered.wait(SECONDS)  # since only a closed connection ends the wait of a rank for one that failed
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # pytest's exit handlers are the parent's, and the destructors of gloo and DDP hung in 2 runs of 24

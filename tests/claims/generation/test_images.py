@@ -118,7 +118,7 @@ def test_what_is_refused(name: str, change: dict[str, Any], options: dict[str, A
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4, in both directions"])
 def test_images_that_attend_in_both_directions(name: str) -> None:
-    """Equal images of two prompts stand side by side in a pass. The last token of a prompt may be computed alone."""
+    """Equal images of two prompts are adjacent in a pass, and a pass may have only the last token of a prompt."""
     check(KINDS[name], [[7, "A", "B"], [7, "A", "B", 8], [7, "A"], ["A"], ["A", 8], [7, "B"]])
 
 
