@@ -41,9 +41,14 @@ from torch.autograd.function import once_differentiable
 #     V = 32,000   D = 512    69    86    96    99   104   104
 #     V = 151,936  D = 1024   60    69    87    91    98            256 rows of logits are 148 MiB
 CHUNK_ROWS = (128, 256)
-# More rows if the vocabulary is small, so that a chunk's twenty calls cost little beside its products: 2 MiB in
-# float32, 128 rows of V = 4,096. Calls cost more on accelerators (not measured there).
-MIN_CHUNK_ELEMENTS = {"cpu": 2**19, "other": 2**24}
+# Elements of the logits of a chunk, which has more rows until it has as many, so that its calls cost little beside its
+# products. On CPU 2 MiB in float32, 128 rows of V = 4,096. On a GPU (not timed there) a step of Qwen3-0.6B with 8,192
+# predictors launches 1,493 kernels beside its layers with 2**24 (256 rows a chunk), and 214 with 2**28 (1,648 rows).
+MIN_CHUNK_ELEMENTS = {"cpu": 2**19, "other": 2**28}
+# A chunk takes 7 bytes an element: float32 logits, their gradient in 16 bits, and half of that for a part of a product.
+# On a GPU at most a fiftieth of its memory: 1.9 GB of 80. What is free does not count, because it changes in a run, and
+# other chunks would add in another order.
+CHUNK_BYTES, MEMORY_SHARE = 7, 1 / 50
 
 
 def linear_cross_entropy(
@@ -372,7 +377,14 @@ def _rows_per_chunk(num_rows: int, vocab_size: int, hidden_size: int, device: to
     From 64 on a multiple of 16, which the products prefer: 208 rows took 7 % less time than 205 (Qwen3's head).
     """
     least, most = CHUNK_ROWS
-    elements = MIN_CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "other"]
-    wanted = max(least, min(hidden_size // 4, most), elements // vocab_size)
+    wanted = max(least, min(hidden_size // 4, most), _chunk_elements(device) // vocab_size)
     size = math.ceil(num_rows / max(1, round(num_rows / wanted)))
     return max(1, size if size < 64 else math.ceil(size / 16) * 16)
+
+
+def _chunk_elements(device: torch.device) -> int:
+    elements = MIN_CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "other"]
+    if device.type != "cuda":
+        return elements
+    in_memory = torch.cuda.get_device_properties(device).total_memory * MEMORY_SHARE / CHUNK_BYTES
+    return min(elements, int(in_memory))

@@ -77,10 +77,12 @@ class Rates:
 # Of a CPU: in the middle of what `radixtrain/hf/step_cost.py` measured with 1 and 2 threads and hidden sizes of 64 to
 # 1024 (2026-11-23, Xeon with AVX-512); of 90 batches, real and generated, they choose 84 as the measured ones do. Two
 # ranks send 1.1 to 1.9 GB/s each over gloo (2026-11-24, 0.5 to 32 MiB), and `exchange` is what
-# `recipes/benchmarks/2026-11-24-split.md` leaves for a layer. Of a GPU: about a data-centre one, not measured.
+# `recipes/benchmarks/2026-11-24-split.md` leaves for a layer. Of a GPU, by arithmetic and not measured: an H100, 14
+# operations of a pair and column at 280 TFLOP/s, 36 bytes moved for an element (in float32, forward and backward) at
+# 2.4 TB/s, products with what runs between them at 250 TFLOP/s.
 FIXED_RATES = {
     "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12, sent_byte=6e-10, exchange=5e-3),
-    "cuda": Rates(call=5e-5, rectangle=0.0, pair=1e-12, element=4e-12, flop=5e-15, sent_byte=1e-11, exchange=2e-4),
+    "cuda": Rates(call=1e-4, rectangle=0.0, pair=5e-14, element=1.5e-11, flop=4e-15, sent_byte=1e-11, exchange=2e-4),
 }
 MIN_GAIN = 2  # by how much gathering paths must be cheaper, because it takes memory and the rates were not measured
 

@@ -28,6 +28,8 @@ def pretend(library: str) -> None:
 
 def answer() -> None:
     """Have `torch.cuda` say what it says on an H100. Called once all is imported: Triton looks for a driver then."""
+    from types import SimpleNamespace
+
     import torch
     from torch._subclasses import fake_tensor
 
@@ -40,6 +42,7 @@ def answer() -> None:
         current_device=lambda: 0,
         get_device_capability=lambda device=None: CAPABILITY,
         get_device_name=lambda device=None: NAME,
+        get_device_properties=lambda device=None: SimpleNamespace(total_memory=BYTES),
         is_bf16_supported=lambda including_emulation=True: True,
         synchronize=lambda device=None: None,
         empty_cache=lambda: None,

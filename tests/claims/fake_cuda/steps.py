@@ -12,16 +12,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
-from watch import FakeCUDA, Waits, move_module, moved
+from transformers import AutoModelForCausalLM, Qwen3Config
+from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
 from radixtrain.collators.steps import StepCollator
 from radixtrain.generation.generate import generate
 from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
@@ -132,6 +135,29 @@ def verified() -> dict[str, int]:
     return {}
 
 
+def launches(attention: str) -> dict[str, int]:
+    """Of a step of Qwen3-0.6B on 32 sequences of 2,048 shared and 256 own tokens, in a layer and beside the layers."""
+    own = np.arange(32 * 256).reshape(32, 256) + 2048
+    features = [{"input_ids": np.append(range(2048), ids), "labels": np.append([-100] * 2048, ids)} for ids in own]
+    with FakeCUDA() as mode, torch.device(DEVICE):
+        config = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+        configs = [Qwen3Config(num_hidden_layers=number, **config, **heads) for number in (1, 2)]
+        models = [AutoModelForCausalLM.from_config(each, dtype=BF16) for each in configs]
+    batch = moved(RadixCollator(merge_labels=True)(features), mode)
+    for model in models:
+        prepare_model(model, attention=attention)
+    with mode:
+        one, two = (_launches(lambda model=model: forward_rows(model, batch, True).loss_sum()) for model in models)
+    return {"a layer": two - one, "beside the layers": 2 * one - two}
+
+
+def _launches(loss: Callable[[], torch.Tensor]) -> int:
+    with Waits() as seen:
+        loss().backward()
+    return seen.launches
+
+
 class Reads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -184,6 +210,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "generate samples": lambda: generated(do_sample=True, top_p=0.9, top_k=5, seed=1, num_return_sequences=2),
         "verify": verified,
     },
+    "launches": {name: lambda name=name: launches(name) for name in ("cascade", "path", "expand")},
     "mistakes": {name: lambda change=change: mistaken(change) for name, change in MISTAKES.items()},
 }
 
@@ -193,7 +220,7 @@ def main(group: str) -> None:
     vars(layers)["why_it_cannot_fork"] = lambda *_: ""  # tried once for a mixer, on values
     for name, case in GROUPS[group].items():
         try:
-            found: dict[str, Any] = {"waits": case()}
+            found: dict[str, Any] = {"launches" if group == "launches" else "waits": case()}
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
         print(json.dumps({"name": name, **found}))

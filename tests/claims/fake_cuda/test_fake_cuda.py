@@ -81,6 +81,13 @@ def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str,
     assert {name: case["waits"] for name, case in found.items()} == {name: WAITS.get(name, {}) for name in found}
 
 
+def test_how_many_kernels_a_step_launches(library: Path) -> None:
+    """Head and loss are most of what runs beside the layers; too small chunks of them were 1,493 launches."""
+    for name, case in ran(library, "launches").items():
+        assert case["launches"]["beside the layers"] < 250, name
+        assert case["launches"]["a layer"] < 200, name
+
+
 def test_mistakes_are_seen(library: Path) -> None:
     found = ran(library, "mistakes")
     assert found.keys() == MISTAKES.keys()

@@ -18,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["FakeCUDA", "Waits", "move_module", "moved"]
+__all__ = ["DEVICE", "FakeCUDA", "Waits", "move_module", "moved"]
 
 DEVICE = "cuda:0"
 ROOT = Path(__file__).resolve().parents[3]
 OURS = tuple(str(ROOT / folder) for folder in ("radixtrain", "kernels", "collators"))
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount", "_unique2", "unique_dim"}
+NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "promote_types"}
 PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
 
 
@@ -78,11 +79,14 @@ class Waits(TorchDispatchMode):
     """`counts`: how often which of our functions, as `file:function`, made the host wait for the device.
 
     It waits for a value, for a shape that depends on values, and for a copy that was not asked to be `non_blocking`.
+
+    `launches`: operators that start a kernel or a copy, which neither a view nor fresh memory does.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.launches = 0
 
     def __enter__(self) -> Waits:
         self._own = FakeTensor.tolist, Tensor.numpy
@@ -111,6 +115,7 @@ class Waits(TorchDispatchMode):
             if func is torch.ops.aten.equal.default:
                 return True
         result = func(*args, **(kwargs or {}))
+        self.launches += func.namespace == "aten" and not func.is_view and func.overloadpacket.__name__ not in NO_KERNEL
         devices = {x.device.type for x in [*given, *tree_leaves(result)] if isinstance(x, Tensor) and x.ndim}
         if len(devices) > 1 and not _is_non_blocking(func, args, kwargs or {}):
             self.counts[_our_function()] += 1
