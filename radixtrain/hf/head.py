@@ -47,8 +47,9 @@ def has_plain_head(model: nn.Module) -> bool:
 
     The model computes logits from three random rows in place of what its backbone returns, in evaluation mode and
     without gradients. Its layers do not run, so this takes as long as three rows of the head, on any device. A head is
-    plain if its logits are the product bit for bit, and if no parameter lies outside of it and the backbone: a bias
-    that is zero now would not stay zero. The log says which head it is, and why.
+    plain if its logits are the product bit for bit, if no parameter lies outside of it and the backbone (a bias that is
+    zero now would not stay zero), and if nobody has hung a hook on it or on the model: a fused head calls neither. The
+    log says which head it is, and why.
 
     Raises UserError if the model computes no logits from `input_ids` only, or if its logits are not computed row by row
     from its backbone's `last_hidden_state`.
@@ -127,6 +128,8 @@ def _why_not_plain(parts: Parts) -> str | None:
     """Why the loss needs the model's own head; None if the head is one matrix product."""
     head = parts.head
     rows, logits = _logits_of_random_rows(parts)
+    if any(is_hooked(module) for module in (parts.base, head)):
+        return "has hooks, or the model has"
     if type(head) is not nn.Linear:
         return f"is not a plain nn.Linear ({type(head).__module__}.{type(head).__qualname__})"
     beyond = _parameters_beyond(parts)
@@ -139,6 +142,15 @@ def _why_not_plain(parts: Parts) -> str | None:
     if not torch.equal(product.to(wide), logits.to(wide)):
         return "does more than one matrix product"
     return None if product.any() else "is all zero, so its logits do not show whether it is one matrix product"
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody else acts when the module is called: by a hook of any kind, or a `forward` on the instance."""
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+    return "forward" in vars(module) or any(not str(hook.__module__).startswith("radixtrain.") for hook in hooks)
 
 
 def _parameters_beyond(parts: Parts) -> list[str]:

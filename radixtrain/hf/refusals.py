@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.backbone import Parts, is_text
+from radixtrain.hf.backbone import Parts, is_text, pretrained_model_of
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
@@ -349,6 +349,32 @@ def check_soft_cap(name: str, config: Any) -> None:
         raise UserError(
             f"{name} has a soft-cap (attn_logit_softcapping={softcap}), which attn_implementation 'sdpa' leaves out; "
             f"load it with 'eager' (fit: model.attn_implementation: eager)"
+        )
+
+
+def added_losses(model: nn.Module) -> list[tuple[Any, str, str]]:
+    """What a model adds to its cross-entropy: the configuration, the key that turns it on, and its name."""
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    keys = [
+        (pretrained_model_of(model).config.get_text_config(), "output_router_logits", "router loss"),
+        *((adapter, "orth_reg_weight", "regularizer of AdaLoRA") for adapter in adapters),
+    ]
+    return [(config, key, name) for config, key, name in keys if getattr(config, key, None)]
+
+
+def check_only_cross_entropy(model: nn.Module) -> None:
+    """Refuse a model whose own loss is another one, where the loss is the cross-entropy of the predictions."""
+    base: Any = pretrained_model_of(model)
+    for config, key, name in added_losses(model):
+        raise UserError(
+            f"{type(base).__name__} adds a {name} ({key}={getattr(config, key)}), which is not part of the loss here; "
+            f"set {key} to {type(getattr(config, key))()}, or use the drop-in RadixCollator with the model's own loss"
+        )
+    own = vars(base).get("_loss_function")
+    if own is not None and not str(own.__module__).startswith("radixtrain."):
+        raise UserError(
+            f"{type(base).__name__} has a loss_function of its own ({own.__module__}), and the loss here is the "
+            f"cross-entropy; use the drop-in RadixCollator with the model's own loss"
         )
 
 

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.collators.steps import Step
-from radixtrain.hf.head import has_plain_head
+from radixtrain.errors import UserError
+from radixtrain.hf.backbone import pretrained_model_of
+from radixtrain.hf.head import has_plain_head, is_hooked
 from radixtrain.hf.pass_cache import LayerRows, PassCache
 from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.hf.refusals import check_only_cross_entropy
 from radixtrain.tree.layout import CACHE, SOURCES
 
 
@@ -21,17 +24,38 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     model: prepared by `prepare_model`, on the device of the step.
     step: what a `StepCollator` returned, with `merge_labels`.
 
+    The loss is the cross-entropy. It is averaged over no ranks: with several, give this the model inside the wrapper of
+    DDP, and average each `.grad` after the last `backward`.
+
     Call `backward` on each term before the next one is asked for, once, and on one that is 0 too: a prefix that several
     micro-batches continue gets its gradient last, from all of them. UserError for a prefix that is left out after they
-    went backward, for a second time and for a sum of terms.
+    went backward, for a second time and for a sum of terms; for a model that adds to the cross-entropy or replaces it,
+    as `output_router_logits` does; and for hooks on a wrapper of the model, which is not called.
 
     >>> for loss in step_losses(model, step):  # doctest: +SKIP
     ...     loss.backward()
     >>> optimizer.step()  # doctest: +SKIP
     """
+    _check_model(model)
     plain_head = has_plain_head(model)
     for loss in loss_sums(step, lambda batch: forward_rows(model, batch, plain_head).loss_sum()):
         yield loss / step.num_labels
+
+
+def _check_model(model: nn.Module) -> None:
+    try:
+        base = pretrained_model_of(model)
+    except TypeError:
+        raise TypeError(
+            f"step_losses takes a prepared model, got {type(model).__name__}: give it the model inside (such as "
+            f"ddp.module), and average each .grad over the ranks after the last backward"
+        ) from None
+    if model is not base and is_hooked(model):
+        raise UserError(
+            f"step_losses calls the {type(base).__name__} inside of {type(model).__name__}, so what hangs on that one "
+            f"would not run: hang hooks on get_base_model(), and put torch.autocast around step_losses"
+        )
+    check_only_cross_entropy(model)
 
 
 def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Iterator[Tensor]:

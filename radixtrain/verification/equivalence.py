@@ -24,6 +24,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
+from radixtrain.hf.refusals import added_losses
 from radixtrain.hf.step_losses import loss_sums
 from radixtrain.hf.tower import image_inputs_of
 from radixtrain.verification.oracle import (
@@ -106,7 +107,7 @@ def verify_arms(
     before = prepared_options(model)
     allowed = before["allow_dropout"] if before else ()
     rungs = []
-    with _as_it_was(model, before), without_dropout(model, allowed), _without_added_losses(model, base):
+    with _as_it_was(model, before), without_dropout(model, allowed), _without_added_losses(model):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
         prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
@@ -226,22 +227,16 @@ def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[N
 
 
 @contextmanager
-def _without_added_losses(model: nn.Module, base: PreTrainedModel) -> Iterator[None]:
+def _without_added_losses(model: nn.Module) -> Iterator[None]:
     """Without a router loss and AdaLoRA's regularizer: they are not sums over tokens, so the truth has neither."""
-    adapters = (getattr(model, "peft_config", None) or {}).values()
-    settings = [
-        (base.config.get_text_config(), "output_router_logits", False),
-        *((adapter, "orth_reg_weight", 0.0) for adapter in adapters),
-    ]
-    changed = [(config, name, off, getattr(config, name, None)) for config, name, off in settings]
-    changed = [entry for entry in changed if entry[-1]]
-    for config, name, off, _ in changed:
-        setattr(config, name, off)
+    changed = [(config, key, getattr(config, key)) for config, key, _ in added_losses(model)]
+    for config, key, value in changed:
+        setattr(config, key, type(value)())
     try:
         yield
     finally:
-        for config, name, _, value in changed:
-            setattr(config, name, value)
+        for config, key, value in changed:
+            setattr(config, key, value)
 
 
 def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> TensorError:

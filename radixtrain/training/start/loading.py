@@ -22,11 +22,10 @@ from transformers import (
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.config import MODEL_JSON, check_json_files, read_config, reason_of
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
-from radixtrain.hf.refusals import check_soft_cap
+from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
 
@@ -54,14 +53,14 @@ def load_trainable(settings: Any) -> Any:
 
 
 def with_training_options(model: Any, settings: Any) -> Any:
-    """The model with checkpointing and adapters as the settings say. UserError for a router loss."""
+    """The model with checkpointing and adapters as the settings say. UserError for a loss beside the cross-entropy."""
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product of experts takes no float64
     if settings.activation_checkpointing:
         recompute(model, settings.activation_checkpointing)
     if settings.use_peft:
         model = with_adapters(model, settings)
-    _check_router_loss(model)
+    check_only_cross_entropy(model)
     return model
 
 
@@ -151,16 +150,6 @@ def auto_class(model_name_or_path: str) -> Any:
 
 def _names(classes: Any) -> set[str]:
     return {model.__name__ for model in (classes if isinstance(classes, tuple) else (classes,))}
-
-
-def _check_router_loss(model: nn.Module) -> None:
-    """Refuse a router loss: the loss of `fit` is only the cross-entropy of the predictions."""
-    base = pretrained_model_of(model)
-    if getattr(base.config.get_text_config(), "output_router_logits", False):
-        raise UserError(
-            f"{type(base).__name__} adds a router loss (output_router_logits: true in its config.json), which is not "
-            f"part of the loss here; set it to false there, or use the drop-in RadixCollator with the model's own loss"
-        )
 
 
 def _num_parameters(model: nn.Module) -> tuple[int, int]:

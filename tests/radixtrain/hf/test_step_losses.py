@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tiers import FULL
+from tiny_models import tiny_model
 
 from radixtrain import prepare_model, step_losses
 from radixtrain.collators.steps import Step, StepCollator
@@ -113,6 +114,89 @@ def test_a_micro_batch_by_itself_is_refused(tiny_qwen3: Callable[..., Any]) -> N
     model, step = prepare_model(tiny_qwen3()), step_of()
     with pytest.raises(UserError, match=r"train it by radixtrain\.step_losses\(model, step\)"):
         model(**step.micro_batches[1])
+
+
+def doubled(module: Any, given: Any, of_output: Any) -> Any:
+    return (given[0] * 2,)
+
+
+def halved_in_training(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2 if module.training else output
+
+
+def halved_logits(module: Any, args: Any, output: Any) -> Any:
+    output.logits = output.logits / 2
+    return output
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "on the head, backward": lambda model: model.lm_head.register_full_backward_hook(doubled),
+    "on the head, in train()": lambda model: model.lm_head.register_forward_hook(halved_in_training),
+    "on the model": lambda model: model.register_forward_hook(halved_logits),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_a_fused_head_would_not_run(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    model = tiny_qwen3().train()
+    HOOKS[name](model)
+    ids = torch.tensor([row["input_ids"] for row in FEATURES])
+
+    def ordinary() -> Iterator[torch.Tensor]:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    with float64_throughout(model):
+        truth = gradients_of(model, ordinary)
+        prepare_model(model)
+        ours = gradients_of(model, lambda: step_losses(model, step_of()))
+        rung = compare_gradients("float64", truth, truth, ours)
+    assert rung.worst.radix <= 1e-12 and not rung.dead
+
+
+def with_adalora(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    return peft.get_peft_model(model, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10))
+
+
+def with_lora_and_a_hook(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    model.register_full_backward_hook(doubled)
+    return model
+
+
+def with_another_loss(model: Any) -> Any:
+    model.loss_function = torch.nn.functional.cross_entropy
+    return model
+
+
+NOT_ITS_LOSS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "router": (
+        lambda _: tiny_model("Qwen3MoeForCausalLM", output_router_logits=True),
+        r"adds a router loss \(output_router_logits=True\), .* set output_router_logits to False, or use the drop-in",
+    ),
+    "AdaLoRA": (
+        with_adalora,
+        r"adds a regularizer of AdaLoRA \(orth_reg_weight=0\.5\), .* set orth_reg_weight to 0\.0",
+    ),
+    "its own": (with_another_loss, r"has a loss_function of its own \(torch\.nn\.functional\)"),
+    "a hook on PEFT": (with_lora_and_a_hook, "calls the Qwen3ForCausalLM inside of PeftModel.*, so what hangs on that"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ITS_LOSS)
+def test_a_loss_that_is_more_than_the_cross_entropy_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    change, message = NOT_ITS_LOSS[name]
+    model = prepare_model(change(tiny_qwen3()))
+    with pytest.raises(UserError, match=message):
+        next(step_losses(model, step_of(max_tokens=None)))
+
+
+def test_a_wrapper_of_ranks_is_refused_with_what_to_do(tiny_qwen3: Callable[..., Any]) -> None:
+    wrapped = torch.nn.DataParallel(prepare_model(tiny_qwen3()))
+    with pytest.raises(TypeError, match=r"got DataParallel: give it the model inside .*, and average each \.grad"):
+        next(step_losses(wrapped, step_of()))
 
 
 @pytest.mark.parametrize("attention", ["expand", "reference"])
