@@ -23,8 +23,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
 from radixtrain.collators.features import IGNORE_INDEX
@@ -78,10 +80,11 @@ class RowSplit:
 
     def check_same(self, batch: Mapping[str, Any]) -> None:
         """Refuse a batch that differs between the ranks of the group, by a sum of 64 bits. Waits for a device."""
-        values = [value for _, value in sorted(batch.items())]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        numbers = hash(tuple(value for value in values if isinstance(value, int)))  # such as num_items_in_batch
-        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors)]).sum() + numbers
+        entries = sorted(batch.items())
+        tensors = [value for _, value in entries if isinstance(value, Tensor)]
+        plain = [(name, value if isinstance(value, PLAIN) else None) for name, value in entries]  # num_items_in_batch
+        found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors)]).sum()
+        found = found + (xxhash.xxh64_intdigest(repr(plain).encode()) >> 1)
         extremes = torch.stack([found, -found])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         if extremes[0] != -extremes[1]:
@@ -89,6 +92,9 @@ class RowSplit:
                 f"the {self.size} ranks of sp_group got different batches, and they compute one together: give each of "
                 f"them the same, for instance by a sampler that counts groups and not ranks"
             )
+
+
+PLAIN = (int, float, str, tuple, np.generic)  # what `repr` says all of
 
 
 class _AllToAll(torch.autograd.Function):

@@ -503,8 +503,8 @@ def test_refusals() -> None:
         batch[name][..., : len(changes)] += rank * torch.tensor(changes)
         return prepare_model(tiny(), sp_group=group)(**batch)
 
-    def counted(group: Any, rank: int) -> Any:
-        return prepare_model(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=30 + rank)
+    def counted(group: Any, rank: int, kind: Callable[[int], Any]) -> Any:
+        return prepare_model(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=kind(30 + rank))
 
     def own_loss(group: Any, rank: int, count: int) -> Any:
         model = tiny()
@@ -521,7 +521,8 @@ def test_refusals() -> None:
     assert "got different batches" in refused(call)
     for name in ("input_ids", "position_ids", "radix_predictor_indices"):
         assert "got different batches" in refused(partial(nearly, name=name, changes=[1, -2, 1]))
-    assert "got different batches" in refused(counted)
+    for kind in (int, float, np.float32, torch.tensor):
+        assert "got different batches" in refused(partial(counted, kind=kind))
     assert "more than once" in refused(partial(own_loss, count=2))
     assert "computes its loss by itself" in refused(partial(own_loss, count=0))
     assert "without merge_labels" in refused(lambda group, rank: call(group, merge_labels=True))
