@@ -36,6 +36,7 @@ OF_IMAGES = {
     "pixel_attention_mask": 0,
     "image_position_ids": -1,
 }
+SAYS_WHAT_IS_REAL = {"image_sizes", "pixel_attention_mask", "image_position_ids"}
 TYPES, TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"  # 1 at placeholders of images
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 IMAGE_ROWS = PREFIX + "image_rows"  # which row of the pieces stands at each unique placeholder
@@ -304,6 +305,11 @@ def _filled_up(images: list[Image]) -> list[Image]:
         if len(dtypes) > 1 or len(set(map(len, shapes))) > 1:
             found = ", ".join(sorted({f"{image[name].dtype} {tuple(image[name].shape)}" for image in images}))
             raise ValueError(f"{name}: the images of a batch must have one dtype and as many axes, got {found}")
+        if len(sizes := {*map(tuple, shapes)}) > 1 and not images[0].keys() & SAYS_WHAT_IS_REAL:
+            raise ValueError(
+                f"{name}: the images of a batch have several sizes, {sorted(sizes)}, and nothing says which pixels are "
+                f"filled in: give the processor's pixel_attention_mask or image_sizes too, or images of one size"
+            )
         largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         for image, own in zip(images, filled, strict=True):
             missing = [most - size for most, size in zip(largest, image[name].shape[1:], strict=True)]

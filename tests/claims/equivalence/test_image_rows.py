@@ -155,6 +155,7 @@ REFUSED = [
     ("LLaVA", {"pixel_values": None}, "feature 0 has 4 placeholders of images (token 5) in input_ids and no pixel_val"),
     ("LLaVA", {"input_ids": lambda f: f["input_ids"].masked_fill(f["input_ids"] == IMAGE, 7)}, "has 0 placeholders"),
     ("LLaVA", {"pixel_values": lambda f: f["pixel_values"].float()}, "must have one dtype and as many axes"),
+    ("LLaVA", {"pixel_values": lambda f: f["pixel_values"][..., 2:]}, "nothing says which pixels are filled in"),
     ("LLaVA", {"mm_token_type_ids": [0] * 7}, "mm_token_type_ids marks other tokens than the placeholders"),
     ("LLaVA", {"attention_mask": [0, 0, 1, 1, 1, 1, 1], "labels": [-100] * 7}, "hides placeholders of images"),
     ("LLaVA", {"image_grid_thw": [[1, 2, 2]]}, "image_grid_thw (list of 1) is not read"),
