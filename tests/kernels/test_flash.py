@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain.kernels import efficient, flash
+from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel, flash_3_missing
@@ -169,6 +170,23 @@ def test_strided_inputs_and_the_gradient_of_a_sum(kernel: VarlenKernel) -> None:
         ones = torch.ones_like(tensors[3])
         sums = [with_gradients(attention, plan, [*tensors[:3], x]) for x in (ones, ones[0, 0, 0].expand_as(ones))]
         assert max(relative_error(x, y) for x, y in zip(*sums, strict=True)) <= 1e-12
+
+
+@pytest.mark.parametrize(("lengths", "causal"), [((3, 9), True), ((9, 9), True), ((9, 4), False), ((5, 1), False)])
+def test_one_entry(kernel: VarlenKernel, lengths: tuple[int, int], causal: bool) -> None:
+    """As the specification, with an out in other memory and a log-sum-exp that are not those of this call."""
+    bounds = (torch.tensor([0, n], dtype=torch.int32) for n in lengths)
+    call = Ragged(*bounds, *lengths, causal), Scoring(0.4)
+    generator = torch.Generator().manual_seed(0)
+    q, dout, other, k, v = (
+        torch.randn(rows, heads, 8, generator=generator, dtype=torch.float64)
+        for rows, heads in [(lengths[0], 4)] * 3 + [(lengths[1], 2)] * 2
+    )
+    merged = other.transpose(0, 1).contiguous().transpose(0, 1)
+    out, lse = EagerKernel().forward(q, k, v, *call)
+    grads = EagerKernel().backward(dout, q, k, v, other, lse + 0.7, *call)
+    actual = [*kernel.forward(q, k, v, *call), *kernel.backward(dout, q, k, v, merged, lse + 0.7, *call)]
+    assert max(relative_error(x, y) for x, y in zip(actual, [out, lse, *grads], strict=True)) <= 1e-12
 
 
 @pytest.mark.parametrize("head_dim", [8, 5])
