@@ -29,11 +29,11 @@ class CudnnKernel:
     """`aten._scaled_dot_product_cudnn_attention` / `_backward` for one entry, torch's flash kernels for several."""
 
     def __init__(self) -> None:
-        self.ragged = TorchCUDAKernel()
+        self.flash = TorchCUDAKernel()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         if not _is_dense(ragged, scoring):
-            return self.ragged.forward(q, k, v, ragged, scoring)
+            return self.flash.forward(q, k, v, ragged, scoring)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *(_batch_of_one(x) for x in (q, k, v)),
             None,  # bias
@@ -48,7 +48,7 @@ class CudnnKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not _is_dense(ragged, scoring):
-            return self.ragged.backward(dout, q, k, v, out, lse, ragged, scoring)
+            return self.flash.backward(dout, q, k, v, out, lse, ragged, scoring)
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # the philox state, unread without dropout
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *(_batch_of_one(x) for x in (dout, q, k, v, out)),

@@ -11,11 +11,12 @@ What `aten._efficient_attention_forward` and `_backward` do, read in `mem_eff_at
 - The log-sum-exp is (E, N, P), natural, undefined beyond an entry's last block. The backward wants +inf there.
 - The backward computes `p = exp(scores - lse)` and `delta = rowsum(dout * out)` from the lse and out that it is given:
   a merged out and lse give a piece's share. It reads `out` as if it were contiguous.
-- It adds up dq, in float32, in a workspace of E x N x P x H, whatever the lengths. `WORKSPACE` cuts the entries of a
-  call into several calls. The order of its sums is fixed only under `torch.use_deterministic_algorithms(True)`.
+- It adds up dq, in float32, in a workspace of E x N x P x H, whatever the lengths: 34 GB for a prompt of 32k and 128
+  short suffixes, 16 heads of 128. So a backward call gets as many entries as `WORKSPACE` has room for. The order of its
+  sums is fixed only under `torch.use_deterministic_algorithms(True)`.
 
-Held for 32k queries onto 32k keys, 16 heads of 128 on 8, float32: keys and values repeated and their gradients 1.1 GB,
-dq and its workspace 0.5 GB. No tensor has queries times keys.
+No tensor has queries times keys, which are 69 GB for 32k queries onto 32k keys with 16 heads in float32. There the
+repeated keys and values and their gradients are 1.1 GB, dq and its workspace 0.5 GB (head dim 128).
 """
 
 from __future__ import annotations
