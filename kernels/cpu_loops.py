@@ -25,6 +25,8 @@ aten = torch.ops.aten
 STRIP = 64  # queries of a strip: with more of them more is computed and hidden, with fewer there are more calls
 # Queries at which `is_causal` is as fast as strips, which take 0.66 of its time at 512, 0.80 at 1024, 0.99 at 2304.
 LONG = 1536
+# Scores that the eager kernel writes at once, 256 MB in float32: about six such tensors are alive in its backward.
+MOST_SCORES = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,15 +239,18 @@ class LoopingKernel:
 
 
 class EagerKernel(LoopingKernel):
-    """Explicit matmuls: the specification of the others, in any dtype on any device. Computes 16 bits in float32."""
+    """Explicit matmuls: the specification of the others, in any dtype on any device. Computes 16 bits in float32.
+
+    Queries take turns, so that memory does not grow with queries times keys.
+    """
 
     def part_forward(
         self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, part: Rectangles, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        scores_bKgTJ, _ = self._scores(q_bTNH, k_bJKH, _mask_of(part, q_bTNH.device), scoring)
-        lse_bKgT = scores_bKgTJ.logsumexp(-1)
-        out_bTKgH = torch.einsum("bkgtj,bjkh->btkgh", _exp_minus(scores_bKgTJ, lse_bKgT), v_bJKH.to(_wide(v_bJKH)))
-        return out_bTKgH.flatten(2, 3).to(q_bTNH.dtype), lse_bKgT.flatten(1, 2)
+        k, v = (x.to(_wide(x)) for x in (k_bJKH, v_bJKH))
+        turns = [self._forward(q_bTNH[:, rows], k, v, mask, scoring) for rows, mask in _turns(part, q_bTNH, k)]
+        outs, lses = zip(*turns, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
 
     def part_backward(
         self,
@@ -258,26 +263,54 @@ class EagerKernel(LoopingKernel):
         part: Rectangles,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, wide = q_bTNH.dtype, _wide(q_bTNH)
+        dtype = q_bTNH.dtype
+        k, v = (x.to(_wide(x)) for x in (k_bJKH, v_bJKH))
+        dqs, dk, dv = [], k.new_zeros(k.shape), v.new_zeros(v.shape)
+        for rows, mask in _turns(part, q_bTNH, k):
+            dout, q, out = (x[:, rows] for x in (dout_bTNH, q_bTNH, out_bTNH))
+            dq, dk_share, dv_share = self._backward(dout, q, k, v, out, lse_bNT[:, :, rows], mask, scoring)
+            dqs.append(dq.to(dtype))
+            dk += dk_share
+            dv += dv_share
+        return torch.cat(dqs, 1), dk.to(dtype), dv.to(dtype)
+
+    def _forward(
+        self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        scores_bKgTJ, _ = self._scores(q_bTNH.to(k_bJKH.dtype), k_bJKH, mask, scoring)
+        lse_bKgT = scores_bKgTJ.logsumexp(-1)
+        out_bTKgH = torch.einsum("bkgtj,bjkh->btkgh", _exp_minus(scores_bKgTJ, lse_bKgT), v_bJKH)
+        return out_bTKgH.flatten(2, 3).to(q_bTNH.dtype), lse_bKgT.flatten(1, 2)
+
+    def _backward(
+        self,
+        dout_bTNH: Tensor,
+        q_bTNH: Tensor,
+        k_bJKH: Tensor,
+        v_bJKH: Tensor,
+        out_bTNH: Tensor,
+        lse_bNT: Tensor,
+        mask: Tensor | None,
+        scoring: Scoring,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         groups = (k_bJKH.shape[2], q_bTNH.shape[2] // k_bJKH.shape[2])
-        dout, out, q = (x.to(wide).unflatten(2, groups) for x in (dout_bTNH, out_bTNH, q_bTNH))
-        k, v = k_bJKH.to(wide), v_bJKH.to(wide)
-        scores, slope = self._scores(q_bTNH, k_bJKH, _mask_of(part, q_bTNH.device), scoring)
+        dout, out, q = (x.to(k_bJKH.dtype) for x in (dout_bTNH, out_bTNH, q_bTNH))
+        scores, slope = self._scores(q, k_bJKH, mask, scoring)
+        dout, out, q = (x.unflatten(2, groups) for x in (dout, out, q))
         p = _exp_minus(scores, lse_bNT.unflatten(1, groups))
         dv = torch.einsum("bkgtj,btkgh->bjkh", p, dout)
-        dp = torch.einsum("btkgh,bjkh->bkgtj", dout, v)
+        dp = torch.einsum("btkgh,bjkh->bkgtj", dout, v_bJKH)
         delta_bKgT = (dout * out).sum(-1).permute(0, 2, 3, 1)
         ds = p * (dp - delta_bKgT[..., None]) * slope
-        dq = torch.einsum("bkgtj,bjkh->btkgh", ds, k).flatten(2, 3)
-        dk = torch.einsum("bkgtj,btkgh->bjkh", ds, q)
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        dq = torch.einsum("bkgtj,bjkh->btkgh", ds, k_bJKH).flatten(2, 3)
+        return dq, torch.einsum("bkgtj,btkgh->bjkh", ds, q), dv
 
     def _scores(
         self, q_bTNH: Tensor, k_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
     ) -> tuple[Tensor, Tensor | float]:
         """Scores, -inf for what is hidden, and their slope: the derivative by the products of queries and keys."""
-        q_bTKgH = q_bTNH.to(_wide(q_bTNH)).unflatten(2, (k_bJKH.shape[2], -1))
-        scores_bKgTJ = scoring.of(torch.einsum("btkgh,bjkh->bkgtj", q_bTKgH, k_bJKH.to(_wide(k_bJKH))))
+        q_bTKgH = q_bTNH.unflatten(2, (k_bJKH.shape[2], -1))
+        scores_bKgTJ = scoring.of(torch.einsum("btkgh,bjkh->bkgtj", q_bTKgH, k_bJKH))
         slope: Tensor | float = scoring.scale
         if scoring.softcap is not None:
             slope = scoring.scale * (1 - (scores_bKgTJ / scoring.softcap).square())
@@ -330,12 +363,22 @@ def _is_one_call(schedule: Schedule, q: Tensor, k: Tensor) -> bool:
     return schedule.parts[0].num_queries == len(q) and schedule.parts[0].num_keys == len(k)
 
 
-def _mask_of(part: Rectangles, device: torch.device) -> Tensor | None:
-    """The mask of a part, a causal one written out."""
-    if not part.causal:
-        return part.mask
-    hidden = torch.ones(part.num_queries, part.num_keys, dtype=torch.bool, device=device).triu(1)
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+def _turns(part: Rectangles, q_bTNH: Tensor, k_bJKH: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
+    """Runs of queries with at most `MOST_SCORES` scores, or of one query, and the mask of each."""
+    number, num_queries, num_heads, _ = q_bTNH.shape
+    height = max(1, MOST_SCORES // max(1, number * num_heads * k_bJKH.shape[1]))
+    for start in range(0, num_queries, height):
+        rows = slice(start, min(start + height, num_queries))
+        yield rows, _mask_of(part, rows, q_bTNH.device)
+
+
+def _mask_of(part: Rectangles, rows: slice, device: torch.device) -> Tensor | None:
+    """The mask of some queries of a part, a causal one written out. One row may hold for all of them."""
+    if part.causal:
+        shape = rows.stop - rows.start, part.num_keys
+        hidden = torch.ones(shape, dtype=torch.bool, device=device).triu(1 + rows.start)
+        return torch.zeros(shape, device=device).masked_fill_(hidden, float("-inf"))
+    return part.mask if part.mask is None or part.mask.shape[-2] == 1 else part.mask[..., rows, :]
 
 
 def _add_to_keys(total: Tensor, part: Rectangles, share_bJKH: Tensor, meet: bool) -> None:

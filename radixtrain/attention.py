@@ -64,6 +64,7 @@ class AttentionChoice(NamedTuple):
 
 
 _LOGGED: set[tuple[str, str]] = set()  # strategy and kernel
+_EAGER_ON_CUDA = "; eager is a loop of matrix products that writes every score to memory, no fused kernel: it is slow"
 
 
 def tree_attention(
@@ -88,8 +89,8 @@ def tree_attention(
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
         binds, or on a device if the tree is deep.
-    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3` or `eager`. `reference` does not read it; `tree` has its own
-        kernel and takes only `auto`.
+    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `cudnn`, `efficient` or `eager`. `reference` does not read
+        it; `tree` has its own kernel and takes only `auto`.
     scale: factor on the scores; default `H ** -0.5`.
     softcap: None, or c: scaled scores s become `c * tanh(s / c)`.
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
@@ -207,6 +208,8 @@ def choose_attention(
 ) -> AttentionChoice:
     """Resolve `auto`, or check what was asked for by name. A strategy and kernel are logged once, in one line.
 
+    That line is a warning if `auto` finds nothing but `eager` on CUDA.
+
     modifiers: as in `KernelCall`; False if left out.
 
     Raises UserError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
@@ -215,7 +218,8 @@ def choose_attention(
     choice = _choice(attention, kernel, KernelCall(device, dtype, head_dim, **modifiers))
     if choice[:2] not in _LOGGED:
         _LOGGED.add(choice[:2])
-        logger.info("%s", choice)
+        fell = device.type == "cuda" and kernel == "auto" and choice.kernel == "eager"
+        logger.log(logging.WARNING if fell else logging.INFO, "%s%s", choice, _EAGER_ON_CUDA if fell else "")
     return choice
 
 
@@ -272,7 +276,8 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
         if refusal:
             raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
         return kernel, "as chosen"
-    preferred = ("flash_attn_3", "flash_attn", "torch", "eager") if call.device.type == "cuda" else ("torch", "eager")
+    on_cuda = ("flash_attn_3", "flash_attn", "torch", "efficient", "eager")
+    preferred = on_cuda if call.device.type == "cuda" else ("torch", "eager")
     refusals = {name: varlen_refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)
     passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]

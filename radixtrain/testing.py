@@ -7,6 +7,7 @@ of `radixtrain.verify_equivalence` on a whole model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -100,12 +101,13 @@ def assert_equivalent(report: EquivalenceReport) -> None:
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """`||actual - truth|| / ||truth||` in L2 over all elements, computed in float64.
 
-    If the truth is all zero: 0.0 if actual is all zero too, else inf. A NaN anywhere gives NaN, which passes no bar.
+    If the truth is all zero: 0.0 if actual is all zero too, else inf. A NaN anywhere gives inf, which passes no bar; a
+    NaN would be dropped by `max` beside a number.
     """
     error, scale = _distance("actual", actual, truth), float(truth.detach().double().norm())
     if scale == 0.0:
-        return 0.0 if error == 0.0 else error * float("inf")
-    return error / scale
+        return 0.0 if error == 0.0 else float("inf")
+    return error / scale if math.isfinite(error / scale) else float("inf")
 
 
 def assert_within_reference_error(

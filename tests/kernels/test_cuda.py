@@ -3,7 +3,7 @@
 import importlib.util
 import re
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ import torch
 from radixtrain import build_prefix_plan, tree_attention
 from radixtrain.attention import choose_attention
 from radixtrain.errors import UserError
+from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
+from radixtrain.kernels.cudnn import cudnn_missing
 from radixtrain.kernels.flash import flash_3_missing
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.varlen import varlen_kernel
@@ -29,7 +31,7 @@ PACKAGES = [name for name in ("flash_attn", "flash_attn_3") if importlib.util.fi
 if "flash_attn_3" in PACKAGES and flash_3_missing(CUDA):  # it is there, and this is no Hopper
     PACKAGES.remove("flash_attn_3")
 BAR = 5 * 2**-8  # both round to bfloat16 what they have added up of rounded weights: 2 ** -9 of a number each time
-INSTALLED = ["torch", "eager", *PACKAGES]
+INSTALLED = ["torch", "efficient", *([] if cudnn_missing(CUDA) else ["cudnn"]), *PACKAGES, "eager"]
 
 
 def nested_plan():
@@ -100,27 +102,34 @@ def test_strategies_in_bfloat16(attention, kernel, modifiers):
         assert (actual[4] - truth[4]).norm() <= 2 * (reference[4] - truth[4]).norm() + 2**-8 * truth[4].norm()
 
 
-def rows(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(CUDA)
+def rows(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(CUDA, dtype)
 
 
-def ragged_call():
-    """Entries of several lengths, two of them without queries, and one of a single query."""
-    queries, keys = (torch.tensor(lengths) for lengths in ([0, 100, 0, 1, 70], [64, 130, 5, 33, 70]))
-    cu_seqlens = (torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(CUDA) for lengths in (queries, keys))
-    return Ragged(*cu_seqlens, 100, 130, causal=True)
+# Lengths of queries and of keys. RAGGED: two entries without queries, one of a single query. DENSE: a level of cascade.
+RAGGED = [0, 100, 0, 1, 70], [64, 130, 5, 33, 70]
+DENSE, ONE_SEQUENCE = ([300], [190]), ([190], [190])
+
+
+def ragged_call(queries, keys, causal):
+    cu_seqlens = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(CUDA) for lengths in (queries, keys))
+    return Ragged(*cu_seqlens, max(queries), max(keys), causal)
+
+
+def in_both_directions(kernel, ragged, scoring, heads, head_dim, dtype):
+    """out, lse, dq, dk, dv, with the out and lse of a merge with a piece of as much weight. Numbers of bfloat16."""
+    num_queries, num_keys = int(ragged.cu_seqlens_q[-1]), int(ragged.cu_seqlens_k[-1])
+    q, dout, other = (rows(num_queries, heads[0], head_dim, seed=n).to(dtype) for n in range(3))
+    k, v = (rows(num_keys, heads[1], head_dim, seed=n).to(dtype) for n in (3, 4))
+    out, lse = kernel.forward(q, k, v, ragged, scoring)
+    grads = kernel.backward(dout, q, k, v, (out + other) / 2, lse + 0.7, ragged, scoring)
+    return [out, lse, *grads]
 
 
 def assert_like_the_specification(kernel, ragged, heads, head_dim):
-    """Both directions, with the out and lse of a merge with a piece of as much weight. Returns dk and dv too."""
-    num_queries, num_keys = int(ragged.cu_seqlens_q[-1]), int(ragged.cu_seqlens_k[-1])
-    q, dout, other = (rows(num_queries, heads[0], head_dim, seed=n) for n in range(3))
-    k, v = (rows(num_keys, heads[1], head_dim, seed=n) for n in (3, 4))
-    found, scoring = [], Scoring(head_dim**-0.5)
-    for each in (kernel, EagerKernel()):
-        out, lse = each.forward(q, k, v, ragged, scoring)
-        grads = each.backward(dout, q, k, v, (out + other) / 2, lse + 0.7, ragged, scoring)
-        found.append([out, lse, *grads])
+    """In bfloat16. Returns dk and dv too."""
+    call = ragged, Scoring(head_dim**-0.5), heads, head_dim, torch.bfloat16
+    found = [in_both_directions(each, *call) for each in (kernel, EagerKernel())]
     for mine, theirs in zip(*found, strict=True):
         assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
         assert (mine.float() - theirs.float()).norm() <= BAR * theirs.float().norm()
@@ -129,10 +138,28 @@ def assert_like_the_specification(kernel, ragged, heads, head_dim):
 
 @pytest.mark.parametrize("name", [name for name in INSTALLED if name != "eager"])
 def test_kernels_against_the_specification(name):
-    """Bottom-right causal, grouped heads, entries without queries."""
-    for heads, head_dim in product([(4, 4), (8, 2), (4, 1)], [64, 128]):
-        dk, dv = assert_like_the_specification(varlen_kernel(name, CUDA), ragged_call(), heads, head_dim)
+    """Bottom-right causal, grouped heads, entries without queries; one entry, everything seen and causal."""
+    wider = [512, 20] if name == "efficient" else []
+    for heads, head_dim in product([(4, 4), (8, 2), (4, 1)], [64, 128, *wider]):
+        kernel = varlen_kernel(name, CUDA)
+        dk, dv = assert_like_the_specification(kernel, ragged_call(*RAGGED, causal=True), heads, head_dim)
         assert not dk[:64].any() and not dv[:64].any(), "keys that no query sees"
+        assert_like_the_specification(kernel, ragged_call(*DENSE, causal=False), heads, head_dim)
+        assert_like_the_specification(kernel, ragged_call(*ONE_SEQUENCE, causal=True), heads, head_dim)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("head_dim", [64, 128, 512, 17])
+def test_efficient_in_float32(monkeypatch, head_dim, window):
+    """As near to float64 as matmuls in float32; entries all at once, and one a call."""
+    calls = [(lengths, True) for lengths in (RAGGED, ONE_SEQUENCE)] + [(DENSE, False)] * (window is None)
+    for (lengths, causal), workspace in product(calls, (2**30, 1)):
+        monkeypatch.setattr(efficient, "WORKSPACE", workspace)
+        call = ragged_call(*lengths, causal), Scoring(head_dim**-0.5, window=window), (4, 2), head_dim
+        truth = in_both_directions(EagerKernel(), *call, torch.float64)
+        ordinary = in_both_directions(EagerKernel(), *call, torch.float32)
+        actual = in_both_directions(varlen_kernel("efficient", CUDA), *call, torch.float32)
+        assert_within_reference_error(actual, ordinary, truth, names=("out", "lse", "dq", "dk", "dv"))
 
 
 @pytest.mark.skipif(not PACKAGES, reason="with flash-attn or flash-attn-3 installed this runs")

@@ -12,8 +12,12 @@ from cuda_stand_ins import HALF, Flash
 from plans import longer, plan_of
 from tiers import FULL
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from radixtrain.kernels import flash
+from radixtrain.kernels import efficient, flash
+from radixtrain.kernels.cpu_loops import EagerKernel
+from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
+from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel, flash_3_missing
 from radixtrain.kernels.merge_attention import attention_in_pieces, expand_attention, path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
@@ -23,6 +27,7 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
 pytestmark = FULL
+aten = torch.ops.aten
 STRATEGIES, NAMES = ("cascade", "path", "expand"), ("out", "dq", "dk", "dv")
 TRIES = {
     "one prompt": [[1, 1, 1, *tail] for tail in ([2], [3, 2], [1, 1, 4, 4])],
@@ -49,9 +54,11 @@ def rules(registered: Flash) -> Flash:
     return registered
 
 
-@pytest.fixture(
-    params=[TorchCUDAKernel, FlashAttnKernel, FlashAttn3Kernel], ids=["torch", "flash_attn", "flash_attn_3"]
-)
+INSIDE_TORCH = {"torch": TorchCUDAKernel, "cudnn": CudnnKernel, "efficient": EfficientKernel}
+CLASSES = {**INSIDE_TORCH, "flash_attn": FlashAttnKernel, "flash_attn_3": FlashAttn3Kernel}
+
+
+@pytest.fixture(params=CLASSES.values(), ids=CLASSES)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rules: Flash) -> VarlenKernel:
     package, interface = ModuleType("flash_attn"), rules.package_2()
     package.flash_attn_interface = interface
@@ -77,6 +84,14 @@ def with_gradients(attention: Callable[..., Tensor], plan: PrefixPlan, tensors: 
     leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *sinks)]
     out = attention(*leaves)
     return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+class NothingIsReadBack(TorchDispatchMode):
+    """Raises where a kernel's caller would wait for the device. What an operator does inside is not seen."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in (aten._local_scalar_dense.default, aten.nonzero.default), function
+        return function(*args, **(kwargs or {}))
 
 
 def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> Callable[..., Tensor]:
@@ -111,7 +126,7 @@ def test_float64(kernel: VarlenKernel, rules: Flash, scoring: Scoring) -> None:
         layout, tensors = TreeLayout.from_plan(plan), inputs(plan, (4, groups), 8, torch.float64)
         attention, calls = on_cuda(strategy, layout, kernel, scoring), calls_of(strategy, layout)
         assert all((call.cu_seqlens_q.diff() > 0).all() and (call.cu_seqlens_k.diff() > 0).all() for call in calls)
-        if scoring.softcap and isinstance(kernel, TorchCUDAKernel):
+        if scoring.softcap and type(kernel) in INSIDE_TORCH.values():
             with pytest.raises(AssertionError, match="refuses a soft-cap on this kernel"):
                 attention(*tensors[:3])
             continue
@@ -157,19 +172,79 @@ def test_strided_inputs_and_the_gradient_of_a_sum(kernel: VarlenKernel) -> None:
         assert max(relative_error(x, y) for x, y in zip(*sums, strict=True)) <= 1e-12
 
 
+@pytest.mark.parametrize(("lengths", "causal"), [((3, 9), True), ((9, 9), True), ((9, 4), False), ((5, 1), False)])
+def test_one_entry(kernel: VarlenKernel, lengths: tuple[int, int], causal: bool) -> None:
+    """As the specification, with an out in other memory and a log-sum-exp that are not those of this call."""
+    bounds = (torch.tensor([0, n], dtype=torch.int32) for n in lengths)
+    call = Ragged(*bounds, *lengths, causal), Scoring(0.4)
+    generator = torch.Generator().manual_seed(0)
+    q, dout, other, k, v = (
+        torch.randn(rows, heads, 8, generator=generator, dtype=torch.float64)
+        for rows, heads in [(lengths[0], 4)] * 3 + [(lengths[1], 2)] * 2
+    )
+    merged = other.transpose(0, 1).contiguous().transpose(0, 1)
+    out, lse = EagerKernel().forward(q, k, v, *call)
+    grads = EagerKernel().backward(dout, q, k, v, other, lse + 0.7, *call)
+    actual = [*kernel.forward(q, k, v, *call), *kernel.backward(dout, q, k, v, merged, lse + 0.7, *call)]
+    assert max(relative_error(x, y) for x, y in zip(actual, [out, lse, *grads], strict=True)) <= 1e-12
+
+
+@pytest.mark.parametrize("head_dim", [8, 5])
+def test_efficient_in_several_calls(monkeypatch: pytest.MonkeyPatch, rules: Flash, head_dim: int) -> None:
+    """With room for one entry a call, and with a head dim that is filled up."""
+    monkeypatch.setattr(efficient, "WORKSPACE", 1)
+    plan = plan_of(TRIES["nested"])
+    layout, tensors, scoring = TreeLayout.from_plan(plan), inputs(plan, (4, 2), head_dim, torch.float64), Scoring(0.4)
+    truth = with_gradients(by_reference(layout, scoring), plan, tensors)
+    for strategy in STRATEGIES:
+        rules.reset()
+        with NothingIsReadBack():
+            actual = with_gradients(on_cuda(strategy, layout, EfficientKernel(), scoring), plan, tensors)
+        assert max(relative_error(x, y) for x, y in zip(actual, truth, strict=True)) <= 1e-12
+        assert rules.num_backward == sum(len(call.cu_seqlens_q) - 1 for call in calls_of(strategy, layout))
+
+
+@pytest.mark.parametrize("name", INSIDE_TORCH)
+@pytest.mark.parametrize(("lengths", "causal"), [([[3, 40, 7], [5, 40, 9]], True), ([[50], [9]], False)])
+def test_shapes_by_the_operators_of_this_torch(name: str, lengths: list[list[int]], causal: bool) -> None:
+    """On meta tensors. The meta function of the memory-efficient backward does not take what its schema says."""
+    num_queries, num_keys = (sum(side) for side in lengths)
+    bounds = (torch.empty(len(side) + 1, dtype=torch.int32, device="meta") for side in lengths)
+    ragged, scoring = Ragged(*bounds, *(max(side) for side in lengths), causal), Scoring(0.4)
+    q, k, v = (
+        torch.empty(heads, rows, 16, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+        for heads, rows in ((4, num_queries), (2, num_keys), (2, num_keys))
+    )
+    out, lse = INSIDE_TORCH[name]().forward(q, k, v, ragged, scoring)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == ((4, num_queries), torch.float32)
+    if name != "efficient":
+        grads = INSIDE_TORCH[name]().backward(q, q, k, v, out, lse, ragged, scoring)
+        assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+HOPPER = {"importlib.util.find_spec": True, "torch.cuda.is_available": True, "torch.backends.cudnn.version": 91900}
+
+
 @pytest.mark.parametrize(
-    ("lacks", "said"),
+    ("missing", "lacks", "said"),
     [
-        ({}, None),
-        ({"importlib.util.find_spec": None}, "the package flash-attn-3 is not installed"),
-        ({"torch.cuda.get_device_capability": (10, 0)}, "needs a Hopper GPU .*, this one has 10.0"),
-        ({"torch.cuda.is_available": False}, "torch sees no CUDA device"),
+        *((missing, lacks, said) for missing in (flash_3_missing, cudnn_missing) for lacks, said in [
+            ({}, None),
+            ({"torch.cuda.get_device_capability": (10, 0)}, "needs a Hopper GPU .*, this one has 10.0"),
+            ({"torch.cuda.is_available": False}, "torch sees no CUDA device"),
+        ]),
+        (flash_3_missing, {"importlib.util.find_spec": None}, "the package flash-attn-3 is not installed"),
+        (cudnn_missing, {"torch.backends.cudnn.version": 91400}, "needs cuDNN 9.15 or newer, torch brings 91400"),
+        (cudnn_missing, {"torch.are_deterministic_algorithms_enabled": True}, "adds up in no fixed order"),
+        (cudnn_missing, {"os.getenv": "1"}, "lays the log-sum-exp out otherwise"),
     ],
-)
-def test_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch, lacks: dict, said: str | None) -> None:
-    hopper = {"importlib.util.find_spec": True, "torch.cuda.is_available": True}
-    for name, value in {**hopper, "torch.cuda.get_device_capability": (9, 0), **lacks}.items():
+)  # fmt: skip
+def test_what_a_machine_lacks(
+    monkeypatch: pytest.MonkeyPatch, missing: Callable[..., str | None], lacks: dict, said: str | None
+) -> None:
+    for name, value in {**HOPPER, "torch.cuda.get_device_capability": (9, 0), **lacks}.items():
         monkeypatch.setattr(name, lambda *_, value=value: value)
-    missing = flash_3_missing(torch.device("cuda"))
-    assert missing is None if said is None else re.search(said, missing), missing
+    found = missing(torch.device("cuda"))
+    assert found is None if said is None else re.search(said, found), found
     assert flash.takes_window()

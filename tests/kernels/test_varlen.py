@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixtrain.kernels import cpu_loops
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel, schedule_of
+from radixtrain.kernels.cudnn import CudnnKernel
+from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import TorchCUDAKernel
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
@@ -130,6 +133,7 @@ MODIFIERS = {
 }
 LONG = (300, 1, 40), (1500, 700, 40), True  # several runs of queries, and whole blocks of a kernel that nobody sees
 CAUSAL = {name: case for name, case in CASES.items() if case[2] and "empty" not in name}
+CAUSAL_OR_NOT = [case for name, case in CASES.items() if "empty" not in name]
 modified = pytest.mark.parametrize(
     ("kernel", "scoring"),
     [
@@ -148,6 +152,25 @@ class TestModifiers:
             tensors = inputs(case, heads, 8, torch.float64)
             truth = by_softmax(*tensors, case, scoring)
             assert_equal_in_float64(by_kernel(kernel, *tensors, ragged_call(case), scoring), truth, case)
+
+    def test_eager_queries_take_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No more scores at once than are allowed, causal entries in one piece included, and equal gradients."""
+        written = []
+
+        class Watched(Scoring):
+            def of(self, products: Tensor) -> Tensor:
+                written.append(products.numel())
+                return super().of(products)
+
+        monkeypatch.setattr(cpu_loops, "MOST_SCORES", 40)
+        monkeypatch.setattr(cpu_loops, "LONG", 6)
+        for scoring, case in product([Watched(0.4), Watched(0.4, 0.7), Watched(0.4, window=3)], CAUSAL_OR_NOT):
+            if scoring.window is not None and not case[2]:
+                continue
+            tensors = inputs(case, (4, 2), 8, torch.float64)
+            actual = by_kernel(EagerKernel(), *tensors, ragged_call(case), scoring)
+            assert_equal_in_float64(actual, by_softmax(*tensors, case, scoring), case)
+        assert max(written) <= 40
 
     def test_entries_that_are_empty(self) -> None:
         case = CASES["causal, some empty"]
@@ -266,7 +289,8 @@ def test_scratch_memory_inside_torch_is_not_read(kernel: VarlenKernel) -> None:
 def test_kernel_by_name() -> None:
     assert isinstance(varlen_kernel("eager", torch.device("cuda")), EagerKernel)
     assert isinstance(varlen_kernel("torch", CPU), TorchCPUKernel)
-    assert isinstance(varlen_kernel("torch", torch.device("cuda")), TorchCUDAKernel)
+    for name, kind in (("torch", TorchCUDAKernel), ("cudnn", CudnnKernel), ("efficient", EfficientKernel)):
+        assert isinstance(varlen_kernel(name, torch.device("cuda")), kind)
 
 
 @pytest.mark.parametrize(

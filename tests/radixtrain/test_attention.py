@@ -328,14 +328,16 @@ class TestChoice:
             ("bare", ("auto", "auto", CPU, F32, 64), WINDOW, ("path", "torch", "binds, which cascade cannot keep")),
             ("bare", ("expand", "auto", CPU, F32, 64), WINDOW, ("expand", "torch", "as chosen")),
             ("bare", ("auto", "auto", CUDA, torch.float16, 256), {}, ("cascade", "torch", "flash-attn is not inst")),
-            ("bare", ("auto", "auto", CUDA, BF16, 64), SOFTCAP, ("cascade", "eager", "torch computes no soft-cap")),
+            ("bare", ("auto", "auto", CUDA, BF16, 64), SOFTCAP, ("cascade", "eager", "efficient computes no soft-cap")),
+            ("bare", ("auto", "eager", CUDA, BF16, 64), SOFTCAP, ("cascade", "eager", "as chosen")),
+            ("bare", ("auto", "auto", CUDA, torch.float64, 64), {}, ("cascade", "eager", "float16 and bfloat16, got")),
             ("bare", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "torch", "on cuda")),
-            ("an older torch", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "eager", "takes no sliding window")),
+            ("an older torch", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "efficient", "takes no sliding")),
             ("flash-attn", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "on cuda")),
             ("flash-attn", ("auto", "torch", CUDA, BF16, 128), {}, ("cascade", "torch", "as chosen")),
             ("flash-attn", ("auto", "auto", CUDA, BF16, 64), SOFTCAP, ("cascade", "flash_attn", "on cuda")),
-            ("flash-attn", ("auto", "auto", CUDA, F32, 64), {}, ("cascade", "eager", "flash_attn takes float16 and")),
-            ("flash-attn", ("auto", "auto", CUDA, BF16, 264), {}, ("cascade", "eager", f"torch {NARROW_HEADS} 256")),
+            ("flash-attn", ("auto", "auto", CUDA, F32, 17), {}, ("cascade", "efficient", "flash_attn takes float16")),
+            ("flash-attn", ("auto", "auto", CUDA, BF16, 264), {}, ("cascade", "efficient", f"torch {NARROW_HEADS}")),
             ("Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn_3", "on cuda")),
             ("Hopper", ("auto", "auto", CUDA, BF16, 128), SOFTCAP, ("cascade", "flash_attn_3", "on cuda")),
             ("Hopper", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "flash_attn_3", "on cuda")),
@@ -344,14 +346,22 @@ class TestChoice:
             ("no Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "_3 needs a Hopper GPU")),
         ],
     )  # fmt: skip
-    def test_what_runs(self, monkeypatch, machine: str, asked: tuple, modifiers: dict, expected: tuple) -> None:
+    def test_what_runs(self, monkeypatch, caplog, machine: str, asked: tuple, modifiers: dict, expected: tuple) -> None:
+        """With a warning if nothing but a loop of matrix products is left on CUDA."""
         self.machine(monkeypatch, machine)
         choice = choose_attention(*asked, **modifiers)
         assert (choice.strategy, choice.kernel) == expected[:2] and expected[2] in choice.reason
+        warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        slow = asked[1:3] == ("auto", CUDA) and choice.kernel == "eager"
+        assert [message.partition("; eager is a loop")[0] for message in warned] == [str(choice)] * slow
 
     @pytest.mark.parametrize(
         ("machine", "kernels", "call", "modifiers", "reason"),
         [
+            ("bare", ["cudnn"], (CUDA, BF16, 64), {}, "needs a Hopper GPU.*"),
+            ("bare", ["torch", "cudnn", "efficient"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
+            ("bare", ["efficient"], (CUDA, torch.float64, 64), {}, "takes float32, .* and bfloat16, got .*float64"),
+            ("bare", ["cudnn", "efficient"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
             ("bare", ["flash_attn"], (CUDA, BF16, 64), {}, r"the package flash-attn is not .*'radixtrain\[flash\]'.*"),
             ("no Hopper", ["flash_attn_3"], (CUDA, BF16, 128), {}, "needs a Hopper GPU"),
             ("flash-attn", ["torch", "flash_attn"], (CUDA, F32, 64), {}, "takes float16 and bfloat16, got .*float32"),
@@ -372,7 +382,7 @@ class TestChoice:
             UserError, match="attention must be auto, cascade, path, expand, reference, tree; got 'flex'"
         ):
             choose_attention("flex", "auto", CPU, torch.float32, 64)
-        kernels = "auto, torch, flash_attn, flash_attn_3, eager"
+        kernels = "auto, torch, flash_attn, flash_attn_3, cudnn, efficient, eager"
         with pytest.raises(UserError, match=f"kernel must be {kernels}; got 'triton'"):
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 

@@ -1,4 +1,4 @@
-"""Stand-ins on a CPU for the CUDA kernels of varlen attention: flash-attention in three packages.
+"""Stand-ins on a CPU for the CUDA kernels of attention: flash-attention in three packages, torch's others, cuDNN's.
 
 Each takes the arguments of the real function by its signature, checks what the real one checks before it starts (or
 takes for granted, and reads wrong memory), and computes eagerly. Operators are registered with torch for CPU tensors,
@@ -8,6 +8,7 @@ so every call is checked against the schema of the installed torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,7 @@ BOUNDS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "is_causal")
 OPTIONS = {"scale": "scale", "left": "window_size_left", "right": "window_size_right"}
 BOUNDS_3 = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal")
 OPTIONS_3 = {**OPTIONS, "scale": "softmax_scale", "softcap": "softcap"}
+EFFICIENT_BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "custom_mask_type")
 
 
 def register(library: torch.library.Library, operator: Any, run: Callable[..., Any]) -> None:
@@ -72,6 +74,26 @@ def strides(x: Tensor) -> tuple[int, ...]:
     return tuple(step if length > 1 else 0 for step, length in zip(x.stride(), x.shape, strict=True))
 
 
+def check_16_bytes(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
+    """What torch's memory-efficient kernel takes: (1, rows, heads, head dim), loaded 16 bytes at a time."""
+    for x in tensors:
+        assert x.dtype == tensors[0].dtype and x.dtype in dtypes, f"got {x.dtype}"
+        assert x.ndim == 4 and len(x) == 1 and x.stride(-1) == 1 and x.shape[2:] == tensors[0].shape[2:]
+        steps = (x.storage_offset(), x.shape[-1], *strides(x)[:-1])
+        assert not any(step * x.element_size() % 16 for step in steps), "not at multiples of 16 bytes"
+
+
+def check_dense(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
+    """What cuDNN's dense kernel takes: (1, heads, rows, head dim). A plan does not know the layout of out and dout."""
+    for x in tensors:
+        assert x.ndim == 4 and len(x) == 1 and x.transpose(1, 2).is_contiguous()
+        check_rows(dtypes, x[0])
+
+
+def ceil_32(length: int) -> int:
+    return -(-length // 32) * 32
+
+
 class Flash:
     """What a varlen flash kernel demands (`mha_varlen_fwd` and `_bwd` in flash_api.cpp; versions 2 and 3 alike)."""
 
@@ -83,6 +105,10 @@ class Flash:
         self.ops_3 = torch.ops.flash_attn_3_stand_in
         register(aten, torch.ops.aten._flash_attention_forward, self._torch_forward)
         register(aten, torch.ops.aten._flash_attention_backward, self._torch_backward)
+        register(aten, torch.ops.aten._efficient_attention_forward, self._efficient_forward)
+        register(aten, torch.ops.aten._efficient_attention_backward, self._efficient_backward)
+        register(aten, torch.ops.aten._scaled_dot_product_cudnn_attention, self._dense_forward)
+        register(aten, torch.ops.aten._scaled_dot_product_cudnn_attention_backward, self._dense_backward)
         register(own, self.ops_3.fwd, self._forward_3)
         register(own, self.ops_3.bwd, self._backward_3)
         self.libraries = [aten, own]  # unregistered with this object
@@ -90,6 +116,7 @@ class Flash:
     def reset(self) -> None:
         """Float64 is let in, to see the routing without rounding."""
         self.dtypes: tuple[torch.dtype, ...] = (*HALF, torch.float64)
+        self.wide_dtypes: tuple[torch.dtype, ...] = (*self.dtypes, torch.float32)
         self.num_forward = self.num_backward = 0
         self.seen: list[Scoring] = []
 
@@ -166,6 +193,92 @@ class Flash:
         assert given["rng_state"].dtype == torch.uint64 and isinstance(given["unused"], Tensor)
         options = {name: given[theirs] for name, theirs in OPTIONS.items()}
         return self.backward(*(given[name] for name in names), **options)
+
+    def _efficient_call(self, given: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Ragged, Scoring]:
+        """Some entries of the rows, in order. Mask type 2 is bottom-right causal."""
+        assert given["dropout_p"] == 0.0 and given["custom_mask_type"] in (0, 2)
+        window = given["window_size"]
+        left, right = (None, None) if window is None else (window - 1, 0)
+        *bounds, mask = (given[name] for name in EFFICIENT_BOUNDS)
+        for starts, rows, longest in zip(bounds[:2], (q, k), bounds[2:], strict=True):
+            assert starts.dtype == torch.int32 and starts.is_contiguous() and starts.ndim == 1
+            assert type(longest) is int and starts.diff().max() <= longest <= rows.shape[1] and longest > 0
+        blind = bounds[0].diff() > (bounds[1].diff() if mask else bounds[1].diff() * q.shape[1])
+        assert len(bounds[0]) == len(bounds[1]) and not blind.any(), "out of a query without a key is not written"
+        return Ragged(*bounds, causal=mask == 2), self._scoring(mask == 2, given["scale"], left, right, 0.0)
+
+    def _efficient_forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        self.num_forward += 1
+        tensors = [given[name] for name in ("query", "key", "value")]
+        names = "query", "key", "value", *EFFICIENT_BOUNDS, "compute_log_sumexp", "scale", "window_size"
+        assert_only(given, *names)
+        check_16_bytes(self.wide_dtypes, *tensors)
+        ragged, scoring = self._efficient_call(given, *tensors[:2])
+        starts = ragged.cu_seqlens_q.tolist()
+        assert given["compute_log_sumexp"] is True and (starts[0], starts[-1]) == (0, tensors[0].shape[1])
+        out, lse = EagerKernel().forward(*(x[0] for x in tensors), ragged, scoring)
+        padded = lse.new_full((len(starts) - 1, len(lse), ceil_32(ragged.max_seqlen_q)), float("nan"))
+        for entry, (start, end) in enumerate(pairwise(starts)):
+            padded[entry, :, : ceil_32(end - start)] = float("inf")
+            padded[entry, :, : end - start] = lse[:, start:end]
+        unused = torch.zeros((), dtype=torch.int64)
+        return out[None], padded, unused, unused, ragged.max_seqlen_q, ragged.max_seqlen_k
+
+    def _efficient_backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Rows outside the given entries are not written."""
+        self.num_backward += 1
+        names = "grad_out_", "query", "key", "value", "out"
+        unread = "logsumexp", "scale", "window_size", "philox_seed", "philox_offset"
+        assert_only(given, *names, *EFFICIENT_BOUNDS, *unread)
+        dout, q, k, v, out = tensors = [given[name] for name in names]
+        check_16_bytes(self.wide_dtypes, *tensors)
+        assert out.is_contiguous() and dout.shape == out.shape == q.shape and k.shape == v.shape
+        ragged, scoring = self._efficient_call(given, q, k)
+        starts, padded = ragged.cu_seqlens_q.tolist(), given["logsumexp"]
+        assert padded.shape == (len(starts) - 1, q.shape[2], ceil_32(ragged.max_seqlen_q))
+        assert padded.dtype == torch.promote_types(q.dtype, torch.float32)
+        lse = padded.new_zeros(q.shape[2], q.shape[1])
+        for entry, (start, end) in enumerate(pairwise(starts)):
+            assert (padded[entry, :, end - start : ceil_32(end - start)] == float("inf")).all()
+            lse[:, start:end] = padded[entry, :, : end - start]
+        grads = EagerKernel().backward(*(x[0] for x in tensors), lse, ragged, scoring)
+        for grad, bounds in zip(grads, (ragged.cu_seqlens_q, *[ragged.cu_seqlens_k] * 2), strict=True):
+            grad[: bounds[0]] = grad[bounds[-1] :] = float("nan")
+        return *(grad[None] for grad in grads), dout.new_zeros(0)
+
+    def _dense_call(self, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Ragged, Scoring]:
+        num_queries, num_keys, causal = q.shape[2], k.shape[2], given["is_causal"]
+        assert k.shape == v.shape and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0
+        assert num_keys > 1 and (num_queries == num_keys or not causal), "causal from the top left; no single key"
+        bounds = (torch.tensor([0, n], dtype=torch.int32) for n in (num_queries, num_keys))
+        return Ragged(*bounds, num_queries, num_keys, causal), self._scoring(causal, given["scale"], None, None, 0.0)
+
+    def _dense_forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        self.num_forward += 1
+        names = "query", "key", "value"
+        assert_only(given, *names, "compute_log_sumexp", "is_causal", "scale")
+        assert given["compute_log_sumexp"] is True
+        tensors = [given[name] for name in names]
+        check_dense(self.dtypes, *tensors)
+        ragged, scoring = self._dense_call(given, *tensors)
+        out, lse = EagerKernel().forward(*(x[0].transpose(0, 1) for x in tensors), ragged, scoring)
+        unused = torch.zeros((), dtype=torch.int64)
+        rest = None, None, ragged.max_seqlen_q, ragged.max_seqlen_k, unused, unused, None
+        return out[None].transpose(1, 2), lse.contiguous()[None, ..., None], *rest
+
+    def _dense_backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
+        self.num_backward += 1
+        names, unread = ("grad_out", "query", "key", "value", "out"), ("philox_seed", "philox_offset")
+        assert_only(given, *names, "logsumexp", "max_q", "max_k", "is_causal", "scale", *unread)
+        dout, q, k, v, out = tensors = [given[name] for name in names]
+        check_dense(self.dtypes, *tensors)
+        ragged, scoring = self._dense_call(given, q, k, v)
+        assert dout.shape == out.shape == q.shape and (given["max_q"], given["max_k"]) == (q.shape[2], k.shape[2])
+        lse = given["logsumexp"]
+        assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
+        assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+        rows = (x[0].transpose(0, 1) for x in tensors)
+        return tuple(x[None].transpose(1, 2) for x in EagerKernel().backward(*rows, lse[0, ..., 0], ragged, scoring))
 
     def _forward_3(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
         names = ("q", "k", "v", *BOUNDS_3)

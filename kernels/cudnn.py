@@ -1,0 +1,94 @@
+"""cuDNN's dense attention for calls with one entry, which are the level of a single prompt; Hopper.
+
+Legend in `varlen_args.py`. It takes (1, heads, rows, head dim) and grouped heads. The log-sum-exp is natural, float32,
+(1, N, T, 1). In the graph of its backward the output and the log-sum-exp are inputs: it computes
+`delta = rowsum(dout * out)` and `p = exp(scores - lse)` (nodes `mul_dO_O` and `sub_s_m` of `CompositeSDPABackwardNode`
+in cudnn-frontend). So a merged out and lse give a piece's share, and torch's own ring attention
+(`distributed/tensor/experimental/_context_parallel`) hands it just those.
+
+torch builds one plan for each shape and layout of q, k and v, and keeps it; it does not compare the layouts of out and
+dout, so here all tensors are contiguous. A plan for a new number of queries or keys has cost about a second, forward
+and backward together (modelscope/FunASR#3704: torch 2.11, B200): for batches of few shapes only.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from radixtrain.kernels.flash import TorchCUDAKernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring
+
+aten = torch.ops.aten
+OLDEST_CUDNN = 91500  # from here on torch itself prefers it on Hopper; the backward of 9.10.0 and 9.10.1 was wrong
+
+
+class CudnnKernel:
+    """`aten._scaled_dot_product_cudnn_attention` / `_backward` for one entry, torch's flash kernels for several."""
+
+    def __init__(self) -> None:
+        self.flash = TorchCUDAKernel()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        if not _is_dense(ragged, scoring):
+            return self.flash.forward(q, k, v, ragged, scoring)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *(_batch_of_one(x) for x in (q, k, v)),
+            None,  # bias
+            True,  # the log-sum-exp too
+            0.0,  # dropout
+            ragged.causal,
+            scale=scoring.scale,
+        )
+        return out[0].transpose(0, 1), lse[0, ..., 0]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not _is_dense(ragged, scoring):
+            return self.flash.backward(dout, q, k, v, out, lse, ragged, scoring)
+        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # the philox state, unread without dropout
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *(_batch_of_one(x) for x in (dout, q, k, v, out)),
+            lse.contiguous()[None, ..., None],
+            no_dropout,
+            no_dropout,
+            *(None, None, None),  # bias, bounds of nested tensors
+            *(len(q), len(k)),
+            0.0,  # dropout
+            ragged.causal,
+            scale=scoring.scale,
+        )
+        dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
+        return dq, dk, dv
+
+
+def cudnn_missing(device: torch.device) -> str | None:
+    """What cuDNN's attention lacks on a CUDA device, in the words of an error; None if nothing."""
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU, and torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"needs a Hopper GPU (compute capability 9.x), this one has {major}.{minor}"
+    version = torch.backends.cudnn.version() or 0
+    if version < OLDEST_CUDNN:
+        return f"needs cuDNN 9.15 or newer, torch brings {version}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "adds up in no fixed order, and torch.use_deterministic_algorithms(True) asks for one"
+    if os.getenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
+        return "lays the log-sum-exp out otherwise under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+    return None
+
+
+def _is_dense(ragged: Ragged, scoring: Scoring) -> bool:
+    """One entry of all rows. A causal one has as many keys as queries: cuDNN counts from the top left. Not one key."""
+    assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
+    one_entry = len(ragged.cu_seqlens_q) == 2 and ragged.max_seqlen_k > 1 and scoring.window is None
+    return one_entry and (not ragged.causal or ragged.max_seqlen_q == ragged.max_seqlen_k)
+
+
+def _batch_of_one(x: Tensor) -> Tensor:
+    """(1, heads, rows, H), seen in (rows, heads, H) memory."""
+    return x.contiguous()[None].transpose(1, 2)

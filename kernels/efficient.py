@@ -1,0 +1,143 @@
+"""The memory-efficient kernel that torch carries for CUDA: float32, any head dim.
+
+Legend in `varlen_args.py`; E entries, P the longest of them in queries, rounded up to 32.
+
+What `aten._efficient_attention_forward` and `_backward` do, read in `mem_eff_attention/kernel_forward.h` and
+`kernel_backward.h`, which torch ships, and in `attention_backward.cu` (torch 2.11, and 2.13 alike):
+
+- Head counts must agree, and strides be multiples of 16 bytes: keys and values are repeated for grouped heads, head
+  dims filled up with zeros, which change no score.
+- `window_size` w lets query i see keys j with `i - w < j <= i`; mask type 2 is bottom-right causal.
+- The log-sum-exp is (E, N, P), natural, undefined beyond an entry's last block. The backward wants +inf there.
+- The backward computes `p = exp(scores - lse)` and `delta = rowsum(dout * out)` from the lse and out that it is given:
+  a merged out and lse give a piece's share. It reads `out` as if it were contiguous.
+- It adds up dq, in float32, in a workspace of E x N x P x H, whatever the lengths: 34 GB for a prompt of 32k and 128
+  short suffixes, 16 heads of 128. So a backward call gets as many entries as `WORKSPACE` has room for. The order of its
+  sums is fixed only under `torch.use_deterministic_algorithms(True)`.
+
+No tensor has queries times keys, which are 69 GB for 32k queries onto 32k keys with 16 heads in float32. There the
+repeated keys and values and their gradients are 1.1 GB, dq and its workspace 0.5 GB (head dim 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from radixtrain.kernels.varlen_args import Ragged, Scoring
+
+aten = torch.ops.aten
+EFFICIENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BOTTOM_RIGHT = 2  # causal, as `custom_mask_type`; 0 is no mask
+LSE_ALIGNMENT = 32
+WORKSPACE = 2**30  # bytes: entries of one backward call, unless a single one needs more
+
+
+class EfficientKernel:
+    """`aten._efficient_attention_forward` / `_backward`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        out_1TNH, lse_ENP, *_ = aten._efficient_attention_forward(
+            *_batch_of_one(q, k, v),
+            None,  # bias
+            *_bounds(ragged),
+            0.0,  # dropout
+            BOTTOM_RIGHT if ragged.causal else 0,
+            True,  # the log-sum-exp too
+            **_modifiers(ragged, scoring),
+        )
+        entry, position = _places(ragged, len(q))
+        return out_1TNH[0, ..., : q.shape[-1]], lse_ENP[entry, :, position].t().contiguous()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lse_ENP = _padded_per_entry(lse, ragged)
+        tensors = _batch_of_one(dout, q, k, v, out.contiguous())
+        num_entries, num_heads, longest = lse_ENP.shape
+        at_once = max(1, WORKSPACE // (4 * num_heads * longest * tensors[1].shape[-1]))
+        grads = _some_entries(tensors, lse_ENP, ragged, scoring, 0, at_once)
+        for first in range(at_once, num_entries, at_once):
+            shares = _some_entries(tensors, lse_ENP, ragged, scoring, first, at_once)
+            starts = ragged.cu_seqlens_q[first], *[ragged.cu_seqlens_k[first]] * 2
+            grads = [_from_row_on(*each) for each in zip(starts, grads, shares, strict=True)]
+        dq, dk, dv = (grad[0, ..., : q.shape[-1]] for grad in grads)
+        return dq, _sum_of_groups(dk, k), _sum_of_groups(dv, v)
+
+
+def _batch_of_one(*tensors: Tensor) -> list[Tensor]:
+    """(1, rows, N, H'): the head count of the first, which is query-side, and H' a multiple of 16 bytes."""
+    num_heads, head_dim = tensors[0].shape[1:]
+    extra = -head_dim % (16 // tensors[0].element_size())
+    filled = [pad(x, (0, extra)) if extra else x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    groups = [num_heads // x.shape[1] for x in tensors]
+    return [(x if n == 1 else x.repeat_interleave(n, 1))[None] for x, n in zip(filled, groups, strict=True)]
+
+
+def _bounds(ragged: Ragged) -> tuple[Tensor, Tensor, int, int]:
+    return ragged.cu_seqlens_q, ragged.cu_seqlens_k, ragged.max_seqlen_q, ragged.max_seqlen_k
+
+
+def _modifiers(ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
+    assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
+    assert ragged.causal or scoring.window is None, "a window counts from the last key"
+    return {"scale": scoring.scale, "window_size": scoring.window}
+
+
+def _places(ragged: Ragged, num_queries: int) -> tuple[Tensor, Tensor]:
+    """(T,), (T,), int64. Entry of each query and its position there, computed on the device."""
+    starts = ragged.cu_seqlens_q.long()
+    rows = torch.arange(num_queries, device=starts.device)
+    entry = torch.searchsorted(starts, rows, right=True) - 1
+    return entry, rows - starts[entry]
+
+
+def _padded_per_entry(lse: Tensor, ragged: Ragged) -> Tensor:
+    """(E, N, P). The log-sum-exp (N, T) as the kernel lays it out."""
+    num_entries, num_heads = len(ragged.cu_seqlens_q) - 1, len(lse)
+    longest = -(-ragged.max_seqlen_q // LSE_ALIGNMENT) * LSE_ALIGNMENT
+    entry, position = _places(ragged, lse.shape[1])
+    lse_ENP = lse.new_full((num_entries, num_heads, longest), float("inf"))
+    lse_ENP[entry, :, position] = lse.t()
+    return lse_ENP
+
+
+def _some_entries(
+    tensors: list[Tensor], lse_ENP: Tensor, ragged: Ragged, scoring: Scoring, first: int, number: int
+) -> list[Tensor]:
+    """dq, dk, dv, (1, rows, N, H'). Rows of other entries are undefined."""
+    dout, q, k, v, out = tensors
+    entries, bounds = slice(first, first + number), slice(first, first + number + 1)
+    some = replace(ragged, cu_seqlens_q=ragged.cu_seqlens_q[bounds], cu_seqlens_k=ragged.cu_seqlens_k[bounds])
+    no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # the philox state, unread without dropout
+    dq, dk, dv, _ = aten._efficient_attention_backward(
+        *(dout, q, k, v, None, out),
+        *_bounds(some),
+        lse_ENP[entries],
+        0.0,  # dropout
+        no_dropout,
+        no_dropout,
+        BOTTOM_RIGHT if ragged.causal else 0,
+        False,  # no gradient of a bias
+        **_modifiers(ragged, scoring),
+    )
+    return [dq, dk, dv]
+
+
+def _from_row_on(start: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Rows from `start` on, a number on the device, of `after`; those before it of `before`."""
+    rows = torch.arange(before.shape[1], device=before.device)
+    return torch.where((rows >= start)[:, None, None], after, before)
+
+
+def _sum_of_groups(grad_JNH: Tensor, rows_JKH: Tensor) -> Tensor:
+    """(J, K, H). Sums the gradients of repeated heads in float32."""
+    num_heads = rows_JKH.shape[1]
+    if grad_JNH.shape[1] == num_heads:
+        return grad_JNH
+    wide = torch.promote_types(grad_JNH.dtype, torch.float32)
+    return grad_JNH.unflatten(1, (num_heads, -1)).sum(2, dtype=wide).to(grad_JNH.dtype)
