@@ -84,12 +84,6 @@ TABLE: dict[str, dict[str, str]] = {
         "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",
         "os._exit": "ends a worker whose run was killed",
     },
-    "radixtrain/generation/fingerprint.py": {
-        "torch.nn.Module._forward_pre_hooks": (
-            "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
-        ),
-        "torch.nn.Module._forward_hooks": "finds our hooks, and a user's, which empty a cache",
-    },
     "radixtrain/generation/options.py": {
         "transformers.GenerationConfig._get_default_generation_params": (
             "gives the options that neither the user nor the model has set"
@@ -113,6 +107,16 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/dropout.py": {
         "torch.nn.Module._modules": "finds dropout modules in 0.3 ms",
+    },
+    "radixtrain/hf/head.py": {
+        **dict.fromkeys(
+            ("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks"),
+            "tells hooks of others, which a fused head would not run and which empty a cache",
+        ),
+        **dict.fromkeys(
+            ("torch.nn.Module._backward_pre_hooks", "torch.nn.Module._backward_hooks"),
+            "tells hooks of others, which a fused head would not run",
+        ),
     },
     "radixtrain/hf/hooks.py": {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",

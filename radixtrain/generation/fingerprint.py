@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
+from radixtrain.hf.head import hooks_of_others
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, hooks and the like, which change no weight
 OURS = "_radixtrain"  # what preparing a model leaves on its modules
@@ -50,7 +51,9 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
                 "without a device_map that offloads)"
             )
     kinds = tuple((name, tuple(each.shape), each.dtype, each.device) for name, each in tensors.items())
-    modules = tuple((name, weakref.ref(each), _hooks(each), *_settings(each)) for name, each in model.named_modules())
+    modules = tuple(
+        (name, weakref.ref(each), hooks_of_others(each), *_settings(each)) for name, each in model.named_modules()
+    )
     autocast = tuple(_autocast(kind) for kind in sorted({each.device.type for each in tensors.values()}))
     return kinds, _digests(list(tensors.values())), modules, _configuration(model), autocast
 
@@ -110,12 +113,6 @@ def _settings(module: nn.Module) -> Iterator[Hashable]:
     for name, value in vars(module).items():
         if name not in OF_EVERY_MODULE and not name.startswith(OURS) and (plain := _plain(value)) is not None:
             yield name, plain
-
-
-def _hooks(module: nn.Module) -> tuple[int, ...]:
-    """The numbers of its forward hooks, which torch counts up and never gives twice, without those of preparing."""
-    hooks = chain(module._forward_pre_hooks.items(), module._forward_hooks.items())
-    return tuple(number for number, hook in hooks if not getattr(hook, "__module__", "").startswith("radixtrain."))
 
 
 def _configuration(model: nn.Module) -> Hashable:

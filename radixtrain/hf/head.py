@@ -149,8 +149,13 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody else acts when the module is called: by a hook of any kind, or a `forward` on the instance."""
-    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-    return "forward" in vars(module) or any(not str(hook.__module__).startswith("radixtrain.") for hook in hooks)
+    return "forward" in vars(module) or bool(hooks_of_others(module))
+
+
+def hooks_of_others(module: nn.Module) -> tuple[int, ...]:
+    """The numbers of its hooks, which torch counts up and never gives twice, without those of radixtrain."""
+    hooks = (hook for name in HOOKS for hook in getattr(module, name).items())
+    return tuple(number for number, hook in hooks if not str(hook.__module__).startswith("radixtrain."))
 
 
 def _parameters_beyond(parts: Parts) -> list[str]:

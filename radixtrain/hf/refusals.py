@@ -370,10 +370,10 @@ def check_only_cross_entropy(model: nn.Module) -> None:
             f"{type(base).__name__} adds a {name} ({key}={getattr(config, key)}), which is not part of the loss here; "
             f"set {key} to {type(getattr(config, key))()}, or use the drop-in RadixCollator with the model's own loss"
         )
-    own = vars(base).get("_loss_function")
-    if own is not None and not str(own.__module__).startswith("radixtrain."):
+    origin = str(base.loss_function.__module__)
+    if not origin.startswith(("transformers.", "radixtrain.")):
         raise UserError(
-            f"{type(base).__name__} has a loss_function of its own ({own.__module__}), and the loss here is the "
+            f"{type(base).__name__} has a loss_function of its own ({origin}), and the loss here is the "
             f"cross-entropy; use the drop-in RadixCollator with the model's own loss"
         )
 
