@@ -224,16 +224,25 @@ class PaddedSharing:
         return self.at_places(state[0], places).whole()
 
 
+class MissingCacheError(UserError, AttributeError):
+    """An attribute that is read of a cache that does not exist. `hasattr` and `getattr` with a default find none."""
+
+
 class MissingCache:
-    """In place of the cache that an ordinary call would have returned: raises UserError where it is used."""
+    """In place of the cache that an ordinary call would have returned: `MissingCacheError` where it is read.
+
+    None would be no refusal: a model that gets it as `past_key_values` computes without what came before. Programs that
+    look through the outputs of a model (Accelerate, pickle, a tree map) find an object that has nothing, and keep it.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python and copy look for these on any object
-            raise AttributeError(name)
-        raise UserError(
+        raise MissingCacheError(
             f"past_key_values.{name}: share_prefixes made no cache in this call, as training needs none; pass "
             f"use_cache=True for a cache"
         )
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         return self.length

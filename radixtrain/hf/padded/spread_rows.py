@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.rows import check_gradient_at, refuse_reading
+from radixtrain.hf.padded.rows import check_gradient_at, check_unread, refuse_reading
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.kernels.rows import gather_rows, sum_rows
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
@@ -117,6 +117,13 @@ class SpreadRows(Tensor):
         check_gradient_at(_padding_places(self.place_rows, self.padding_row, values.device), values)
         return values
 
+    def refuse_counted(self, counted: Tensor, loss: Tensor) -> None:
+        """The backward pass of a loss raises UserError if it counts places of padding. counted: (places,), bool."""
+        padding = _padding_places(self.place_rows, self.padding_row, counted.device)
+        if len(padding) and loss.requires_grad:
+            num_read = counted[padding].sum()
+            loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
+
     def with_table(self, table: Tensor) -> SpreadRows:
         return self if table is self.table else SpreadRows.of(table, self.place_rows, self.padding_row, self.report)
 
@@ -165,9 +172,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.whole() if type(grad) is SpreadRows else grad
         flat = grad.reshape(-1, grad.shape[-1])
-        padding = _padding_places(ctx.index, ctx.padding_row, grad.device)
-        if len(padding):
-            refuse_reading(flat[padding].any(dim=1).sum())
+        check_unread(_padding_places(ctx.index, ctx.padding_row, grad.device), flat)
         rows = torch.from_numpy(ctx.index.reshape(-1)).to(grad.device, non_blocking=True)
         return sum_rows(flat, rows, ctx.num_rows), None, None
 
@@ -265,7 +270,7 @@ def _cross_entropy(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Ma
     target, reduction, ignored = given["target"], given.get("reduction", "mean"), given.get("ignore_index", -100)
     if (
         (x.ndim, target.ndim) != (2, 1)
-        or target.is_floating_point()
+        or target.dtype != torch.int64
         or any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
         or given.get("label_smoothing")
         or len(target) != len(x.place_rows)
@@ -273,14 +278,14 @@ def _cross_entropy(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Ma
         return NotImplemented
     counted = target != ignored
     labels = target.masked_fill(~counted, 0)
+    table = x.table
+    if torch.is_autocast_enabled(x.device.type):  # it is one of those that autocast computes in float32
+        table = table.to(torch.promote_types(x.dtype, torch.float32))
     if reduction == "none":
-        return x.placed(-logits_logprobs(x.table, labels, x.rows)).masked_fill(~counted, 0).to(x.dtype)
-    loss = logits_cross_entropy(x.table, labels, x.rows, counted)
-    padding = _padding_places(x.place_rows, x.padding_row, x.device)
-    if len(padding) and loss.requires_grad:
-        num_read = counted[padding].sum()
-        loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
-    return (loss / counted.sum() if reduction == "mean" else loss).to(x.dtype)
+        return x.placed(-logits_logprobs(table, labels, x.rows)).masked_fill(~counted, 0).to(table.dtype)
+    loss = logits_cross_entropy(table, labels, x.rows, counted)
+    x.refuse_counted(counted, loss)
+    return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
 
 
 NEGATIVE = (Tensor.neg, Tensor.__neg__, torch.neg, Tensor.tanh, torch.tanh)
@@ -323,8 +328,10 @@ class _SharedLogprobs:
             return self.ordinary.apply(hidden.whole(), weight, bias, labels, *others)
         if torch.is_grad_enabled():
             _mark(hidden)
-        pairs, back = (hidden.rows * len(weight) + labels).unique(return_inverse=True)
-        rows, labels = gather_rows(hidden.table, pairs // len(weight)), pairs % len(weight)
+        vocab_size = len(weight)
+        kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for what is no token, too
+        pairs, back = (hidden.rows * (vocab_size + 2) + kinds).unique(return_inverse=True)
+        rows, labels = gather_rows(hidden.table, pairs // (vocab_size + 2)), pairs % (vocab_size + 2) - 1
         hidden.report.num_head_places += len(back)
         hidden.report.num_head_rows += len(pairs)
         found = self.ordinary.apply(rows, weight, bias, labels, *others)
