@@ -22,10 +22,11 @@ from radixtrain.hf.padded.calls import (
     why_rows_are_not_shared,
     why_unshared,
 )
+from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.images import Images
 from radixtrain.hf.padded.kept import KeptCall, KeptPrefixes
 from radixtrain.hf.padded.rows import PaddedRows, Places
-from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_head
+from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
@@ -190,7 +191,7 @@ class PaddedSharing:
             self.report.bytes_per_kept_token = self.kept.cache.store.bytes_per_slot
         spread = self.at_places(rows[0], places)
         hidden: Tensor = spread.whole() if is_compiled() else spread
-        share_fused_head()
+        share_fused_heads()
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
             output.hidden_states = tuple(hidden if each is rows else self._state(each, places) for each in states)

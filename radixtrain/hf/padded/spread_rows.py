@@ -13,7 +13,6 @@ reads from then on. Asked for after rows of the table were read, that gradient d
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,6 +116,12 @@ class SpreadRows(Tensor):
         check_gradient_at(_padding_places(self.place_rows, self.padding_row, values.device), values)
         return values
 
+    def mark_read(self) -> None:
+        """Rows of the table were read, with gradients: that of the whole tensor does not come any more."""
+        self.was_read = True
+        if self.root is not None:
+            self.root.was_read = True
+
     def refuse_counted(self, counted: Tensor, loss: Tensor) -> None:
         """The backward pass of a loss raises UserError if it counts places of padding. counted: (places,), bool."""
         padding = _padding_places(self.place_rows, self.padding_row, counted.device)
@@ -139,7 +144,7 @@ class SpreadRows(Tensor):
             found = rule(x, func, others, kwargs)
             if found is not NotImplemented:
                 if torch.is_grad_enabled() and found is not x and rule is not _view:
-                    _mark(x)
+                    x.mark_read()
                 return found
         if func in WANTS_GRADIENT:
             _check_not_read(tree_leaves((args, kwargs)))
@@ -180,12 +185,6 @@ class _Spread(torch.autograd.Function):
 def _padding_places(index: IntArray, padding_row: int, device: torch.device) -> Tensor:
     """int64. The places of padding, flat and ascending."""
     return torch.from_numpy(np.flatnonzero(index == padding_row)).to(device, non_blocking=True)
-
-
-def _mark(x: SpreadRows) -> None:
-    x.was_read = True
-    if x.root is not None:
-        x.root.was_read = True
 
 
 def _check_not_read(values: list[Any]) -> None:
@@ -233,8 +232,7 @@ def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[s
     rows = np.flatnonzero(is_asked)
     if len(asked) < MIN_SAVING * len(rows):
         return NotImplemented
-    x.report.num_head_places += len(asked)
-    x.report.num_head_rows += len(rows)
+    x.report.count_head(len(asked), len(rows))
     number = is_asked.cumsum() - 1
     table = x.table
     if len(rows) < len(table):
@@ -310,40 +308,3 @@ METADATA = {getattr(Tensor, name).__get__ for name in (*GETTERS, "is_nested", "i
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference),
     *(Tensor.__hash__, Tensor.__len__, Tensor.element_size, Tensor.get_device),
 }
-
-
-class _SharedLogprobs:
-    """In place of TRL's function for the log-probabilities of labels: each pair of a row and a label once.
-
-    Without Triton it gets every place of the batch. What is not ours goes to TRL's as it is.
-    """
-
-    def __init__(self, ordinary: Any):
-        self.ordinary = ordinary
-
-    def apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Any:
-        if type(hidden) is not SpreadRows:
-            return self.ordinary.apply(hidden, weight, bias, labels, *others)
-        if not hidden.is_current:
-            return self.ordinary.apply(hidden.whole(), weight, bias, labels, *others)
-        if torch.is_grad_enabled():
-            _mark(hidden)
-        vocab_size = len(weight)
-        kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for what is no token, too
-        pairs, back = (hidden.rows * (vocab_size + 2) + kinds).unique(return_inverse=True)
-        rows, labels = gather_rows(hidden.table, pairs // (vocab_size + 2)), pairs % (vocab_size + 2) - 1
-        hidden.report.num_head_places += len(back)
-        hidden.report.num_head_rows += len(pairs)
-        found = self.ordinary.apply(rows, weight, bias, labels, *others)
-        return tuple(None if each is None else self._placed(hidden, each, back) for each in found)
-
-    def _placed(self, hidden: SpreadRows, values: Tensor, back: Tensor) -> Tensor:
-        return hidden.placed(gather_rows(values, back)) if values.is_floating_point() else values[back]
-
-
-def share_fused_head() -> None:
-    """TRL's trainers score hidden states without calling the head. Nothing happens unless TRL is imported."""
-    trl = sys.modules.get("trl.trainer.utils")
-    ordinary = getattr(trl, "_ChunkedLogProbFunction", None)
-    if ordinary is not None and not isinstance(ordinary, _SharedLogprobs):
-        trl._ChunkedLogProbFunction = _SharedLogprobs(ordinary)  # type: ignore[union-attr]
