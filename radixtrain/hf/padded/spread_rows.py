@@ -117,13 +117,13 @@ class SpreadRows(Tensor):
         return values
 
     def mark_read(self) -> None:
-        """Rows of the table were read, with gradients: that of the whole tensor does not come any more."""
+        """Note that rows of the table were read, with gradients: that of the whole tensor does not come any more."""
         self.was_read = True
         if self.root is not None:
             self.root.was_read = True
 
     def refuse_counted(self, counted: Tensor, loss: Tensor) -> None:
-        """The backward pass of a loss raises UserError if it counts places of padding. counted: (places,), bool."""
+        """Make the backward pass of a loss raise UserError if it counts places of padding. counted: (places,), bool."""
         padding = _padding_places(self.place_rows, self.padding_row, counted.device)
         if len(padding) and loss.requires_grad:
             num_read = counted[padding].sum()

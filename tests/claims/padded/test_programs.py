@@ -293,5 +293,5 @@ def test_labels_of_another_dtype():
     """Refused by torch, but for bytes."""
     for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
         assert cross_entropy(model, IDS.to(torch.uint8)).isfinite()
-        with pytest.raises(RuntimeError, match="Long.*Int"):
+        with pytest.raises(RuntimeError, match=r"Long.*Int"):
             cross_entropy(model, IDS.int())
