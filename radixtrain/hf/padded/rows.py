@@ -129,16 +129,31 @@ class Places:
 
 
 def check_gradient_at(places: Tensor, x: Tensor) -> None:
-    """The backward pass raises UserError if the gradient of x is not zero at these of its places."""
+    """The backward pass raises UserError if the gradient of x shows that the loss reads these of its places."""
     if len(places) and x.requires_grad:
-        x.register_hook(lambda grad: _check_zero(places, grad))
+        x.register_hook(lambda grad: check_unread(places, grad))
 
 
-def _check_zero(places: Tensor, grad: Tensor | None) -> None:
-    """A gradient that is None is zero."""
-    if grad is not None:
-        parts = (grad[some].reshape(len(some), -1) for some in places.split(PLACES_AT_A_TIME))
-        refuse_reading(sum(part.any(dim=1).sum() for part in parts))
+def check_unread(places: Tensor, grad: Tensor | None) -> None:
+    """Raise UserError if a gradient is not zero at places of padding; None is zero. Waits for the device.
+
+    If a loss overflows, its gradient at padding is 0 times infinity, which is NaN. So it is in the ordinary run, which
+    goes on without this step. Therefore what is not finite at padding passes if it is not finite elsewhere either.
+    """
+    if grad is None or not len(places):
+        return
+    parts = [grad[some].reshape(len(some), -1) for some in places.split(PLACES_AT_A_TIME)]
+    num_read = sum(part.any(dim=1).sum() for part in parts)
+    if num_read and not _is_lost(places, grad):
+        refuse_reading(num_read)
+
+
+def _is_lost(places: Tensor, grad: Tensor) -> bool:
+    """Say whether a gradient has only zeros and what is not finite at these places, and the latter elsewhere too."""
+    is_padding = torch.zeros(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, places, True)
+    is_finite = grad.isfinite()
+    is_read = ((grad != 0) & is_finite)[is_padding].any()
+    return bool(~is_read & ~is_finite[~is_padding].all())
 
 
 def refuse_reading(num_read: Tensor | int) -> None:
