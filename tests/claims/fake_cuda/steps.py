@@ -19,6 +19,7 @@ from torch import nn
 from watch import FakeCUDA, Waits, move_module, moved
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain.attention import EVERYWHERE
 from radixtrain.collators.steps import StepCollator
 from radixtrain.generation.generate import generate
 from radixtrain.hf.padded.rows import PaddedRows
@@ -60,8 +61,7 @@ def on_device(model: Any, dtype: torch.dtype) -> Any:
 
 def radix(model: Any, dtype: torch.dtype = BF16, attention: str = "auto", recompute: bool = False, **how: Any):
     """A step of a batch of a `RadixCollator`."""
-    tiles = (32, 16) if attention == "tree" and dtype == FLOAT32 and "forward" not in how else attention == "tree"
-    batch = RadixCollator(tree_tiles=tiles, run_cost=FREE_FORKS if hasattr(model, "hybrid") else None)(FEATURES)
+    batch = RadixCollator(run_cost=FREE_FORKS if hasattr(model, "hybrid") else None)(FEATURES)
     model = prepare_model(on_device(model, dtype), attention=attention)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -157,17 +157,18 @@ MISTAKES: dict[str, Any] = {
     "a copy": lambda _, args, out: out + torch.ones(out.shape[-1], dtype=out.dtype).to("cuda:0"),
     "backward": lambda _, args, out: Reads.apply(out),
 }
-STRATEGIES = ("cascade", "path", "expand", "reference", "tree")
+WIDER = {"head_dim": 16}  # FlexAttention takes no narrower heads
 FAMILIES = ("Qwen3Moe", "Gemma3", "Gemma2", "GptOss", "Mistral")  # routed; windows; soft-cap; sinks and windows; window
 GROUPS: dict[str, dict[str, Case]] = {
     "strategies": {
-        **{name: lambda name=name: radix(tiny_qwen3(), attention=name) for name in STRATEGIES},
-        "tree in float32": lambda: radix(tiny_qwen3(), FLOAT32, "tree"),
+        **{name: lambda name=name: radix(tiny_qwen3(), attention=name) for name in EVERYWHERE},
+        "tree": lambda: radix(tiny_qwen3(**WIDER), attention="tree"),
+        "tree in float32": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", recompute=True),
         "float32": lambda: radix(tiny_qwen3(), FLOAT32),
         "AdamW for each": lambda: radix(tiny_qwen3(), fused=False),
         "recomputed": lambda: radix(tiny_qwen3(), recompute=True),
         "bf16-mixed": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(BF16), recompute=True),
-        "bf16-mixed tree": lambda: radix(tiny_qwen3(), FLOAT32, "tree", forward=mixed(BF16)),
+        "bf16-mixed tree": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", forward=mixed(BF16)),
         "float16 with a loss scale": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(FLOAT16), scaled=True),
         "LoRA": lambda: radix(lora(), FLOAT32, forward=mixed(BF16)),
         **{name: lambda name=name: radix(tiny_model(f"{name}ForCausalLM")) for name in FAMILIES},
