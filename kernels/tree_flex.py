@@ -68,12 +68,12 @@ def tree_block_mask(
         return (key <= query) & (query < subtree_ends[key])
 
     def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(batch, head, query, key) & (horizon[query] < depths[key])
+        return sees(batch, head, query, key) & (horizon[query] < places[key])
 
     if window is not None:
         assert depths is not None, "a window needs the depth of every row"
-        horizon = depths - window  # a tensor, because FlexAttention compiles a number for good
-        keys, queries = _in_blocks(depths, block), _in_blocks(horizon, block)
+        places, horizon = depths, depths - window  # a number would be compiled for good
+        keys, queries = _in_blocks(places, block), _in_blocks(horizon, block)
         some &= queries.amin(1)[:, None] < keys.amax(1)
         full &= queries.amax(1)[:, None] < keys.amin(1)
     return BlockMask.from_kv_blocks(
@@ -120,8 +120,6 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Output (1, N, U, H) and log-sum-exp (1, N, U), which the backward pass keeps anyway."""
-    out, aux = flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
+    out, aux = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     assert aux.lse is not None
     return out, aux.lse

@@ -322,7 +322,8 @@ class RadixModule(L.LightningModule):
     def step_cost(self, device: torch.device | None = None) -> StepCost | None:
         """What `data.min_shared_tokens: auto` chooses by. device: that the model will be on; by default where it is.
 
-        None for `attention: reference` or `tree` and on a device that is neither a CPU nor CUDA: then every branch is taken.
+        None for `attention: reference` and `tree`, and on a device that is neither a CPU nor CUDA: then every branch is
+        taken.
         """
         attention, device = self.hparams.attention, device or self.device
         if self.model is None or attention not in ("auto", *CHOICES) or device.type not in FIXED_RATES:

@@ -23,4 +23,3 @@ def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-

@@ -14,18 +14,20 @@ from typing import Any
 
 import peft
 import torch
+from inductor import SHARED, compile_without_running
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
 from watch import FakeCUDA, Waits, move_module, moved
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
-from radixtrain.attention import EVERYWHERE
+from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
+from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
 from radixtrain.generation.generate import generate
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.recurrent import layers
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_equivalence
 
 BF16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
@@ -80,6 +82,17 @@ def lora() -> Any:
 
 def mixed(dtype: torch.dtype) -> Context:
     return torch.autocast("cuda", dtype=dtype)
+
+
+def attended(head_dim: int) -> dict[str, int]:
+    """A layer of grouped heads on more than a block of rows."""
+    mode, waits = FakeCUDA(), Waits()
+    plan = build_prefix_plan(list(range(600)), [0, 600])
+    layout = TreeLayout.from_batch(moved(TreeLayout.from_plan(plan).to_batch(), mode))
+    with mode, waits:
+        heads = [torch.zeros(600, n, head_dim, dtype=BF16, device="cuda:0", requires_grad=True) for n in (8, 2, 2)]
+        tree_attention(*heads, layout, attention="tree").sum().backward()
+    return dict(waits.counts)
 
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
@@ -162,13 +175,10 @@ FAMILIES = ("Qwen3Moe", "Gemma3", "Gemma2", "GptOss", "Mistral")  # routed; wind
 GROUPS: dict[str, dict[str, Case]] = {
     "strategies": {
         **{name: lambda name=name: radix(tiny_qwen3(), attention=name) for name in EVERYWHERE},
-        "tree": lambda: radix(tiny_qwen3(**WIDER), attention="tree"),
-        "tree in float32": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", recompute=True),
         "float32": lambda: radix(tiny_qwen3(), FLOAT32),
         "AdamW for each": lambda: radix(tiny_qwen3(), fused=False),
         "recomputed": lambda: radix(tiny_qwen3(), recompute=True),
         "bf16-mixed": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(BF16), recompute=True),
-        "bf16-mixed tree": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", forward=mixed(BF16)),
         "float16 with a loss scale": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(FLOAT16), scaled=True),
         "LoRA": lambda: radix(lora(), FLOAT32, forward=mixed(BF16)),
         **{name: lambda name=name: radix(tiny_model(f"{name}ForCausalLM")) for name in FAMILIES},
@@ -185,16 +195,27 @@ GROUPS: dict[str, dict[str, Case]] = {
         "generate samples": lambda: generated(do_sample=True, top_p=0.9, top_k=5, seed=1, num_return_sequences=2),
         "verify": verified,
     },
+    "compiled": {
+        "tree": lambda: radix(tiny_qwen3(**WIDER), attention="tree"),
+        "tree in float32, recomputed": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", recompute=True),
+        "bf16-mixed tree": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", forward=mixed(BF16)),
+        "windows and sinks": lambda: radix(tiny_model("GptOssForCausalLM", **WIDER), attention="tree"),
+        **{f"heads of {dim}": lambda dim=dim: attended(dim) for dim in (128, 256)},
+    },
     "mistakes": {name: lambda change=change: mistaken(change) for name, change in MISTAKES.items()},
 }
 
 
 def main(group: str) -> None:
-    """Print a line for each case of the group."""
+    """Print a line for each case of the group. The kernels of one that is compiled go into its line."""
+    if group == "compiled":
+        compile_without_running()
     vars(layers)["why_it_cannot_fork"] = lambda *_: ""  # tried once for a mixer, on values
     for name, case in GROUPS[group].items():
+        torch.compiler.reset()
+        SHARED.clear()
         try:
-            found: dict[str, Any] = {"waits": case()}
+            found: dict[str, Any] = {"waits": case(), "shared": list(SHARED)}
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
         print(json.dumps({"name": name, **found}))
