@@ -15,6 +15,7 @@ from tiers import FULL, tries
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
+from torch.nn.functional import pad
 
 from radixtrain.kernels import tree_flex
 from radixtrain.kernels.reference import reference_attention, tree_mask
@@ -56,9 +57,7 @@ def test_blocks_are_those_of_the_mask(
     pairs = tree_mask(layout.row_subtree_ends, layout.row_depths, window)
     assert torch.equal(flex.create_mask(mask.mask_mod, 1, 1, *pairs.shape, device="cpu")[0, 0], pairs)
     outside = -len(pairs) % block
-    blocks = (
-        torch.nn.functional.pad(pairs, (0, outside, 0, outside)).unflatten(0, (-1, block)).unflatten(2, (-1, block))
-    )
+    blocks = pad(pairs, (0, outside, 0, outside)).unflatten(0, (-1, block)).unflatten(2, (-1, block))
     full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
     partial = listed(mask.kv_num_blocks, mask.kv_indices)
     assert not (full & partial).any() and mask.shape == (1, 1, *pairs.shape)

@@ -1,4 +1,4 @@
-"""The Triton kernels in `recipes/`: interpreted on a CPU, or on CUDA, and compiled for an H100 that need not be there."""
+"""The Triton kernels in `recipes/`: on CUDA, or interpreted on a CPU; compiled for an H100 that need not be there."""
 
 import json
 import os
@@ -35,7 +35,7 @@ SCALE, NAMES = 0.3, ("out", "dq", "dk", "dv")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter gets bfloat16 wrong
 @pytest.mark.parametrize(("sequences", "heads", "head_dim"), [(NESTED, (4, 2), 20), (DEEP, (3, 1), 16)])
 def test_tiled_attention(dtype: torch.dtype, sequences: Any, heads: tuple[int, int], head_dim: int) -> None:
-    """About as near to float64 as flash-attention's arithmetic in the same dtype; rows of padding, strides of a model."""
+    """About as near to float64 as flash-attention's arithmetic in the same dtype, with rows of padding."""
     plan = plan_of(longer(sequences, 12), pad_to_multiple_of=32)
     layout = TreeLayout.from_plan(plan).to(DEVICE)
     tensors = attention_inputs(plan, dtype, heads, head_dim)

@@ -64,12 +64,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
     """What `device.py` says of the cases of a group, by name."""
-    settings = {
-        "TRITON_INTERPRET": "0",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-    }
-    environment = {**os.environ, **settings}
+    inductor = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    environment = {**os.environ, **inductor, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(HERE / "device.py"), str(library), group]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
