@@ -343,7 +343,7 @@ class TestChoice:
             # Wider heads it cannot add up in a fixed order.
             ("Hopper", ("auto", "auto", CUDA, BF16, 256), {}, ("cascade", "flash_attn", f"_3 {NARROW_HEADS} 192")),
             ("no Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "_3 needs a Hopper GPU")),
-            ("Triton", ("tree", "auto", CUDA, BF16, 256), WINDOW, ("tree", "flex_attention", "with a mask, by request")),
+            ("Triton", ("tree", "auto", CUDA, BF16, 256), WINDOW, ("tree", "flex_attention", "one call with a mask")),
         ],
     )  # fmt: skip
     def test_what_runs(self, monkeypatch, machine: str, asked: tuple, modifiers: dict, expected: tuple) -> None:

@@ -1,7 +1,8 @@
 """Tree attention as one call of cudnn.flex_attention, whose mask is a list of intervals for each query.
 
 Its kernels are in CuTe DSL, for SM90, SM100 and SM103, and experimental: bfloat16 or float16, head dims of 8 to 128
-that are multiples of 8, and 256; heads in groups; with a backward pass, deterministic if asked for. A mask is made of an odd number of endpoints F0, F1, ... for each query, which sees the keys `[0, F0) u [F1, F2) u ...`.
+that are multiples of 8, and 256; heads in groups; with a backward pass, deterministic if asked for. A mask is made of
+an odd number of endpoints F0, F1, ... for each query, which sees the keys `[0, F0) u [F1, F2) u ...`.
 There is no largest number, but time to plan and memory grow with it: 3 for one prompt, 2 L + 1 if a path has L gaps.
 Planning waits for the device, so it is done once for each plan, and a step in training would pay for it.
 Source: nvidia-cudnn-frontend 1.32.0, `cudnn/flex_attention`.
