@@ -28,8 +28,7 @@ check: setup  ## check style, formatting, types, and which module imports which:
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	rm -rf build/imports && mkdir -p build/imports && cp -RL radixtrain build/imports/
-	touch build/imports/radixtrain/kernels/__init__.py build/imports/radixtrain/kernels/experimental/__init__.py \
-	  build/imports/radixtrain/collators/__init__.py
+	touch build/imports/radixtrain/kernels/__init__.py build/imports/radixtrain/collators/__init__.py
 	cd build/imports && PYTHONPATH=. ../../.venv/bin/lint-imports --no-cache --no-logo --config ../../pyproject.toml
 
 bench: .venv/.user  ## time a training step on this machine, deduplicated and not

@@ -34,7 +34,6 @@ from radixtrain.collators.targets import (
     merge_predictions,
 )
 from radixtrain.errors import UserError
-from radixtrain.kernels.triton_door import experimental
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.context import WITH_CONTEXT, ContextLayout
@@ -74,9 +73,6 @@ class RadixCollator:
     return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
-    tree_tiles: True for a model prepared with `attention="tree"` and run in 16 bits, with head dims of up to 128: the
-        batch then has the lists of tiles that it reads. For other head dims or float32 the tile sizes, a pair
-        `radixtrain.kernels.experimental.tree_tiles.tile_sizes(head_dim, dtype)`.
 
     Called with `[{"input_ids": [...], "labels": [...]}, ...]`. Of each feature it reads these lists, arrays or tensors,
     (L,), integers:
@@ -114,8 +110,7 @@ class RadixCollator:
     radix_predictor_indices: [P], int64. the unique row that predicts each entry of `shift_labels`.
     radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
     radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
-        `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With
-        `tree_tiles` also `radix_tiles_...`, see `radixtrain.kernels.experimental.tree_tiles.TreeTiles`. With a
+        `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With a
         `run_cost`, also that of `step_cost`, `radix_runs_...`, see `radixtrain.tree.runs.RunLayout`.
     pixel_values, image_grid_thw, ...: of the distinct images of the batch, if it has any. Two are one if their bytes
         are equal. Tokens are shared if the placeholders before them stand for the same images too, and if positions
@@ -160,7 +155,6 @@ class RadixCollator:
     return_tensors: str = "pt"
     step_cost: StepCost | None = None
     loss_on_all: bool = False
-    tree_tiles: bool | tuple[int, int] = False
     shared_targets: Literal["every", "once"] = "every"
     run_cost: RunCost | None = None
     images: ImageInputs | None = None
@@ -183,8 +177,6 @@ class RadixCollator:
                 f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
             )
         check_shared_targets(self.shared_targets)
-        if not isinstance(self.tree_tiles, bool):
-            experimental("tree_tiles").check_tile_sizes(*self.tree_tiles)
         start_watch()
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,7 +208,7 @@ class RadixCollator:
             "input_ids": torch.from_numpy(ids[plan.gather_indices])[None],
             "position_ids": torch.tensor(plan.position_ids)[None],
             **targets,
-            **TreeLayout.from_plan(plan, tiles=self._tile_sizes, run_cost=self._run_cost).to_batch(),
+            **TreeLayout.from_plan(plan, self._run_cost).to_batch(),
             **chosen,
             **({LEFT_PADDED: 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
             **({} if images is None else images.entries(plan)),
@@ -265,12 +257,6 @@ class RadixCollator:
             SOURCES: sources,
             **({LEFT_PADDED: 1} if step.is_left_padded else {}),
         }
-
-    @property
-    def _tile_sizes(self) -> tuple[int, int] | None:
-        if isinstance(self.tree_tiles, bool):
-            return experimental("tree_tiles").tile_sizes() if self.tree_tiles else None
-        return self.tree_tiles
 
     @property
     def _run_cost(self) -> RunCost | None:

@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.kernels.triton_door import by_triton, experimental
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
 Rows = slice | Tensor
@@ -150,9 +149,6 @@ def merge_piece(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_l
 
     `exp(lse_2 - logaddexp(lse_1, lse_2))` is a sigmoid, and the two weights add up to 1: one pass over the rows.
     """
-    if by_triton(out):
-        experimental("rows_triton").merge_rows_(out, lse, rows, piece_out, piece_lse)
-        return
     lse_rows = rows_of(lse.t(), rows).t()
     weight = torch.sigmoid(piece_lse - lse_rows).t()[..., None]
     total, piece_out = torch.logaddexp(lse_rows, piece_lse), piece_out.to(out.dtype)

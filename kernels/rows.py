@@ -5,7 +5,7 @@ both are `gather_rows`, whose adjoint adds up the rows that were read more than 
 
 A sum over k duplicates in bfloat16 loses up to k/2 of its last bits, so 16-bit gradients are added in float32. On CPU
 `index_add_` adds in the order of the indices. On CUDA `index_put_` sorts first, while `index_add_` would use atomics.
-So both give the same bits every time, and so does the segment sum in Triton (`triton_door.py` says when it runs).
+So both give the same bits every time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from radixtrain.kernels.triton_door import by_triton, experimental
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -34,8 +32,6 @@ def sum_rows(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
     x: (T, ...), any floating dtype; 16-bit rows are added in float32 and rounded once.
     Returns (num_rows, ...), the dtype of x; rows that no index names are zero.
     """
-    if by_triton(x):
-        return experimental("rows_triton").sum_rows(x, indices, num_rows)
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(num_rows, *x.shape[1:], dtype=wide, device=x.device)
     if x.device.type == "cuda":

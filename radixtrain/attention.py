@@ -6,13 +6,12 @@
 | `expand`    | scatter to T  | T                        | one varlen call            | yes                 |
 | `path`      | U             | root paths, gathered     | one varlen call            | yes                 |
 | `cascade`   | U, no copies  | U, no copies             | one, and one a tree level  | no                  |
-| `tree`      | U, no copies  | U, no copies             | one Triton kernel          | no                  |
+| `tree`      | U, no copies  | U, no copies             | one, with a block mask     | yes                 |
 
-Sinks go with every strategy and kernel but `tree`, a soft-cap with every strategy but `tree` and the kernels that
-compute it (`kernels/varlen.py`). A window binds if it is shorter than the longest sequence; any other hides nothing.
+Sinks go with every strategy and kernel, a soft-cap with every strategy but `tree` and the kernels that compute it
+(`kernels/varlen.py`). A window binds if it is shorter than the longest sequence; any other hides nothing.
 
-`tree` is experimental, and `auto` never chooses it. It reads lists of tiles, which `RadixCollator(tree_tiles=True)`
-makes in the worker.
+`tree` is torch's FlexAttention (`kernels/tree_flex.py`), on CUDA only. `auto` never chooses it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from radixtrain.kernels.merge_attention import (
     path_attention,
 )
 from radixtrain.kernels.reference import reference_attention, tree_mask
-from radixtrain.kernels.triton_door import experimental
+from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 from radixtrain.tree.blocks import WITH_BLOCKS
@@ -100,7 +99,7 @@ def tree_attention(
     Returns (U, N, H), the dtype of query; differentiable once in query, key, value and sinks.
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
-    layout = plan if isinstance(plan, TreeLayout) else _layout_of(plan, query, attention)
+    layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
     _check_tensors(query, key, value, layout.num_rows, layout.device, layout.num_keys)
     _check_modifiers(query, softcap, window, sinks)
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
@@ -119,8 +118,7 @@ def tree_attention(
         attention = "path" if paths_are_cheaper(layout, query.shape[1], *key.shape[1:]) else "cascade"
     choice = _chosen(attention, kernel, query, scoring, sinks)
     if choice.strategy == "tree":
-        tiles = experimental("tree_tiles").tiles_of_layout(layout, query)
-        return experimental("tree_triton").tiled_tree_attention(query, key, value, tiles, scoring.scale)
+        return flex_tree_attention(query, key, value, layout.block_mask(scoring.window), scoring, sinks)
     if choice.strategy == "reference":
         mask = tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
         return reference_attention(query, key, value, mask if blocks is None else mask | blocks.mask(), scoring, sinks)
@@ -245,7 +243,7 @@ def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
         return AttentionChoice(attention, "none", "explicit mask, by request")
     if attention == "tree":
         _check_tree(kernel, call)
-        return AttentionChoice(attention, "triton", "one tiled kernel, by request")
+        return AttentionChoice(attention, "flex_attention", "one call with a mask, by request")
     if attention == "cascade" and call.window:
         raise UserError(
             "attention='cascade' cannot be used: it attends to a prompt in one piece, and a sliding window shorter "
@@ -264,7 +262,7 @@ def _check_tree(kernel: str, call: KernelCall) -> None:
         raise UserError(
             f"kernel={kernel!r} cannot be used: attention='tree' has a kernel of its own; leave kernel at 'auto'"
         )
-    refusal = experimental("tree_tiles").tiled_refusal(call)
+    refusal = flex_refusal(call)
     if refusal:
         raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes what can")
 
@@ -287,11 +285,6 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
 @lru_cache(maxsize=16)
 def _kernel(name: str, device: torch.device) -> VarlenKernel:
     return varlen_kernel(name, device)
-
-
-def _layout_of(plan: PrefixPlan, query: Tensor, attention: str) -> TreeLayout:
-    tiles = experimental("tree_tiles").tile_sizes(query.shape[-1], query.dtype) if attention == "tree" else None
-    return TreeLayout.from_plan(plan, tiles=tiles).to(query.device)
 
 
 def _pieces_of(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Piece, ...]:

@@ -30,7 +30,7 @@ from radixtrain.errors import UserError, first_line
 Family = Literal["qwen3", "qwen3_5"]
 Tree = Literal["flat", "nested"]
 Mode = Literal["step", "forward"]
-Attention = Literal["auto", "cascade", "path", "expand"]
+Attention = Literal["auto", "cascade", "path", "expand", "tree"]
 LEAST = {"prompt_length": 0, "suffix_length": 2, "num_sequences": 1}  # of the axes of a grid
 SEQUENCES_IN_A_GROUP = 4  # of a nested tree
 MODELS: dict[str, type[PreTrainedModel]] = {"qwen3": Qwen3ForCausalLM, "qwen3_5": Qwen3_5ForCausalLM}

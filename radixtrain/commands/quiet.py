@@ -16,7 +16,7 @@ from radixtrain.training.progress_bar import NoticeHandler
 logger = logging.getLogger(__name__)
 
 PREFIX = "RADIXTRAIN_"
-VARIABLES = ("CACHE", "TRITON", "OPTIONS")  # docs/configuration.md explains them
+VARIABLES = ("CACHE", "OPTIONS")  # docs/configuration.md explains them
 KEYS = re.compile(rf"({'|'.join(COMMANDS).upper()}|TRAINER|MODEL|DATA)__")  # as jsonargparse and others write them
 
 

@@ -31,7 +31,7 @@ from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.report.profiling import Arm, Case, RunSetup, Timings, time_cases
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.timing import non_negative_fit
-from radixtrain.tree.cost_model import StepCost
+from radixtrain.tree.cost_model import CHOICES, StepCost
 
 # Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
@@ -106,12 +106,12 @@ class Prediction:
 
 
 def step_cost_of_run(setup: RunSetup) -> StepCost | None:
-    """What the collator chooses by; None for `attention: reference`, which nothing is known of.
+    """What the collator chooses by; None for `attention: reference` or `tree`, of which no cost is known.
 
     UserError if the device is neither a CPU nor CUDA, or its free memory does not hold the cut model.
     """
     _free_beside(setup, setup.period)
-    if setup.attention == "reference":
+    if setup.attention not in ("auto", *CHOICES):
         return None
     return step_cost_of(setup.build(setup.period, setup.device), setup.attention)
 

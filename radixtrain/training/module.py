@@ -49,7 +49,7 @@ from radixtrain.training.fault_tolerance.run_state import (
 from radixtrain.training.optimizer import check_settings, num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
-from radixtrain.tree.cost_model import FIXED_RATES, StepCost
+from radixtrain.tree.cost_model import CHOICES, FIXED_RATES, StepCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
@@ -114,7 +114,7 @@ class RadixModule(L.LightningModule):
         self,
         model_name_or_path: str,
         dtype: Literal["auto", "float32", "bfloat16", "float64"] = "float32",
-        attention: Literal["auto", "cascade", "path", "expand", "reference"] = "auto",
+        attention: Literal["auto", "cascade", "path", "expand", "reference", "tree"] = "auto",
         kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "cudnn", "efficient", "eager"] = "auto",
         attn_implementation: str = "sdpa",
         allow_dropout: list[str] | None = None,
@@ -322,10 +322,11 @@ class RadixModule(L.LightningModule):
     def step_cost(self, device: torch.device | None = None) -> StepCost | None:
         """What `data.min_shared_tokens: auto` chooses by. device: that the model will be on; by default where it is.
 
-        None for `attention: reference` and on a device that is neither a CPU nor CUDA: then every branch is taken.
+        None for `attention: reference` and `tree`, and on a device that is neither a CPU nor CUDA: then every branch is
+        taken.
         """
         attention, device = self.hparams.attention, device or self.device
-        if self.model is None or attention == "reference" or device.type not in FIXED_RATES:
+        if self.model is None or attention not in ("auto", *CHOICES) or device.type not in FIXED_RATES:
             return None
         return step_cost_of(self.model, attention, device)
 

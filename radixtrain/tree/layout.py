@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from radixtrain.kernels.cascade import Level, bundled_pieces, packed_pieces
 from radixtrain.kernels.merge_attention import Piece
-from radixtrain.kernels.triton_door import experimental
+from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BLOCKS, BlockLayout
@@ -46,8 +47,7 @@ SOURCES = PREFIX + "sources"  # of the context: (micro-batch of the step, first 
 CACHE = PREFIX + "cache"  # of the pass, while it runs: what it keeps, and keys and values of its context
 CU_SEQLENS = PREFIX + "cu_seqlens"  # a field of `TreeLayout`, as is the next
 INVERSE_INDICES = PREFIX + "inverse_indices"
-TILES = PREFIX + "tiles_"  # begins the keys of the lists of tiles, if `RadixCollator` was asked for them
-OPTIONAL = ("tiles", "runs", "context", "blocks")  # fields that a batch may lack
+OPTIONAL = ("runs", "context", "blocks")  # fields that a batch may lack
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,6 @@ class TreeLayout:
     levels: one `Level` for each level of the tree that has descendants.
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
-    tiles: the `TreeTiles` that `attention="tree"` walks, if they were asked for.
     runs: for layers with a recurrent state, if they were asked for.
     context: rows of earlier passes, if these rows attend to any. Paths and `max_seqlen` then count from the root, and
         `path_keys` from U on are context rows.
@@ -87,18 +86,14 @@ class TreeLayout:
     max_path: int
     max_position: int
     levels: tuple[Level, ...]
-    tiles: Any = None
     runs: RunLayout | None = None
     context: ContextLayout | None = None
     blocks: BlockLayout | None = None
 
     @classmethod
-    def from_plan(
-        cls, plan: PrefixPlan, tiles: tuple[int, int] | None = None, run_cost: RunCost | None = None
-    ) -> TreeLayout:
+    def from_plan(cls, plan: PrefixPlan, run_cost: RunCost | None = None) -> TreeLayout:
         """Copies to CPU tensors. Runs in the DataLoader worker.
 
-        tiles: None, or the rows of a held and of a walked block for `attention="tree"`; see `tile_sizes`.
         run_cost: None, or what the recurrent layers of the model cost, by which their runs are chosen.
         """
         segments = plan.segment_starts, plan.segment_parents
@@ -116,7 +111,6 @@ class TreeLayout:
             max_new_tokens=_longest(plan.path_cu_seqlens_q),
             max_path=_longest(plan.path_cu_seqlens_k),
             max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
-            tiles=None if tiles is None else experimental("tree_tiles").tree_tiles(plan.row_subtree_ends, *tiles),
             runs=None if run_cost is None else cheapest_runs(*segments, run_cost),
             **_levels(plan),
         )
@@ -145,26 +139,19 @@ class TreeLayout:
     def from_batch(cls, batch: Mapping[str, Any]) -> TreeLayout:
         """From the `radix_` entries of a batch, on whatever device they are now. KeyError names a missing one."""
         values = {name: batch[PREFIX + name] for name in _names(cls) if name not in OPTIONAL}
-        has_tiles, has_runs = (any(key.startswith(keys) for key in batch) for keys in (TILES, RUNS))
-        tiles = None
-        if has_tiles:
-            kind = experimental("tree_tiles").TreeTiles
-            tiles = kind(**{name: batch[TILES + name] for name in _names(kind)})
-        runs = RunLayout.from_batch(batch) if has_runs else None
+        runs = RunLayout.from_batch(batch) if any(key.startswith(RUNS) for key in batch) else None
         context = ContextLayout.from_batch(batch) if f"{CONTEXT}num_rows" in batch else None
         blocks = BlockLayout.from_batch(batch) if any(key.startswith(BLOCKS) for key in batch) else None
         levels = tuple(Level(*level) for level in values["levels"])
-        optional = {"tiles": tiles, "runs": runs, "context": context, "blocks": blocks}
+        optional = {"runs": runs, "context": context, "blocks": blocks}
         return cls(**{**values, **optional, "levels": levels})
 
     def to_batch(self) -> dict[str, Any]:
         """The entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
         entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name not in OPTIONAL}
-        tiles = {} if self.tiles is None else {TILES + name: value for name, value in vars(self.tiles).items()}
         for part in (self.runs, self.context, self.blocks):
             entries |= {} if part is None else part.to_batch()
-        levels = {f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
-        return {**entries, **levels, **tiles}
+        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
         values = {name: getattr(self, name) for name in _names(self)}
@@ -191,6 +178,17 @@ class TreeLayout:
     def row_depths(self) -> Tensor:
         """(U,), int64. place of each row in its sequence, in tokens from 0, whatever its position id; padding too."""
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
+
+    @cached_property
+    def _block_masks(self) -> dict[int | None, BlockMask]:
+        return {}
+
+    def block_mask(self, window: int | None = None) -> BlockMask:
+        """The tree mask for FlexAttention, made for the first layer that asks. window: None, or one that binds."""
+        if window not in self._block_masks:
+            depths = None if window is None else self.row_depths
+            self._block_masks[window] = tree_block_mask(self.row_subtree_ends, depths, window)
+        return self._block_masks[window]
 
     @property
     def num_keys(self) -> int:

@@ -105,27 +105,6 @@ def test_labels_above_32_bits_are_told_apart():
     assert batch["radix_loss_weights"].tolist() == [1, 1, 2]
 
 
-TILE_KEYS = {
-    f"radix_tiles_{name}"
-    for name in ("subtree_ends", "key_starts", "num_full", "key_blocks", "query_runs", "held", "walked")
-}
-
-
-@pytest.mark.parametrize(("tree_tiles", "sizes"), [(True, (128, 64)), ((32, 16), (32, 16))])
-def test_tree_tiles_only_if_asked_for(tree_tiles, sizes):
-    plain, batch = RadixCollator()(DOCSTRING), RadixCollator(tree_tiles=tree_tiles)(DOCSTRING)
-    assert set(batch) == set(plain) | TILE_KEYS
-    assert as_python({key: batch[key] for key in plain}) == as_python(plain)
-    assert (batch["radix_tiles_held"], batch["radix_tiles_walked"]) == sizes
-    assert batch["radix_tiles_subtree_ends"].tolist() == [4, 4, 3, 4]
-
-
-@pytest.mark.parametrize("sizes", [(8, 16), (64, 48)])
-def test_tile_sizes_that_the_kernel_does_not_take(sizes):
-    with pytest.raises(ValueError, match=r"tree tiles: held and walked must be powers of two from 16, got (8|48)"):
-        RadixCollator(tree_tiles=sizes)
-
-
 def test_docstrings():
     failed, attempted = doctest.testmod(radixtrain.collators.radix)
     assert attempted > 0

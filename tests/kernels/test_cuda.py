@@ -1,7 +1,6 @@
 """The kernels on a CUDA device: `make test-gpu`. What runs without one is in test_flash.py."""
 
 import importlib.util
-import re
 from functools import partial
 from itertools import accumulate, product
 
@@ -175,19 +174,34 @@ def test_the_same_bits_every_time(name, attention):
 
 
 @pytest.mark.skipif(not TREE, reason="with triton installed this runs")
-@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (256, torch.float16), (64, torch.float32)])
-def test_tree_with_the_tiles_of_a_batch(head_dim, dtype):
-    """Of the sizes that the error for a batch without tiles asks for."""
-    plan = nested_plan()
-    leaves = [torch.randn(plan.num_rows, heads, head_dim, device=CUDA, dtype=dtype) for heads in (8, 2, 2)]
-    bare = TreeLayout.from_plan(plan).to(CUDA)
-    with pytest.raises(UserError, match=r"RadixCollator\(tree_tiles=") as error:
-        tree_attention(*leaves, bare, attention="tree")
-    sizes = [int(size) for size in re.findall(r"tree_tiles=\((\d+), (\d+)\)", str(error.value))[0]]
-    layout = TreeLayout.from_batch(TreeLayout.from_plan(plan, tiles=tuple(sizes)).to(CUDA).to_batch())
-    exact = tree_attention(*(x.double() for x in leaves), bare, attention="reference")
-    out = tree_attention(*leaves, layout, attention="tree")
-    assert (out - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (256, torch.float16), (80, torch.float32)])
+def test_tree_of_other_sizes(head_dim, dtype):
+    """Also of fewer rows than a block of the mask has."""
+    for plan in (nested_plan(), build_prefix_plan([*range(40), *range(30), 99], [0, 40, 71])):
+        tensors = [rows(plan.num_rows, heads, head_dim, seed=heads).to("cpu", dtype) for heads in (8, 2, 2, 8)]
+        on_cuda = [x.cuda() for x in tensors]
+        found = gradients(partial(tree_attention, plan=plan, attention="tree"), on_cuda[:3], on_cuda[3])
+        mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
+        truth, reference = (
+            flash_attention_by_the_book(*given, mask, head_dim**-0.5)
+            for given in ([x.double() for x in tensors], tensors)
+        )
+        expected = ([out, *grads] for out, _, *grads in (reference, truth))
+        assert_within_reference_error(found, *expected, names=("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.skipif(not TREE, reason="with triton installed this runs")
+def test_tree_waits_for_nothing():
+    """In both directions, its mask included; the first call compiles."""
+    leaves = [rows(nested_plan().num_rows, heads, 64).requires_grad_() for heads in (8, 2, 2)]
+    dout = torch.ones_like(leaves[0])
+    for mode in ("default", "error"):
+        layout = TreeLayout.from_plan(nested_plan()).to(CUDA)
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            torch.autograd.grad(tree_attention(*leaves, layout, attention="tree"), leaves, dout)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_choice_of_this_machine():

@@ -107,7 +107,7 @@ SINKS = torch.tensor([-2.0, 0.0, 1.5, 40.0], dtype=torch.float64)  # from hardly
 
 @kernels
 @pytest.mark.parametrize("name", PIECES)
-def test_one_softmax_over_the_union(by: str, kernel: VarlenKernel, name: str) -> None:
+def test_one_softmax_over_the_union(kernel: VarlenKernel, name: str) -> None:
     mask = union_mask(PIECES[name], 10)
     for heads, sinks in product([(2, 2), (4, 2), (4, 1), (4, 4)], [(), (SINKS,)]):
         tensors, own = inputs(torch.float64, *heads), [each[: heads[0]] for each in sinks]

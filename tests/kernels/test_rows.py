@@ -30,14 +30,14 @@ def test_poison_reaches_fresh_memory() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_gradients_with_repeated_indices(by: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_gradients_with_repeated_indices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     indices = torch.tensor(REPEATED, dtype=dtype)
     assert gradcheck(gather_rows, (leaf(*shape), indices))
     assert gradgradcheck(gather_rows, (leaf(*shape), indices))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_matches_plain_indexing(by: str, dtype: torch.dtype) -> None:
+def test_matches_plain_indexing(dtype: torch.dtype) -> None:
     """Small integers, so that every dtype adds them exactly."""
     x, indices = torch.randint(-4, 5, (4, 3)).to(dtype), torch.tensor(REPEATED)
     grad = torch.randint(-4, 5, (6, 3)).to(dtype)
@@ -50,7 +50,7 @@ def test_matches_plain_indexing(by: str, dtype: torch.dtype) -> None:
     assert torch.equal(ours.grad, plain.grad)
 
 
-def test_non_contiguous_rows_indices_and_gradient(by: str) -> None:
+def test_non_contiguous_rows_indices_and_gradient() -> None:
     x = leaf(3, 4).t()
     indices = torch.tensor(REPEATED).repeat_interleave(2)[::2]
     grad = torch.randn(3, 6, dtype=torch.float64).t()
@@ -62,7 +62,7 @@ def test_non_contiguous_rows_indices_and_gradient(by: str) -> None:
     assert gradcheck(lambda leaf_3: gather_rows(leaf_3.t(), indices), (leaf(3, 4),))
 
 
-def test_no_indices(by: str) -> None:
+def test_no_indices() -> None:
     x, none = leaf(4, 3), torch.zeros(0, dtype=torch.int64)
     out = gather_rows(x, none)
     assert out.shape == (0, 3)
@@ -70,7 +70,7 @@ def test_no_indices(by: str) -> None:
     assert torch.equal(x.grad, torch.zeros_like(x))
 
 
-def test_no_rows(by: str) -> None:
+def test_no_rows() -> None:
     x, none = leaf(0, 3), torch.zeros(0, dtype=torch.int64)
     gather_rows(x, none).sum().backward()
     assert x.grad.shape == (0, 3)
@@ -81,7 +81,7 @@ def test_no_rows(by: str) -> None:
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize(("dtype", "sticks_at", "num"), [(torch.bfloat16, 256, 300), (torch.float16, 2048, 3000)])
 def test_many_duplicates_add_up_in_float32(
-    by: str, shape: tuple[int, ...], index_dtype: torch.dtype, dtype: torch.dtype, sticks_at: int, num: int
+    shape: tuple[int, ...], index_dtype: torch.dtype, dtype: torch.dtype, sticks_at: int, num: int
 ) -> None:
     """torch 2.13 itself adds 16-bit rows in float32 for some shapes and indices; these are of both kinds."""
     x = torch.zeros(shape, dtype=dtype, requires_grad=True)

@@ -294,6 +294,7 @@ MACHINES: dict[str, dict[str, Any]] = {
     "flash-attn": {"package": "flash_attn"},
     "Hopper": {"package": "flash_attn", "flash_3_missing": None},
     "no Hopper": {"package": "flash_attn", "flash_3_missing": "needs a Hopper GPU"},
+    "Triton": {"package": "triton"},
     "an older torch": {"takes_window": False},
 }
 BF16, F32, SOFTCAP, WINDOW = torch.bfloat16, torch.float32, {"softcap": True}, {"window": True}
@@ -344,6 +345,7 @@ class TestChoice:
             # Wider heads it cannot add up in a fixed order.
             ("Hopper", ("auto", "auto", CUDA, BF16, 256), {}, ("cascade", "flash_attn", f"_3 {NARROW_HEADS} 192")),
             ("no Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "_3 needs a Hopper GPU")),
+            ("Triton", ("tree", "auto", CUDA, BF16, 256), WINDOW, ("tree", "flex_attention", "one call with a mask")),
         ],
     )  # fmt: skip
     def test_what_runs(self, monkeypatch, caplog, machine: str, asked: tuple, modifiers: dict, expected: tuple) -> None:
@@ -376,6 +378,28 @@ class TestChoice:
                 UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto' takes what"
             ):
                 choose_attention("auto", kernel, *call, **modifiers)
+
+    @pytest.mark.parametrize(
+        ("machine", "call", "modifiers", "reason"),
+        [
+            ("Triton", (CPU, BF16, 64), {}, "FlexAttention computes gradients on CUDA only, the tensors are on cpu"),
+            (
+                "bare",
+                (CUDA, BF16, 64),
+                {},
+                r"FlexAttention compiles with Triton, which is not .*\(pip install triton\)",
+            ),
+            ("Triton", (CUDA, torch.float64, 64), {}, "takes bfloat16, float16, float32, got torch.float64"),
+            *(("Triton", (CUDA, BF16, dim), {}, f"takes head dims from 16 to 256, got {dim}") for dim in (8, 264)),
+            ("Triton", (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
+        ],
+    )
+    def test_what_tree_does_not_take(self, monkeypatch, machine: str, call: tuple, modifiers: dict, reason: str):
+        self.machine(monkeypatch, machine)
+        with pytest.raises(UserError, match=f"='tree' cannot be used: {reason}; attention='auto' takes what can"):
+            choose_attention("tree", "auto", *call, **modifiers)
+        with pytest.raises(UserError, match="kernel='torch' cannot be used: attention='tree' has a kernel of its own"):
+            choose_attention("tree", "torch", *call, **modifiers)
 
     def test_unknown_names(self) -> None:
         with pytest.raises(

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import peft
 import torch
+from inductor import SHARED, compile_without_running
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
+from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
 from radixtrain.generation.generate import generate
 from radixtrain.hf.padded.rows import PaddedRows
@@ -28,6 +30,7 @@ from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_equivalence
 
 BF16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
@@ -63,8 +66,7 @@ def on_device(model: Any, dtype: torch.dtype) -> Any:
 
 def radix(model: Any, dtype: torch.dtype = BF16, attention: str = "auto", recompute: bool = False, **how: Any):
     """A step of a batch of a `RadixCollator`."""
-    tiles = (32, 16) if attention == "tree" and dtype == FLOAT32 and "forward" not in how else attention == "tree"
-    batch = RadixCollator(tree_tiles=tiles, run_cost=FREE_FORKS if hasattr(model, "hybrid") else None)(FEATURES)
+    batch = RadixCollator(run_cost=FREE_FORKS if hasattr(model, "hybrid") else None)(FEATURES)
     model = prepare_model(on_device(model, dtype), attention=attention)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -83,6 +85,17 @@ def lora() -> Any:
 
 def mixed(dtype: torch.dtype) -> Context:
     return torch.autocast("cuda", dtype=dtype)
+
+
+def attended(head_dim: int) -> dict[str, int]:
+    """A layer of grouped heads on more than a block of rows."""
+    mode, waits = FakeCUDA(), Waits()
+    plan = build_prefix_plan(list(range(600)), [0, 600])
+    layout = TreeLayout.from_batch(moved(TreeLayout.from_plan(plan).to_batch(), mode))
+    with mode, waits:
+        heads = [torch.zeros(600, n, head_dim, dtype=BF16, device="cuda:0", requires_grad=True) for n in (8, 2, 2)]
+        tree_attention(*heads, layout, attention="tree").sum().backward()
+    return dict(waits.counts)
 
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
@@ -183,17 +196,15 @@ MISTAKES: dict[str, Any] = {
     "a copy": lambda _, args, out: out + torch.ones(out.shape[-1], dtype=out.dtype).to("cuda:0"),
     "backward": lambda _, args, out: Reads.apply(out),
 }
-STRATEGIES = ("cascade", "path", "expand", "reference", "tree")
+WIDER = {"head_dim": 16}  # FlexAttention takes no narrower heads
 FAMILIES = ("Qwen3Moe", "Gemma3", "Gemma2", "GptOss", "Mistral")  # routed; windows; soft-cap; sinks and windows; window
 GROUPS: dict[str, dict[str, Case]] = {
     "strategies": {
-        **{name: lambda name=name: radix(tiny_qwen3(), attention=name) for name in STRATEGIES},
-        "tree in float32": lambda: radix(tiny_qwen3(), FLOAT32, "tree"),
+        **{name: lambda name=name: radix(tiny_qwen3(), attention=name) for name in EVERYWHERE},
         "float32": lambda: radix(tiny_qwen3(), FLOAT32),
         "AdamW for each": lambda: radix(tiny_qwen3(), fused=False),
         "recomputed": lambda: radix(tiny_qwen3(), recompute=True),
         "bf16-mixed": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(BF16), recompute=True),
-        "bf16-mixed tree": lambda: radix(tiny_qwen3(), FLOAT32, "tree", forward=mixed(BF16)),
         "float16 with a loss scale": lambda: radix(tiny_qwen3(), FLOAT32, forward=mixed(FLOAT16), scaled=True),
         "LoRA": lambda: radix(lora(), FLOAT32, forward=mixed(BF16)),
         **{name: lambda name=name: radix(tiny_model(f"{name}ForCausalLM")) for name in FAMILIES},
@@ -211,16 +222,27 @@ GROUPS: dict[str, dict[str, Case]] = {
         "verify": verified,
     },
     "launches": {name: lambda name=name: launches(name) for name in ("cascade", "path", "expand")},
+    "compiled": {
+        "tree": lambda: radix(tiny_qwen3(**WIDER), attention="tree"),
+        "tree in float32, recomputed": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", recompute=True),
+        "bf16-mixed tree": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", forward=mixed(BF16)),
+        "windows and sinks": lambda: radix(tiny_model("GptOssForCausalLM", **WIDER), attention="tree"),
+        **{f"heads of {dim}": lambda dim=dim: attended(dim) for dim in (128, 256)},
+    },
     "mistakes": {name: lambda change=change: mistaken(change) for name, change in MISTAKES.items()},
 }
 
 
 def main(group: str) -> None:
-    """Print a line for each case of the group."""
+    """Print a line for each case of the group. The kernels of one that is compiled go into its line."""
+    if group == "compiled":
+        compile_without_running()
     vars(layers)["why_it_cannot_fork"] = lambda *_: ""  # tried once for a mixer, on values
     for name, case in GROUPS[group].items():
+        torch.compiler.reset()
+        SHARED.clear()
         try:
-            found: dict[str, Any] = {"launches" if group == "launches" else "waits": case()}
+            found: dict[str, Any] = {"launches" if group == "launches" else "waits": case(), "shared": list(SHARED)}
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc()}
         print(json.dumps({"name": name, **found}))

@@ -2,8 +2,8 @@
 
 Every operator of a step sees its tensors on `cuda:0` and refuses devices and dtypes that do not go together; autograd,
 autocast and the optimizers take the path of CUDA; and wherever the host would wait for the device, the function that
-does is known (`watch.py`). Torch's and Triton's kernels give the shapes of their results, and their values are not
-computed: those are what `make test-gpu` is for.
+does is known (`watch.py`). Torch's kernels give the shapes of their results, and what torch compiles becomes machine
+code (`inductor.py`); values are not computed: those are what `make test-gpu` is for.
 """
 
 import json
@@ -64,7 +64,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
     """What `device.py` says of the cases of a group, by name."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    inductor = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    environment = {**os.environ, **inductor, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(HERE / "device.py"), str(library), group]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -72,13 +73,18 @@ def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.parametrize(("group", "number"), [("strategies", 21), ("commands", 9)])
+@pytest.mark.parametrize(("group", "number"), [("strategies", 18), ("commands", 9), ("compiled", 6)])
 def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str, number: int) -> None:
     found = ran(library, group)
     assert len(found) == number
     failed = {name: case["where"] for name, case in found.items() if "error" in case}
     assert not failed, "\n".join(f"{name}:\n{where}" for name, where in failed.items())
     assert {name: case["waits"] for name, case in found.items()} == {name: WAITS.get(name, {}) for name in found}
+    if group == "compiled":
+        for name, case in found.items():
+            assert max(shared for _, shared in case["shared"]) <= 227 * 1024, name
+            attention = [kernel for kernel, _ in case["shared"] if "_tem_" in kernel]
+            assert len(attention) == (4 if name == "windows and sinks" else 2), "not one for each layer"
 
 
 def test_how_many_kernels_a_step_launches(library: Path) -> None:

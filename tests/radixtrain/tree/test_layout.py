@@ -22,13 +22,13 @@ from radixtrain.tree.runs import RunCall, RunCost
 INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
 
 
-def layout_of(sequences, tiles=None, run_cost=None, **options):
-    return TreeLayout.from_plan(plan_of(sequences, **options), tiles, run_cost=run_cost)
+def layout_of(sequences, run_cost=None, **options):
+    return TreeLayout.from_plan(plan_of(sequences, **options), run_cost)
 
 
 def whole_layout(sequences=FOREST, **options):
-    """With the tiles of `attention="tree"` and the runs of recurrent layers, which a batch has only if asked for."""
-    return layout_of(sequences, tiles=(16, 16), run_cost=FREE_FORKS, **options)
+    """With the runs of recurrent layers, which a batch has only if asked for."""
+    return layout_of(sequences, FREE_FORKS, **options)
 
 
 def contents(layout):
@@ -106,7 +106,7 @@ def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, p
     ragged_batches(min_length=0, min_sequences=0), st.sampled_from([None, 8]), st.sampled_from([FREE_FORKS, RunCost()])
 )
 def test_round_trip_through_a_batch_and_a_pickle(sequences, pad_to_multiple_of, run_cost):
-    layout = layout_of(sequences, (16, 16), run_cost, pad_to_multiple_of=pad_to_multiple_of)
+    layout = layout_of(sequences, run_cost, pad_to_multiple_of=pad_to_multiple_of)
     batch = {"input_ids": None, **layout.to_batch()}
     assert layout.pieces and layout.paths and layout.sequences, "what is built of it is not a part of it"
     for again in (
@@ -145,40 +145,19 @@ def test_moved_to_a_device(move):
     """Every tensor and nothing else. Torch's meta device has no values, so none is read back."""
     layout, meta = whole_layout(), torch.device("meta")
     moved = TreeLayout.from_batch(move(layout.to_batch(), meta)) if move else layout.to(meta, non_blocking=True)
-    devices = {
-        x.device for x in tree_leaves([vars(part) for part in (moved, moved.tiles, moved.runs)]) if torch.is_tensor(x)
-    }
+    devices = {x.device for x in tree_leaves([vars(part) for part in (moved, moved.runs)]) if torch.is_tensor(x)}
     assert devices == {moved.device} == {meta} and layout.device.type == "cpu"
     assert contents(moved) == contents(layout.to(meta))
     assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
-    assert (moved.tiles.held, moved.tiles.walked, moved.runs.calls) == (16, 16, layout.runs.calls)
+    assert moved.runs.calls == layout.runs.calls
     assert [piece.ragged.bounds for piece in moved.pieces] == [None] * 3, "levels are packed"
     assert moved.sequences.bounds is moved.paths.bounds is None
 
 
-@pytest.mark.parametrize(
-    "name", ["path_keys", "tiles_num_full", "runs_calls", "runs_rows", "runs_places", "runs_parents"]
-)
+@pytest.mark.parametrize("name", ["path_keys", "runs_calls", "runs_rows", "runs_places", "runs_parents"])
 def test_a_lost_entry_is_named(name):
     batch = whole_layout().to_batch()
     del batch[PREFIX + name]
     with pytest.raises(KeyError) as error:
         TreeLayout.from_batch(batch)
     assert error.value.args == (PREFIX + name,)
-
-
-def test_tiles_if_they_were_asked_for():
-    """Ends 5 5 3 5 5 | 10 7 10 9 10. Sizes that the kernel does not take keep the example small."""
-    batch, without = layout_of(FOREST, tiles=(4, 2)).to_batch(), layout_of(FOREST).to_batch()
-    tiles = {name: batch.pop(name) for name in sorted(batch.keys() - without.keys())}
-    assert batch.keys() == without.keys()
-    assert {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in tiles.items()} == {
-        "radix_tiles_held": 4,
-        "radix_tiles_key_blocks": [0, 1, 0, 1, 2, 3, 2, 3, 4],
-        "radix_tiles_key_starts": [0, 2, 6, 9],
-        "radix_tiles_num_full": [0, 0, 0],
-        "radix_tiles_query_runs": [[0, 3, 2, 2], [2, 5, 4, 4], [4, 5, 5, 5]],
-        "radix_tiles_subtree_ends": [5, 5, 3, 5, 5, 10, 7, 10, 9, 10],
-        "radix_tiles_walked": 2,
-    }
-    assert {value.dtype for value in tiles.values() if isinstance(value, torch.Tensor)} == {torch.int32}

@@ -14,10 +14,13 @@ the order of the batch, adds them in float32 and rounds once. So it has the bits
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
+from triton import language as tl
 
-from radixtrain.kernels.experimental.triton_runtime import tl, triton
 from radixtrain.kernels.merge_attention import Rows
+
+__all__ = ["merge_rows_", "sum_rows"]
 
 BLOCK_Q = 16  # rows of one program of a merge: 16 x 128 elements of float32 for four warps
 MAX_COLUMNS = 1024  # of one program of a sum: 8 each, one load of 16 bytes a row

@@ -21,20 +21,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from radixtrain.errors import UserError
-from radixtrain.kernels.experimental.triton_runtime import triton_missing
-from radixtrain.kernels.varlen import KernelCall
+from radixtrain.tree.layout import TreeLayout
 
-# What the kernels of `tree_triton.py` take. It stands here because that file needs Triton.
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
-MIN_BLOCK = 16  # rows and columns of the smallest product of matrices
+__all__ = ["TreeTiles", "tile_sizes", "tiles_of", "tree_tiles"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,53 +75,19 @@ def tile_sizes(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> tupl
     return (128, 64) if head_dim <= 128 else (64, 16)
 
 
-def tiled_refusal(call: KernelCall) -> str | None:
-    """Why the tiled tree attention cannot run the call, in the words of an error; None if it can."""
-    for name, is_asked in (("soft-cap", call.softcap), ("sinks", call.sinks)):
-        if is_asked:
-            return f"computes no {name}"
-    if call.window:
-        return "computes no sliding window, and one is shorter than the batch's longest sequence"
-    if call.device.type == "cpu" and call.dtype == torch.bfloat16:
-        return "runs on a CPU under Triton's interpreter, which gets bfloat16 wrong"
-    if call.dtype not in DTYPES:
-        return f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}, got {call.dtype}"
-    if call.head_dim > MAX_HEAD_DIM:
-        return f"takes head dims up to {MAX_HEAD_DIM}, got {call.head_dim}"
-    return triton_missing(call.device)
+_TILES: WeakKeyDictionary[TreeLayout, dict[tuple[int, int], TreeTiles]] = WeakKeyDictionary()
 
 
-def tiles_of_layout(layout: Any, query: Tensor) -> TreeTiles:
-    """The lists in the batch of a `TreeLayout`. On the host they can be made here; no device is waited for.
-
-    Raises UserError if a device has none, or larger tiles than fit it.
-    """
-    held, walked = tile_sizes(query.shape[-1], query.dtype)
-    if query.device.type == "cpu":
-        return layout.tiles or tree_tiles(layout.row_subtree_ends.numpy(), held, walked)
-    if layout.tiles is None:
-        raise UserError(
-            f"attention='tree' needs the lists of tiles in the batch, which are made on the host: ask for them with "
-            f"RadixCollator(tree_tiles=({held}, {walked})), or TreeLayout.from_plan(plan, tiles=({held}, {walked}))"
-        )
-    if layout.tiles.held > held or layout.tiles.walked > walked:
-        raise UserError(
-            f"attention='tree' takes tiles of up to ({held}, {walked}) rows for {query.dtype} and head dim "
-            f"{query.shape[-1]}, the batch has {(layout.tiles.held, layout.tiles.walked)}: set "
-            f"RadixCollator(tree_tiles=({held}, {walked}))"
-        )
-    return layout.tiles
-
-
-def check_tile_sizes(held: int, walked: int) -> None:
-    """ValueError for sizes that the kernels do not take."""
-    for size in (held, walked):
-        if size < MIN_BLOCK or size & (size - 1):
-            raise ValueError(f"tree tiles: held and walked must be powers of two from {MIN_BLOCK}, got {size}")
+def tiles_of(layout: TreeLayout, q: Tensor) -> TreeTiles:
+    """The lists for q (U, N, H), made by the first call for a layout, which waits for the device."""
+    sizes, made = tile_sizes(q.shape[2], q.dtype), _TILES.setdefault(layout, {})
+    if sizes not in made:
+        made[sizes] = tree_tiles(layout.row_subtree_ends.cpu().numpy(), *sizes).to(q.device)
+    return made[sizes]
 
 
 def tree_tiles(row_subtree_ends: npt.ArrayLike, held: int, walked: int) -> TreeTiles:
-    """The lists of a tree mask, on CPU. Runs in the DataLoader worker.
+    """The lists of a tree mask, on CPU.
 
     row_subtree_ends: (U,), integer. as in a `PrefixPlan`, whose padding rows are a tree of their own.
     ValueError if a row does not see itself, or an end is past the last row.

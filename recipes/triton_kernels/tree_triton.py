@@ -21,25 +21,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton import language as tl
 
-from radixtrain.kernels.experimental.tree_tiles import MIN_BLOCK, TreeTiles
-from radixtrain.kernels.experimental.triton_runtime import tl, triton
+from triton_kernels.tree_tiles import TreeTiles
 
+__all__ = ["attention_on_tiles"]
+
+MIN_BLOCK = 16  # rows and columns of the smallest product of matrices
 LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware has a power of two: exp(x) = 2^(x log2 e)
 # Queries that dk and dv walk at once, at most. With 64 their kernel, which holds two results, spills registers in
 # bfloat16 and head dim 128: 128 bytes a thread on sm_90, 180 on sm_120; with 32 none and 72 (ptxas of Triton 3.7.1).
 DKDV_QUERIES = 32
 
 
-def tiled_tree_attention(q: Tensor, k: Tensor, v: Tensor, tiles: TreeTiles, scale: float) -> Tensor:
+def attention_on_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: TreeTiles, scale: float) -> Tensor:
     """Attention of every row over itself and its ancestors, differentiable once.
 
-    q: (U, N, H), bfloat16, float16 or float32. any strides, as for k and v.
+    q: (U, N, H), bfloat16, float16 or float32, H up to 256. any strides, as for k and v.
     k, v: (U, K, H), the dtype of q, N a multiple of K.
     tiles: on the device of q; `held` and `walked` powers of two, at least 16.
     scale: factor on the products of queries and keys.
-    Returns (U, N, H), contiguous, the dtype of q. `tree_attention` has checked shapes and dtypes.
+    Returns (U, N, H), contiguous, the dtype of q.
     """
     assert tiles.num_rows == len(q), "the lists are of another batch"
     return _forward(q, k, v, *_lists(tiles), tiles.held, tiles.walked, scale)[0]
