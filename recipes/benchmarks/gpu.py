@@ -45,13 +45,10 @@ gradient is wrong.
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from gpu_parts.watch import watch
+from gpu_parts.watch import options_of, watch
 
-STARTED = time.time()
 PARTS = {
     **{"equivalence": 35, "sync": 15, "step": 170, "ceilings": 10, "repeat": 15, "chunks": 10, "profile": 25},
     **{"unshared": 30, "attention": 50, "rows": 15, "trees": 60, "groups": 40, "shared": 25, "generate": 25},
@@ -65,26 +62,20 @@ MODELS = ("0.6B", "4B", "8B")
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="shapes that a laptop measures in seconds")
-    parser.add_argument("--seconds", type=float, default=400, help="in all, from the start; what was begun is finished")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    options_of(parser, list(PARTS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="of Qwen3")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="of steps: gpu_parts/arms.py has their names")
-    parser.add_argument("--json", type=Path, help="a file to write; the page has its name and ends in .md")
-    parser.add_argument("--go_on", action="store_true", help="keep the results that the file has")
-    parser.add_argument("--commit", help="of a copy of the tree without git")
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of the process that measures
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.until is None:
-        return watch(__file__, argv, options.parts, STARTED + options.seconds, options.json, options.go_on)
-    from gpu_parts.parts import measure  # torch, which takes seconds and which the watching process does without
+        return watch(__file__, argv, options)
+    from gpu_parts.measure import measure  # torch, which takes seconds and which the watching process does without
+    from gpu_parts.parts import calls
 
-    return measure(options, PARTS)
+    return measure(options, PARTS, calls)
 
 
 if __name__ == "__main__":

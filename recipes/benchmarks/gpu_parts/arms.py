@@ -41,7 +41,7 @@ from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
-__all__ = ["BACKENDS", "PackedArm", "arm_named", "as_loaded", "chosen_backend", "is_rival", "packed_work", "sdpa_backend"]
+__all__ = ["BACKENDS", "PackedArm", "arm_named", "as_loaded", "chosen_backend", "is_rival", "packed_implementation", "packed_work", "sdpa_backend"]
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -87,7 +87,7 @@ def arm_named(name: str, shape: ModelShape, device: torch.device) -> Arm:
         return _padded_arm(kernel, shape, device)
     if way == "packed":
         choose_attention("expand", kernel or "auto", device, torch.bfloat16, shape.head_dim)
-        return PackedArm(plain_head=True, implementation=_packed_implementation(kernel, device))
+        return PackedArm(plain_head=True, implementation=packed_implementation(kernel, device))
     if kernel == "triton":
         triton = optional("triton_kernels")
         return InsideArm(plain_head=True, attention=way, context=triton.rows_by_triton)
@@ -120,7 +120,7 @@ def chosen_backend(heads: int, key_heads: int, head_dim: int, device: torch.devi
     return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)).name
 
 
-def _packed_implementation(kernel: str, device: torch.device) -> str:
+def packed_implementation(kernel: str, device: torch.device) -> str:
     """The `attn_implementation` of a packed arm: of one of our kernels by name, or the newest that transformers has."""
     if not kernel and device.type == "cuda":
         found = {
@@ -136,6 +136,7 @@ def _packed_implementation(kernel: str, device: torch.device) -> str:
     return name
 
 
+@torch.compiler.disable  # as ours is: compiling the arguments of a kernel gains nothing
 def varlen_attention(
     module: nn.Module,
     query: Tensor,

@@ -103,7 +103,7 @@ BARS = (
     Bar("fixed rates: time over what a calibration chooses", "rates", "slowdown", 1.03, False),
     *_of_dualkv("flash in torch", "cascade torch", 3),
     *_of_dualkv("a kernel for Hopper", OF_HOPPER, 4),
-    Bar("Trainers: difference of losses over that of two orders", "trainers", "loss_over_noise", 1, False, is_speed=False),
+    Bar("trainers: losses and norms, difference over that of two orders", "trainers", "over_noise", 2, False, is_speed=False),
 )
 NOTES = {
     "equivalence": "Relative L2 errors of gradients against float64: the median ratio to those of the ordinary step, "
@@ -116,6 +116,9 @@ NOTES = {
     "rates": "Seconds of each unit, fixed and fitted; and a step with the choices of either.",
     "table": "Table 1 of DualKV: one layer, forward and backward, float16, 32 heads, 8 key heads, 128 wide, answers of "
     "2,048 tokens. Its milliseconds are those that its authors published for one H100.",
+    "trainers": "Steps of the trainer itself, optimizer included. *over noise* is the largest difference of a loss, or of "
+    "a gradient's norm, from those of the first arm, over that of the same arm with the rows of each batch in another "
+    "order.",
     "attention": "One layer, forward, and forward and backward. Errors over those of flash-attention in the same "
     "dtype, the worst of output, dq, dk and dv.",
 }

@@ -70,8 +70,11 @@ class Run(Results):
         self._say(f"{part}: {case}: " + ", ".join(f"{name} {shown(value)}" for name, value in measures.items()))
 
     def leave_out(self, what: str, why: object) -> None:
-        self.left_out.append(f"{what}: {str(why).splitlines()[0] if str(why) else type(why).__name__}")
-        self._say(f"left out: {self.left_out[-1]}")
+        """Once: the same arm is missing in every step."""
+        line = f"{what}: {str(why).splitlines()[0] if str(why) else type(why).__name__}"
+        if line not in self.left_out:
+            self.left_out.append(line)
+            self._say(f"left out: {line}")
 
     def has_time(self, what: str, needed: float = 0.0) -> bool:
         if self.seconds_left > needed:

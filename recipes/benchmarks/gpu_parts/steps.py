@@ -62,7 +62,7 @@ def built(case: Case, device: torch.device) -> Any:
         enable({"use_reentrant": False})  # transformers renamed it
     if case.change == "compiled":
         for layer in model.model.layers:
-            layer.compile(dynamic=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+            layer.compile(dynamic=True, backend="inductor" if device.type == "cuda" else "eager")
     if case.change == "liger":
         patch = optional("liger_kernel.transformers").apply_liger_kernel_to_qwen3
         patch(model=model, fused_linear_cross_entropy=False)  # all arms have one of ours
@@ -112,7 +112,7 @@ def arms_of(run: Run, case: Case, work: Work, names: Sequence[str]) -> Arms:
         try:
             arm = arm_named(name, case.shape, run.device)
         except (UserError, ValueError) as error:
-            run.leave_out(f"{case}, {name}", error)
+            run.leave_out(f"arm {name}", error)
             continue
         arms[name] = (arm, packed if isinstance(arm, PackedArm) else on_device)
         if isinstance(arm, PackedArm):

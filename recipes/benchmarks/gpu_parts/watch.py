@@ -5,6 +5,7 @@ ends its process (`Run.part`); so does a kernel that kills it. What was found un
 have not begun run in a fresh process.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -15,25 +16,38 @@ from pathlib import Path
 
 from gpu_parts.results import ENDED, RUNNING, Results
 
-__all__ = ["watch"]
+__all__ = ["options_of", "watch"]
+
+STARTED = time.time()  # all that takes long is imported after this file
 
 RECIPES = Path(__file__).resolve().parents[2]  # where `triton_kernels` is, which a part imports if it is there
 
 
-def watch(script: str, argv: Sequence[str], parts: Sequence[str], until: float, path: Path | None, go_on: bool) -> int:
-    """Run the parts. Prints the page, and returns 1 if a gradient is wrong or a process began nothing.
+def options_of(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
+    """Add the options that every benchmark of a GPU has."""
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="shapes that a laptop measures in seconds")
+    parser.add_argument("--seconds", type=float, default=400, help="in all, from the start; what was begun is finished")
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
+    parser.add_argument("--json", type=Path, help="a file to write; the page has its name and ends in .md")
+    parser.add_argument("--go_on", action="store_true", help="keep the results that the file has")
+    parser.add_argument("--commit", help="of a copy of the tree without git")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of `time.time()`; for the process that measures
+
+
+def watch(script: str, argv: Sequence[str], options: argparse.Namespace) -> int:
+    """Run the parts that are asked for. Prints the page, and returns 1 if a gradient is wrong.
 
     script, argv: the benchmark and its options; `--until`, `--parts` and `--json` are added.
-    until: the second at which it has to end, of `time.time()`.
-    path: the JSON file to write, or None. go_on: keep what it holds.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results = Results(path=path or Path(folder) / "results.json")
-        if go_on:
+        results = Results(path=options.json or Path(folder) / "results.json")
+        if options.go_on:
             results.read()
         results.parts = {}
         results.write()
-        code = _run_all(results, [sys.executable, script, *argv, f"--json={results.path}", f"--until={until}"], parts)
+        added = [f"--json={results.path}", f"--until={STARTED + options.seconds}"]
+        code = _run_all(results, [sys.executable, script, *argv, *added], options.parts)
         print(results.page())
         return code or int(not results.passed)
 
