@@ -9,30 +9,30 @@ downloaded: weights and tokens are random. docs/benchmarks.md has the commands f
 
 Parts, most important first; `gpu_parts/` says what each measures. `seconds` is what an H100 should take.
 
-| part            | seconds | what                                                                                 |
-|-----------------|---------|--------------------------------------------------------------------------------------|
-| `equivalence`   | 35      | gradients of every strategy and kernel in bfloat16, against float64                    |
+| part            | seconds | what                                                                                  |
+|-----------------|---------|---------------------------------------------------------------------------------------|
+| `equivalence`   | 35      | gradients of every strategy and kernel in bfloat16, against float64                   |
 | `sync`          | 15      | whether a step waits for the device                                                   |
-| `step`          | 170     | steps and forward passes of Qwen3-0.6B, 4B and 8B shapes, beside every rival           |
-| `ceilings`      | 10      | a copy, a matrix product, attention on each backend: what the card can do              |
-| `repeat`        | 15      | whether a step has the same bits again                                                 |
-| `chunks`        | 10      | head and loss by the size of their chunks                                              |
-| `profile`       | 25      | kernels of one step of each arm                                                        |
-| `unshared`      | 30      | sequences that share nothing, of equal and of unequal lengths: it should cost nothing  |
-| `attention`     | 50      | one layer: every strategy and kernel on three trees                                    |
-| `rows`          | 15      | segment sum beside a copy of as many bytes                                             |
-| `trees`         | 60      | an agent's history with an answer after each of 20 turns                               |
-| `groups`        | 40      | 8 answers to one prompt, as in RL                                                      |
-| `shared`        | 25      | share_prefixes beside the model as it is                                               |
-| `generate`      | 25      | radixtrain.generate beside model.generate                                              |
-| `rates`         | 30      | the rates of this device beside the fixed ones, and what both choose                   |
-| `short`         | 60      | prompts of 512 and answers of 64                                                       |
-| `unequal`       | 60      | own parts of 16 to 1,024 tokens                                                        |
-| `table`         | 90      | DualKV's table of one layer of attention                                               |
-| `checkpointing` | 60      | 4B with and without activations computed again                                         |
-| `contexts`      | 120     | prompts of 32k and 64k                                                                 |
-| `compile`       | 200     | all arms under torch.compile                                                           |
-| `liger`         | 60      | all arms with Liger's layers                                                           |
+| `step`          | 170     | steps and forward passes of Qwen3-0.6B, 4B and 8B shapes, beside every rival          |
+| `ceilings`      | 10      | a copy, a matrix product, attention on each backend: what the card can do             |
+| `repeat`        | 15      | whether a step has the same bits again                                                |
+| `chunks`        | 10      | head and loss by the size of their chunks                                             |
+| `profile`       | 25      | kernels of one step of each arm                                                       |
+| `unshared`      | 30      | sequences that share nothing, of equal and of unequal lengths: it should cost nothing |
+| `attention`     | 50      | one layer: every strategy and kernel on three trees                                   |
+| `rows`          | 15      | segment sum beside a copy of as many bytes                                            |
+| `trees`         | 60      | an agent's history with an answer after each of 20 turns                              |
+| `groups`        | 40      | 8 answers to one prompt, as in RL                                                     |
+| `shared`        | 25      | share_prefixes beside the model as it is                                              |
+| `generate`      | 25      | radixtrain.generate beside model.generate                                             |
+| `rates`         | 30      | the rates of this device beside the fixed ones, and what both choose                  |
+| `short`         | 60      | prompts of 512 and answers of 64                                                      |
+| `unequal`       | 60      | own parts of 16 to 1,024 tokens                                                       |
+| `table`         | 90      | DualKV's table of one layer of attention                                              |
+| `checkpointing` | 60      | 4B with and without activations computed again                                        |
+| `contexts`      | 120     | prompts of 32k and 64k                                                                |
+| `compile`       | 200     | all arms under torch.compile                                                          |
+| `liger`         | 60      | all arms with Liger's layers                                                          |
 
 All of them take 20 minutes: ask for some, or for more `--seconds`. Each part gets its share of the time that is left,
 looks at the clock, and leaves out by name what does not fit. A part that fails says so, and the others go on. A part

@@ -7,13 +7,13 @@ Needs torch, transformers and accelerate for `hf`; trl and datasets for `sft`, `
 without them (`gpu_wheels.py` fetches both for a machine without a network). `real` needs a folder (`--real`) with
 weights and rows, which `gpu_parts/real.py` describes. Clock, parts and files are those of `gpu.py`.
 
-| part   | seconds | what                                                                                       |
-|--------|---------|--------------------------------------------------------------------------------------------|
-| `hf`   | 70      | Hugging Face's Trainer: padded, padding-free, and with RadixCollator and prepare_model       |
-| `sft`  | 90      | TRL's SFTTrainer: padded, padding_free, packing, and the same two lines                      |
-| `real` | 150     | SmolLM2-135M-Instruct on banking77, to its accuracy on the test rows                        |
-| `dpo`  | 60      | TRL's DPOTrainer, and with share_prefixes                                                  |
-| `grpo` | 60      | TRL's GRPOTrainer on groups of 8 x (1,024 + 1,024), and with share_prefixes                 |
+| part   | seconds | what                                                                                   |
+|--------|---------|----------------------------------------------------------------------------------------|
+| `hf`   | 70      | Hugging Face's Trainer: padded, padding-free, and with RadixCollator and prepare_model |
+| `sft`  | 90      | TRL's SFTTrainer: padded, padding_free, packing, and the same two lines                |
+| `real` | 150     | SmolLM2-135M-Instruct on banking77, to its accuracy on the test rows                   |
+| `dpo`  | 60      | TRL's DPOTrainer, and with share_prefixes                                              |
+| `grpo` | 60      | TRL's GRPOTrainer on groups of 8 x (1,024 + 1,024), and with share_prefixes            |
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""The arms of a step, by name: what a user would pick, and ours. Each has the head only on labelled tokens, in chunks.
+"""The arms of a step, by name: what a user would pick, and ours. Each has the head only on labelled tokens.
 
-| name                        | what                                                                                      |
-|-----------------------------|-------------------------------------------------------------------------------------------|
-| `padded`                    | Hugging Face's `sdpa`, sorted by length, without a mask; torch chooses the backend         |
-| `padded/cudnn`, `/flash`    | the same on a backend by name                                                              |
-| `packed`                    | the sequences back to back in one row, varlen attention: flash-attn 4, 3 or 2 if           |
-|                             | transformers finds them, otherwise the flash kernel inside torch                           |
-| `packed/KERNEL`             | the same on a kernel of ours, by name                                                      |
-| `STRATEGY`                  | ours: `cascade`, `path`, `expand`, `tree`, `auto`                                           |
-| `STRATEGY/KERNEL`           | the same on a kernel by name                                                               |
-| `STRATEGY/triton`           | the same, rows added and merged by `recipes/triton_kernels`                                |
+| name                     | what                                                                               |
+|--------------------------|------------------------------------------------------------------------------------|
+| `padded`                 | Hugging Face's `sdpa`, sorted by length, without a mask; torch chooses the backend |
+| `padded/cudnn`, `/flash` | the same on a backend by name                                                      |
+| `packed`                 | the sequences back to back in one row, varlen attention: flash-attn 4, 3 or 2 if   |
+|                          | transformers finds them, otherwise the flash kernel inside torch                   |
+| `packed/KERNEL`          | the same on a kernel of ours, by name                                              |
+| `STRATEGY`               | ours: `cascade`, `path`, `expand`, `tree`, `auto`                                  |
+| `STRATEGY/KERNEL`        | the same on a kernel by name                                                       |
+| `STRATEGY/triton`        | the same, rows added and merged by `recipes/triton_kernels`                        |
 
 A packed batch has `cu_seq_lens_q` as Hugging Face's own collator for flattening makes them.
 """
@@ -41,7 +41,17 @@ from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
-__all__ = ["BACKENDS", "PackedArm", "arm_named", "as_loaded", "chosen_backend", "is_rival", "packed_implementation", "packed_work", "sdpa_backend"]
+__all__ = [
+    "BACKENDS",
+    "PackedArm",
+    "arm_named",
+    "as_loaded",
+    "chosen_backend",
+    "is_rival",
+    "packed_implementation",
+    "packed_work",
+    "sdpa_backend",
+]
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -99,14 +99,18 @@ def attention(run: Run, plans: Plans, heads: Heads) -> None:
 
 def table(run: Run, heads: Heads, shrink: int = 1) -> None:
     """Each row on every kernel, `cascade` where the kernel needs a strategy. shrink: all lengths are divided by it."""
-    kinds = [kind for kind in _kinds(run, "table", torch.float16, heads) if not kind.name.startswith(("path", "expand"))]
+    kinds = [
+        kind for kind in _kinds(run, "table", torch.float16, heads) if not kind.name.startswith(("path", "expand"))
+    ]
     for number, prompt, published, *_ in DUALKV:
         tree = Tree.of(one_prompt(prompt // shrink, 2048 // shrink, number), heads, run.device, torch.float16)
         for kind in kinds:
             case = f"N {number}, P {prompt // 1024}k, {kind.name}"
             try:
                 with kind.context():
-                    measures = _ten_steps(run, f"table {case}", partial(_step, partial(kind.attend, tree), tree.tensors))
+                    measures = _ten_steps(
+                        run, f"table {case}", partial(_step, partial(kind.attend, tree), tree.tensors)
+                    )
             except Exception as error:
                 run.leave_out(f"table {case}", error)
                 continue

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["BARS", "DUALKV", "Bar", "Result", "Verdict", "page", "shown", "verdicts"]
+__all__ = ["BARS", "DUALKV", "Bar", "Result", "Verdict", "limit", "page", "shown", "verdicts"]
 
 Result = tuple[str, str, dict[str, Any]]  # part, case, measures
 LEFT_OUT = "left out"
@@ -45,8 +45,8 @@ class Verdict(NamedTuple):
     case: str = ""
 
 
-# DualKV's Table 1 on an H100: answers of 2,048 tokens, tokens of their prompt, its milliseconds, and what is asked of the
-# flash kernel inside torch and of a kernel that was made for Hopper.
+# DualKV's Table 1 on an H100: answers of 2,048 tokens, tokens of their prompt, its milliseconds, and what is asked of
+# the flash kernel inside torch and of a kernel that was made for Hopper.
 DUALKV = (
     (28, 4096, 133, 90, 55),
     (28, 16_384, 468, 310, 190),
@@ -103,22 +103,29 @@ BARS = (
     Bar("fixed rates: time over what a calibration chooses", "rates", "slowdown", 1.03, False),
     *_of_dualkv("flash in torch", "cascade torch", 3),
     *_of_dualkv("a kernel for Hopper", OF_HOPPER, 4),
-    Bar("trainers: losses and norms, difference over that of two orders", "trainers", "over_noise", 2, False, is_speed=False),
+    Bar(
+        "trainers: losses and norms, difference over that of two orders",
+        "trainers",
+        "over_noise",
+        2,
+        False,
+        is_speed=False,
+    ),
 )
 NOTES = {
     "equivalence": "Relative L2 errors of gradients against float64: the median ratio to those of the ordinary step, "
     "and the worst of both.",
     "sync": "A step from the collator to the optimizer under `torch.cuda.set_sync_debug_mode('error')`.",
-    "step": "One prompt for all sequences. *measured* is against the fastest rival: `padded` is `sdpa`, `packed` varlen "
-    "attention without padding; all have the head on labelled tokens only. Peaks are beyond the weights: gradients and "
-    "activations.",
+    "step": "One prompt for all sequences. *measured* is against the fastest rival: `padded` is `sdpa`, `packed` is "
+    "varlen attention without padding; all have the head on labelled tokens only. Peaks are beyond the weights: "
+    "gradients and activations.",
     "rows": "Beside a copy of as many bytes from device to device.",
     "rates": "Seconds of each unit, fixed and fitted; and a step with the choices of either.",
     "table": "Table 1 of DualKV: one layer, forward and backward, float16, 32 heads, 8 key heads, 128 wide, answers of "
     "2,048 tokens. Its milliseconds are those that its authors published for one H100.",
-    "trainers": "Steps of the trainer itself, optimizer included. *over noise* is the largest difference of a loss, or of "
-    "a gradient's norm, from those of the first arm, over that of the same arm with the rows of each batch in another "
-    "order.",
+    "trainers": "Steps of the trainer itself, optimizer included. *over noise* is the largest difference of a loss, or "
+    "of a gradient's norm, from those of the first arm, over that of the same arm with the rows of each batch in "
+    "another order.",
     "attention": "One layer, forward, and forward and backward. Errors over those of flash-attention in the same "
     "dtype, the worst of output, dq, dk and dv.",
 }
@@ -170,10 +177,13 @@ def asked(judged: Sequence[Verdict]) -> list[str]:
     """The table of the bars."""
     lines = ["| bar | predicted | asked | found | verdict | worst case |", "|---" * 6 + "|"]
     for bar, verdict, figure, case in judged:
-        limit = f"{'at least' if bar.at_least else 'at most'} {bar.limit:g}"
         found = f"{shown(figure)} | **{verdict}** | {case}"
-        lines.append(f"| {bar.asked} | {bar.predicted or '–'} | {limit} | {found} |")
+        lines.append(f"| {bar.asked} | {bar.predicted or '–'} | {limit(bar)} | {found} |")
     return lines
+
+
+def limit(bar: Bar) -> str:
+    return f"{'at least' if bar.at_least else 'at most'} {bar.limit:g}"
 
 
 def _table(rows: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:

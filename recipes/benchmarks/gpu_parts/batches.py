@@ -1,18 +1,18 @@
 """Which steps are measured: every row of `STEPS` is a batch, its models, and what is changed in them.
 
-| part            | sequences                                                                                             |
-|-----------------|-------------------------------------------------------------------------------------------------------|
-| `step`          | 32 with a prompt of 2,048 and 256 of their own; also the forward pass                                 |
-| `unshared`      | nothing shared: 8 of 2,304, and 16 of 64 to 4,096                                                     |
-| `trees`         | an agent: 20 turns of 400 tokens, each seen by an answer of 100                                       |
-| `groups`        | a group of RL: 8 answers of 1,024 after a prompt of 1,024                                             |
-| `short`         | 32 with a prompt of 512 and 64 of their own; also the forward pass                                    |
-| `unequal`       | the prompt of `step`, own parts of 16 to 1,024 tokens, as many of each order of magnitude             |
-| `checkpointing` | those of `step`, activations of 4B kept in place of computed again                                    |
-| `contexts`      | a prompt of 32k with 8 answers, and one of 64k with 4                                                 |
-| `compile`       | those of `step`, every layer compiled by torch.compile, in all arms                                   |
-| `liger`         | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms                              |
-| `rates`         | small ones of four kinds, for the choice of a strategy                                                |
+| part            | sequences                                                                                 |
+|-----------------|-------------------------------------------------------------------------------------------|
+| `step`          | 32 with a prompt of 2,048 and 256 of their own; and its forward pass                      |
+| `unshared`      | nothing shared: 8 of 2,304, and 16 of 64 to 4,096                                         |
+| `trees`         | an agent: 20 turns of 400 tokens, each seen by an answer of 100                           |
+| `groups`        | a group of RL: 8 answers of 1,024 after a prompt of 1,024                                 |
+| `short`         | 32 with a prompt of 512 and 64 of their own; also the forward pass                        |
+| `unequal`       | the prompt of `step`, own parts of 16 to 1,024 tokens, as many of each order of magnitude |
+| `checkpointing` | those of `step`, activations of 4B kept in place of computed again                        |
+| `contexts`      | a prompt of 32k with 8 answers, and one of 64k with 4                                     |
+| `compile`       | those of `step`, every layer compiled by torch.compile, in all arms                       |
+| `liger`         | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms                  |
+| `rates`         | small ones of four kinds, for the choice of a strategy                                    |
 
 All tokens and weights are random. 4B and 8B compute activations again in the backward pass.
 """
@@ -55,9 +55,9 @@ class Batch(NamedTuple):
 class Case(NamedTuple):
     """A step to measure.
 
-    recompute: activations are computed again in the backward pass. change: of the model, in all arms: "", `compiled` or
-    `liger`. most_padded: sequences of an ordinary micro-batch, at most; with unequal lengths fewer have less padding. 0:
-    as many as fit.
+    recompute: activations are computed again in the backward pass.
+    change: of the model, in all arms: "", `compiled` or `liger`.
+    most_padded: sequences of an ordinary micro-batch, at most: fewer of unequal lengths have less padding. 0: all.
     """
 
     shape: ModelShape
@@ -98,7 +98,9 @@ def one_prompt(prompt: int, own: int, number: int) -> Batch:
 
 def unequal(prompt: int, own: int, number: int) -> Batch:
     """One prompt, and own parts of own / 64 to `own` tokens, evenly spread by their logarithms."""
-    return Batch(f"{number} x ({prompt} + {max(1, own // 64)} to {own})", number, partial(_unequal, prompt, own, number))
+    return Batch(
+        f"{number} x ({prompt} + {max(1, own // 64)} to {own})", number, partial(_unequal, prompt, own, number)
+    )
 
 
 def _unequal(prompt: int, own: int, number: int, shape: ModelShape) -> Features:
@@ -139,7 +141,10 @@ STEPS = {
     "groups": [Row(("0.6B", "4B", "8B"), one_prompt(1024, 1024, 8), one_prompt(16, 16, 4))],
     "short": [Row(("0.6B", "4B", "8B"), one_prompt(512, 64, 32), one_prompt(8, 4, 4), BOTH)],
     "unequal": [Row(("0.6B", "4B"), unequal(2048, 1024, 32), unequal(32, 64, 9), most_padded=8)],
-    "checkpointing": [Row(("4B",), PLAIN, TINY_PLAIN, recompute=False), Row(("4B",), PLAIN, TINY_PLAIN, recompute=True)],
+    "checkpointing": [
+        Row(("4B",), PLAIN, TINY_PLAIN, recompute=False),
+        Row(("4B",), PLAIN, TINY_PLAIN, recompute=True),
+    ],
     "contexts": [
         Row(("0.6B",), one_prompt(32_768, 1024, 8), one_prompt(64, 8, 4), recompute=True),
         Row(("0.6B",), one_prompt(65_536, 1024, 4), one_prompt(128, 8, 4), recompute=True),

@@ -1,7 +1,7 @@
 """What the card can do: a copy, a matrix product, and attention of every kernel. Times of a step are judged by these.
 
-Attention is causal, of 16 sequences of 2,304 tokens with the heads of Qwen3-4B: `sdpa` as torch chooses, on each backend
-by name, and the varlen kernels of `radixtrain/kernels`.
+Attention is causal, of 16 sequences of 2,304 tokens with the heads of Qwen3-4B: `sdpa` as torch chooses, on each
+backend by name, and the varlen kernels of `radixtrain/kernels`.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,6 +46,8 @@ SIZES, TINY_SIZES = Sizes(2**32, 8192, 16, 2304, 32, 8, 128), Sizes(2**20, 128, 
 
 def ceilings(run: Run, sizes: Sizes) -> None:
     """Terabytes a second, read and written, and teraflops a second."""
+    if not run.has_time("ceilings"):
+        return
     source = torch.zeros(sizes.num_bytes, dtype=torch.uint8, device=run.device)
     seconds = median_seconds(partial(torch.empty_like(source).copy_, source), run.device)
     run.found("ceilings", "copy", terabytes_per_second=2 * sizes.num_bytes / seconds / 1e12)

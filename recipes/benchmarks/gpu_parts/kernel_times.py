@@ -7,7 +7,6 @@ for kernels.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from gpu_parts.batches import Case
 from gpu_parts.run import Run
 from gpu_parts.steps import arms_of, built, fitting_work, prepare
@@ -25,6 +24,8 @@ TURNS = 2  # timed, after one that is not
 
 def profile_steps(run: Run, case: Case, names: Sequence[str]) -> None:
     """A step of each arm of these names: wall and busy time, and the kernels that take longest."""
+    if not run.has_time("profile"):
+        return
     model = built(case, run.device)
     work = fitting_work(run, model, case, case.batch.features(case.shape))
     for name, (arm, of_arm) in arms_of(run, case, work, names).items():
@@ -53,6 +54,8 @@ def _kernels(run: Run, model: Any, arm: Arm, work: Work) -> list[tuple[str, floa
         seconds_of(lambda: arm.run_step(model, work), run.device)
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     events = [event for event in recorded.key_averages() if event.device_type == kind]
-    took = [(event.key, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3) for event in events]
+    took = [
+        (event.key, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3) for event in events
+    ]
     found = [(*each, event.count) for each, event in zip(took, events, strict=True)]
     return sorted(found, key=lambda each: -each[1])

@@ -14,7 +14,7 @@ FITTED = ("call", "rectangle", "pair", "element", "flop")
 
 
 def rates(run: Run, cases: list[Case]) -> None:
-    """Both sets of rates, and the time of a step by the fixed ones over that by the measured ones: 1 if all is equal."""
+    """Both sets of rates, and the time of a step by the fixed ones over that by the measured ones."""
     if not run.has_time("rates"):
         return
     model = built(cases[0], run.device)

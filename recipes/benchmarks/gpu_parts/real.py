@@ -31,7 +31,7 @@ ROWS, EPOCHS = 64, 2  # conversations of a step; of the run that ends with the a
 
 
 def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
-    """Some steps of Trainer beside those with radixtrain, then epochs with radixtrain and the exact match on the test."""
+    """Some steps with radixtrain beside those without it, then epochs with it, and the exact match on the test rows."""
     if folder is None:
         return run.leave_out("real", "--real names no folder with weights and rows")
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
@@ -40,7 +40,9 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
         encoded = ChatEncoder(tokenizer).encode_all(read_rows(train))
         rows = [{"input_ids": each.input_ids, "labels": each.labels} for samples in encoded for each in samples]
         rows = rows[: num_rows * steps] if tiny else rows
-        compare(run, "SmolLM2 on banking77", _tokens(rows, num_rows), _arms(run, folder, tokenizer, rows, num_rows, steps))
+        compare(
+            run, "SmolLM2 on banking77", _tokens(rows, num_rows), _arms(run, folder, tokenizer, rows, num_rows, steps)
+        )
         model = prepare_model(_model(run, folder))
         before = exact_match(model, tokenizer, test, num_tests)
         flags = {"max_steps": steps} if tiny else {"num_train_epochs": EPOCHS}
@@ -49,7 +51,9 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
             trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=RadixCollator())
             seconds = seconds_of(trainer.train, run.device)
         measures = {"exact_match_before": before, "exact_match_after": exact_match(model, tokenizer, test, num_tests)}
-        run.found("real", "SmolLM2 on banking77, radixtrain", **measures, seconds=seconds, steps=trainer.state.global_step)
+        run.found(
+            "real", "SmolLM2 on banking77, radixtrain", **measures, seconds=seconds, steps=trainer.state.global_step
+        )
     return None
 
 
@@ -77,7 +81,13 @@ def _arguments(run: Run, output: str, num_rows: int, **flags: Any) -> TrainingAr
 
 
 def _model(run: Run, folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.float32)
+    """In float32. A copy: what is read from the file of 4 bits counts as quantized, which no trainer takes."""
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.float32)
+    config = read.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = type(read)(config)
+    model.load_state_dict(read.state_dict())
     return model.to(run.device).train()
 
 

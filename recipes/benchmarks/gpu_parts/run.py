@@ -24,7 +24,15 @@ from radixtrain.timing import seconds_of
 __all__ = ["Run", "facts", "median_seconds"]
 
 GRACE = 30  # seconds for a result that was begun
-DEVICE_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend", "liger-kernel", "trl")
+DEVICE_PACKAGES = (
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cudnn-frontend",
+    "liger-kernel",
+    "trl",
+)
 
 
 @dataclass(kw_only=True)

@@ -138,7 +138,9 @@ def dpo_arms(setting: Setting) -> Arms:
     """DPOTrainer, and with `share_prefixes` around policy and reference. A batch has half as many pairs as rows."""
     trl, datasets = optional("trl"), optional("datasets")
     prompt, owns = setting.texts()
-    pairs = [{"prompt": prompt, "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(owns[::2], owns[1::2], strict=True)]
+    pairs = [
+        {"prompt": prompt, "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(owns[::2], owns[1::2], strict=True)
+    ]
     rows = datasets.Dataset.from_list(pairs)
     flags = {"per_device_train_batch_size": setting.rows // 2, "max_length": None}
     config = trl.DPOConfig(**{**setting.arguments, **flags, "train_sampling_strategy": "sequential"})

@@ -20,8 +20,8 @@ __all__ = ["OTHER_ORDER", "compare", "reversed_rows"]
 
 OTHER_ORDER = "other order"
 SIGNALS = {"loss": 2**-20, "grad_norm": 2**-7}
-"""Of each step, in the log of the trainer, and the relative difference that is only its own rounding: a loss is a float32
-of a few units, the norm of bfloat16 gradients a bfloat16."""
+"""Of each step, in the log of the trainer, and the difference, relative above 1, that is only its own rounding: a loss
+is a float32 of a few units, the norm of bfloat16 gradients a bfloat16."""
 WARM_UP = 3  # steps whose time does not count
 
 

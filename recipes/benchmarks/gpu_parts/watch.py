@@ -1,4 +1,4 @@
-"""A benchmark in a process of its own, begun anew without the part that ended it: a hang, a crash, a device that is gone.
+"""A benchmark in a process of its own, begun anew without the part that ended it: a hang, a crash, a lost device.
 
 The watching process imports no torch and opens no device. A part that takes longer than its time prints where it is and
 ends its process (`Run.part`); so does a kernel that kills it. What was found until then is on disk, and the parts that
@@ -32,7 +32,9 @@ def options_of(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path, help="a file to write; the page has its name and ends in .md")
     parser.add_argument("--go_on", action="store_true", help="keep the results that the file has")
     parser.add_argument("--commit", help="of a copy of the tree without git")
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of `time.time()`; for the process that measures
+    parser.add_argument(
+        "--until", type=float, help=argparse.SUPPRESS
+    )  # of `time.time()`; for the process that measures
 
 
 def watch(script: str, argv: Sequence[str], options: argparse.Namespace) -> int:
@@ -68,5 +70,3 @@ def _run_all(results: Results, command: Sequence[str], parts: Sequence[str]) -> 
             return code or 1
         left = [name for name in left if name not in results.parts]
     return 0
-
-
