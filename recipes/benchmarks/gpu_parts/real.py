@@ -7,8 +7,11 @@ banking77_test.jsonl, as they are or with .xz: `gpu_wheels.py --real` makes it, 
 
 import lzma
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,65 +38,53 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
     if folder is None:
         return run.leave_out("real", "--real names no folder with weights and rows")
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    source = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.float32)
     num_rows, num_tests = (8, 4) if tiny else (ROWS, None)
-    with _texts(folder) as (train, test):
-        encoded = ChatEncoder(tokenizer).encode_all(read_rows(train))
+    with _texts(folder) as (train, test), tempfile.TemporaryDirectory() as output:
+        encoded = islice(ChatEncoder(tokenizer).encode_all(read_rows(train)), num_rows * steps if tiny else None)
         rows = [{"input_ids": each.input_ids, "labels": each.labels} for samples in encoded for each in samples]
-        rows = rows[: num_rows * steps] if tiny else rows
-        compare(
-            run, "SmolLM2 on banking77", _tokens(rows, num_rows), _arms(run, folder, tokenizer, rows, num_rows, steps)
-        )
-        model = prepare_model(_model(run, folder))
+        trainer = partial(_trainer, run, output, rows, num_rows)
+        tokens = sum(len(row["input_ids"]) for row in rows) * num_rows // len(rows)  # of a step, on average
+        compare(run, "SmolLM2 on banking77", tokens, _arms(run, source, tokenizer, partial(trainer, max_steps=steps)))
+        model = prepare_model(_copy(run, source))
         before = exact_match(model, tokenizer, test, num_tests)
-        flags = {"max_steps": steps} if tiny else {"num_train_epochs": EPOCHS}
-        with tempfile.TemporaryDirectory() as output:
-            arguments = _arguments(run, output, num_rows, **flags)
-            trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=RadixCollator())
-            seconds = seconds_of(trainer.train, run.device)
+        whole = trainer(model, RadixCollator(), **{"max_steps": 2} if tiny else {"num_train_epochs": EPOCHS})
+        seconds = seconds_of(whole.train, run.device)
         measures = {"exact_match_before": before, "exact_match_after": exact_match(model, tokenizer, test, num_tests)}
-        run.found(
-            "real", "SmolLM2 on banking77, radixtrain", **measures, seconds=seconds, steps=trainer.state.global_step
-        )
+        run.found("real", "SmolLM2 on banking77", **measures, seconds=seconds, steps=whole.state.global_step)
     return None
 
 
-def _arms(run: Run, folder: Path, tokenizer: Any, rows: list[Any], num_rows: int, steps: int) -> dict[str, Any]:
+def _arms(run: Run, source: Any, tokenizer: Any, trainer: Callable[..., Trainer]) -> dict[str, Callable[[], Trainer]]:
     padded = DataCollatorForSeq2Seq(tokenizer)
-
-    def trainer(model: Any, collate: Any) -> Trainer:
-        arguments = _arguments(run, tempfile.gettempdir(), num_rows, max_steps=steps)
-        return Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
-
     return {
-        "padded": lambda: trainer(_model(run, folder), padded),
-        OTHER_ORDER: lambda: trainer(_model(run, folder), reversed_rows(padded)),
-        "radixtrain": lambda: trainer(prepare_model(_model(run, folder)), RadixCollator()),
+        "padded": lambda: trainer(_copy(run, source), padded),
+        OTHER_ORDER: lambda: trainer(_copy(run, source), reversed_rows(padded)),
+        "radixtrain": lambda: trainer(prepare_model(_copy(run, source)), RadixCollator()),
     }
 
 
-def _arguments(run: Run, output: str, num_rows: int, **flags: Any) -> TrainingArguments:
-    return TrainingArguments(
+def _trainer(
+    run: Run, output: str, rows: list[Any], num_rows: int, model: Any, collate: Callable[..., Any], **flags: Any
+) -> Trainer:
+    arguments = TrainingArguments(
         **{"output_dir": output, "save_strategy": "no", "report_to": "none", "disable_tqdm": True},
-        **{"per_device_train_batch_size": num_rows, "learning_rate": 2e-4, "warmup_steps": 0, "logging_steps": 1},
-        **{"bf16": True, "use_cpu": run.device.type == "cpu", "remove_unused_columns": False, "seed": 0},
+        **{"per_device_train_batch_size": num_rows, "learning_rate": 2e-4, "logging_steps": 1, "seed": 0},
+        **{"bf16": True, "use_cpu": run.device.type == "cpu", "remove_unused_columns": False},
         **{"accelerator_config": {"non_blocking": True}, **flags},
     )
+    return Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
 
 
-def _model(run: Run, folder: Path) -> Any:
-    """In float32. A copy: what is read from the file of 4 bits counts as quantized, which no trainer takes."""
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.float32)
-    config = read.config
+def _copy(run: Run, source: Any) -> Any:
+    """A new model in float32: what is read from a file of 4 bits counts as quantized, which no trainer takes."""
+    config = deepcopy(source.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = type(read)(config)
-    model.load_state_dict(read.state_dict())
+    model = type(source)(config)
+    model.load_state_dict(source.state_dict())
     return model.to(run.device).train()
-
-
-def _tokens(rows: list[Any], num_rows: int) -> int:
-    """Of a step, on average."""
-    return sum(len(row["input_ids"]) for row in rows) * num_rows // len(rows)
 
 
 @contextmanager
