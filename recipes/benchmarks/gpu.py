@@ -57,7 +57,9 @@ PARTS = {
 }
 """Seconds that each should take; the time that is left is shared in this proportion."""
 ARMS = ("padded", "padded/cudnn", "padded/flash", "packed", "cascade")
-MODELS = ("0.6B", "4B", "8B")
+MODELS = {"0.6B": 0.2, "4B": 0.3, "8B": 0.5}
+"""Of Qwen3, and their shares of the time of the parts in `SIZED`."""
+SIZED = ("step", "trees", "groups", "short")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -75,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
     from gpu_parts.measure import measure  # torch, which takes seconds and which the watching process does without
     from gpu_parts.parts import calls
 
-    return measure(options, PARTS, calls)
+    share = sum(MODELS[name] for name in options.models)
+    return measure(options, {part: PARTS[part] * (share if part in SIZED else 1) for part in PARTS}, calls)
 
 
 if __name__ == "__main__":
