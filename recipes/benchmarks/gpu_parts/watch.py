@@ -32,9 +32,7 @@ def options_of(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path, help="a file to write; the page has its name and ends in .md")
     parser.add_argument("--go_on", action="store_true", help="keep the results that the file has")
     parser.add_argument("--commit", help="of a copy of the tree without git")
-    parser.add_argument(
-        "--until", type=float, help=argparse.SUPPRESS
-    )  # of `time.time()`; for the process that measures
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # the end, for the process that measures
 
 
 def watch(script: str, argv: Sequence[str], options: argparse.Namespace) -> int:
