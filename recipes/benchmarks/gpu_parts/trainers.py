@@ -4,6 +4,7 @@ All arms of a comparison train the same model on the same batches. The first arm
 the same with the rows of each batch reversed, and shows how far rounding alone takes the losses apart.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,7 @@ def compare(run: Run, who: str, tokens: int, arms: Mapping[str, Callable[[], Tra
 
 
 def _train(run: Run, make: Callable[[], Trainer]) -> Trained:
+    gc.collect()  # a trainer holds itself, and with it the model and optimizer of the last arm
     trainer, clock = make(), Clock(run.device)
     trainer.add_callback(clock)
     trainer.remove_callback(PrinterCallback)
