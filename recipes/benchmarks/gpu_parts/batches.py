@@ -8,7 +8,7 @@
 | `groups`        | a group of RL: 8 answers of 1,024 after a prompt of 1,024                                 |
 | `short`         | 32 with a prompt of 512 and 64 of their own; also the forward pass                        |
 | `unequal`       | the prompt of `step`, own parts of 16 to 1,024 tokens, as many of each order of magnitude |
-| `checkpointing` | those of `step`, activations of 4B kept in place of computed again                        |
+| `checkpointing` | those of `step`, activations of 4B kept, and computed again                               |
 | `contexts`      | a prompt of 32k with 8 answers, and one of 64k with 4                                     |
 | `compile`       | those of `step`, every layer compiled by torch.compile, in all arms                       |
 | `liger`         | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms                  |
@@ -17,9 +17,9 @@
 All tokens and weights are random. 4B and 8B compute activations again in the backward pass.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,16 +40,12 @@ BOTH: tuple[Mode, ...] = ("step", "forward")
 Features = Sequence[Mapping[str, Any]]
 
 
-class MakesFeatures(Protocol):
-    def __call__(self, shape: ModelShape) -> Features: ...
-
-
 class Batch(NamedTuple):
     """The sequences of a step. name: in tables."""
 
     name: str
     number: int
-    features: MakesFeatures
+    features: Callable[[ModelShape], Features]
 
 
 class Case(NamedTuple):
@@ -68,7 +64,8 @@ class Case(NamedTuple):
     most_padded: int = 0
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, [f"{self.shape}", self.mode, self.batch.name, self.change]))
+        recomputing = "recomputing" if self.recompute else ""
+        return ", ".join(filter(None, [f"{self.shape}", self.mode, self.batch.name, recomputing, self.change]))
 
     @property
     def cell(self) -> GivenBatch:
