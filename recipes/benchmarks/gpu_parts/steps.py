@@ -20,7 +20,7 @@ from gpu_parts.run import Run
 from torch import nn
 
 from radixtrain.bench.cells import build_model
-from radixtrain.bench.work import Arm, Work, work_of
+from radixtrain.bench.work import Arm, Work, with_ordinary_batch_size, work_of
 from radixtrain.errors import UserError
 from radixtrain.timing import peak_bytes, seconds_of
 
@@ -105,7 +105,7 @@ def _compared(turns: dict[str, Turns], ideal: float) -> dict[str, dict[str, Any]
 
 def arms_of(run: Run, case: Case, work: Work, names: Sequence[str]) -> Arms:
     """The arms of these names that run here, with the work of each on the device; the others are left out by name."""
-    on_device, packed = work.to(run.device), packed_work(work).to(run.device)
+    on_device, packed = work.to(run.device), _without_padding(work).to(run.device)
     run.header["padded arm"] = f"sdpa, {sdpa_backend(case.shape, run.device)}"
     arms: Arms = {}
     for name in names:
@@ -118,6 +118,13 @@ def arms_of(run: Run, case: Case, work: Work, names: Sequence[str]) -> Arms:
         if isinstance(arm, PackedArm):
             run.header[f"{name} arm"] = arm.implementation
     return arms
+
+
+def _without_padding(work: Work) -> Work:
+    """The packed arm in micro-batches of about as many tokens as the padded ones have with their padding."""
+    largest = max(batch["input_ids"].numel() for batch in work.ordinary.micro_batches)
+    number = math.ceil(work.num_tokens / largest)
+    return packed_work(with_ordinary_batch_size(work, math.ceil(len(work.features) / number)))
 
 
 def take_turns(run: Run, model: Any, arms: Arms, seconds: float) -> dict[str, Turns]:
