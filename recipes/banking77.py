@@ -19,6 +19,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
@@ -53,11 +54,11 @@ def main() -> None:
     if options.compare:
         compare(train, start, options.output_dir, options.compare)
         return
-    print(f"exact match before: {exact_match(start, test):.1%}")
+    print(f"exact match before: {exact_match_of_folder(start, test):.1%}")
     began = time.perf_counter()
     fit(train, start, options.output_dir / "sft", f"--trainer.max_epochs={options.max_epochs}")
     print(f"{options.max_epochs} epochs, start and export included: {time.perf_counter() - began:.0f} s")
-    print(f"exact match after: {exact_match(options.output_dir / 'sft' / 'model', test):.1%}")
+    print(f"exact match after: {exact_match_of_folder(options.output_dir / 'sft' / 'model', test):.1%}")
 
 
 def make_start(train: Path, folder: Path, layers: int = 2, hidden: int = 128) -> None:
@@ -84,15 +85,23 @@ def fit(train: Path, start: Path, output_dir: Path, *flags: str) -> None:
     subprocess.run([*command, *paths, *flags], check=True)
 
 
+def exact_match_of_folder(folder: Path, test: Path) -> float:
+    return exact_match(prepare_model(AutoModelForCausalLM.from_pretrained(folder)), load_tokenizer(folder), test)
+
+
 @torch.no_grad()
-def exact_match(folder: Path, test: Path) -> float:
-    """Share of the rows whose whole answer greedy decoding would produce."""
-    tokenizer = load_tokenizer(folder)
-    model = prepare_model(AutoModelForCausalLM.from_pretrained(folder).eval())
-    samples = [sample for samples in ChatEncoder(tokenizer).encode_all(read_rows(test)) for sample in samples]
+def exact_match(model: Any, tokenizer: PreTrainedTokenizerBase, test: Path, most: int | None = None) -> float:
+    """Share of the rows whose whole answer greedy decoding would produce.
+
+    model: prepared. most: so many of the first rows; None for all.
+    """
+    model.eval()
+    encoded = ChatEncoder(tokenizer).encode_all(read_rows(test))
+    samples = [sample for samples in islice(encoded, most) for sample in samples]
     features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
     step = StepCollator(max_tokens=16384, merge_labels=False)(features)
     wrong = 0
+    step = step.to(model.device)
     for batch, members in zip(step.micro_batches, step.members, strict=True):
         labels, tokens = batch["shift_labels"][0], batch["radix_label_indices"]
         inputs = {name: value for name, value in batch.items() if not name.endswith("labels")}
@@ -100,7 +109,7 @@ def exact_match(folder: Path, test: Path) -> float:
         hidden = gather_rows(backbone_of(model)(**inputs).last_hidden_state[0], rows)
         best = model.lm_head(hidden).argmax(-1)[of_prediction]
         sequences = sequences_of(tokens, batch["radix_cu_seqlens"])
-        missed = torch.zeros(len(members), dtype=torch.bool)
+        missed = torch.zeros(len(members), dtype=torch.bool, device=model.device)
         missed[sequences[(best != labels) & (labels >= 0)]] = True
         wrong += int(missed.sum())
     return 1 - wrong / len(samples)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.training.module import RadixModule
 
 NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [2, 2, 1], [2, 2, 3, 3], [2, 2, 3, 4], [5, 1]]
 FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
@@ -24,7 +23,8 @@ FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
 def test_cuda_itself_does_not_wait(tiny_qwen3: Callable[..., Any], attention: str) -> None:
     """CUDA raises if the host would wait. The first step compiles and fills caches, and may."""
     model = prepare_model(tiny_qwen3().to("cuda", torch.bfloat16).train(), attention=attention)
-    module = RadixModule("unused")
+    lightning_module = pytest.importorskip("radixtrain.training.module", reason="pip install 'radixtrain[fit]'")
+    module = lightning_module.RadixModule("unused")
     module.model = model
     batch = RadixCollator(merge_labels=True, pad_to_multiple_of=8)(FEATURES)
     pinned = {name: x.pin_memory() if isinstance(x, Tensor) else x for name, x in batch.items()}

@@ -1,4 +1,4 @@
-"""The GPU's benchmark on a CPU, with tiny shapes: the whole command, its bars, its rivals, and what fails or is killed.
+"""The GPU's benchmark on a CPU, with tiny shapes: the whole command, its bars, its rivals, and what fails or hangs.
 
 Times and speeds are not looked at: they say nothing here.
 """
@@ -6,22 +6,28 @@ Times and speeds are not looked at: they say nothing here.
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import gpu
+import gpu_trainers
 import pytest
 import torch
 from gpu_parts import arms as gpu_arms
 from gpu_parts import bars as gpu_bars
-from gpu_parts import steps as gpu_steps
+from gpu_parts import batches, parts
+from gpu_parts.results import Results
 from gpu_parts.run import Run
+from gpu_parts.steps import prepare
 from tiers import FULL
 
-from radixtrain.bench.cells import GivenBatch, build_model
-from radixtrain.bench.work import Arm, work_of
+from radixtrain.bench.cells import build_model
+from radixtrain.bench.work import work_of
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -31,155 +37,166 @@ FOLDER = ROOT / "recipes" / "benchmarks"
 TINY_RUN = ["--device", "cpu", "--tiny"]
 # Neither the interpreter of Triton nor threads that wait for each other beside other load: both take minutes.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-ENVIRONMENT["OMP_NUM_THREADS"] = "1"
 CPU = torch.device("cpu")
-TINY, CASCADE = gpu_steps.TINY_MODELS[0], ("cascade",)
+SAME_CODE = {"groups", "short", "unequal", "checkpointing", "contexts"}  # rows of one table, as `step` and `trees`
 
 
-def run_of(seconds: float = 1000.0) -> Run:
-    return Run(CPU, seconds, {"date": "today"})
+def run_command(*command: str, path: str = "") -> str:
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_the_one_call(tmp_path: Path) -> None:
     """With only torch, transformers and what they need: every part measures, and the bars of exactness are judged."""
-    path = tmp_path / "gpu.json"
     missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb")
-    missing += ("flash_attn", "peft", "trl", "hypothesis", "triton")
-    code = f"""
-import runpy, sys
-sys.modules.update(dict.fromkeys({missing!r}))
-sys.path[0] = {str(FOLDER)!r}
-sys.argv = ["gpu.py", *{TINY_RUN!r}, "--json", {str(path)!r}, "--attention", "cascade", "path", "--seconds", "800"]
-runpy.run_path({str(FOLDER / "gpu.py")!r}, run_name="__main__")
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    missing += ("flash_attn", "peft", "trl", "hypothesis", "triton", "liger_kernel")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({missing!r}))")
+    names = [name for name in gpu.PARTS if name not in SAME_CODE | {"compile"}]  # compiling takes longer than all else
+    path = tmp_path / "gpu.json"
+    options = [*TINY_RUN, "--json", str(path), "--seconds", "800", "--parts", *names]
+    printed = run_command(str(FOLDER / "gpu.py"), *options, "--arms", *gpu.ARMS, "path", path=str(tmp_path))
     found, page = json.loads(path.read_text("utf-8")), path.with_suffix(".md").read_text("utf-8")
-    assert done.stdout.endswith(f"{page}\n"), "the page is printed last"
-    assert all(f"\n## {part}\n" in page for part in gpu.PARTS)
-    assert "| tiny, step, cascade |" in page and "| tiny, forward, path |" in page
+    assert printed.endswith(f"{page}\n"), "the page is printed last"
+    assert {part for part in names if f"\n## {part}\n" not in page} == {"liger"}
+    assert "| tiny, step, 4 x (32 + 8), cascade |" in page
     failed = [line for line in found["left_out"] if line.split(":")[0] in gpu.PARTS or "Error" in line]
     assert not failed, "no part failed"
-    assert {"date", "commit", "machine", "torch", "transformers", "triton", "flash-attn"} <= {*found["header"]}
-    assert found["header"]["packed arm"] == "torch_varlen"
+    assert found["header"]["packed arm"] == "torch_varlen" and "FLASH" in found["header"]["padded arm"]
     assert str(ROOT) not in path.read_text("utf-8") + page, "no paths of this machine"
 
     measured = {(part, measure) for part, _, measures in found["results"] for measure in measures}
-    steps = ("ideal", "measured", "efficiency", "radix_peak_gigabytes", "over_padded", "over_packed")
-    expected = {("rows", "share_of_copy"), ("unshared", "slowdown"), ("sync", "finite"), ("rates", "slowdown")}
-    expected |= {(part, measure) for part in ("step", "unequal") for measure in steps}
-    expected |= {("equivalence", measure) for measure in ("passed", "median_ratio")}
-    expected |= {("attention", measure) for measure in ("forward_milliseconds", "error_ratio")}
+    steps = ("fastest_rival", "efficiency", "peak_gigabytes", "over_padded", "over_packed")
+    expected = {(part, measure) for part in ("step", "trees", "unshared") for measure in steps}
+    expected |= {("rows", "share_of_copy"), ("sync", "finite"), ("repeat", "same_bits"), ("table", "milliseconds")}
+    expected |= {("rates", measure) for measure in ("slowdown", "pair", "element")}
+    expected |= {("equivalence", "median_ratio"), ("attention", "error_ratio")}
     assert expected <= measured
-    bars = [line.split("|")[1:5] for line in page.splitlines() if line.count("|") == 6 and "**" in line]
-    verdicts = {asked.strip(): verdict.strip(" *") for asked, _, _, verdict in bars}
+    shared = [measures["r"] for part, _, measures in found["results"] if part == "trees" and "r" in measures]
+    assert shared == [2.0, 2.0], "turns and answers of an agent, each once"
+    bars = [line.split("|")[1:6] for line in page.splitlines() if line.count("|") == 7 and "**" in line]
+    verdicts = {asked.strip(): verdict.strip(" *") for asked, _, _, _, verdict in bars}
     assert verdicts["gradients in bfloat16: every tensor within its bar"] == "pass"
-    assert verdicts["attention: error over that of an ordinary kernel"] == "pass"
     assert verdicts["nothing shared: time over that of the fastest rival"] == "left out"
+
+
+def measured_here(*options: str) -> int:
+    """As in the process that the watching one starts."""
+    return gpu.main([*options, "--until", str(time.time() + 1000)])
 
 
 def test_without_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu.main([]) == 1
+    assert measured_here() == 1
     assert capsys.readouterr().err.startswith("error: torch sees no CUDA device; --device cpu --tiny")
 
 
-def test_a_part_that_fails_leaves_the_others_and_a_wrong_gradient_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a wrong gradient is remembered."""
+
     def broken(*_: Any) -> None:
         raise RuntimeError("no kernel image is available\nand a long trace")
 
-    monkeypatch.setattr(gpu, "sync", broken)
-    monkeypatch.setattr(gpu, "equivalence", lambda run, *_: run.found("equivalence", "cascade", passed=False))
+    monkeypatch.setattr(parts, "sync", broken)
+    monkeypatch.setattr(parts, "equivalence", lambda run, *_: run.found("equivalence", "cascade", passed=False))
     file = tmp_path / "gpu.json"
-    assert gpu.main([*TINY_RUN, "--parts", "sync", "equivalence", "rows", "--json", str(file)]) == 1
+    assert measured_here(*TINY_RUN, "--parts", "sync", "equivalence", "rows", "--json", str(file)) == 0
+    found = Results(path=file)
+    found.read()
+    assert {part for part, *_ in found.results} == {"equivalence", "rows"} and not found.passed
+    assert found.left_out[0] == "sync: RuntimeError: no kernel image is available"
+
+
+def test_a_part_that_hangs_and_a_device_that_is_gone_cost_only_themselves(tmp_path: Path) -> None:
+    """The others run in a fresh process, and what was found before stays."""
+    file, script = tmp_path / "gpu.json", tmp_path / "hanging.py"
+    script.write_text(f"""
+import sys, time
+sys.path.insert(0, {str(FOLDER)!r})
+import gpu
+if "--until" in " ".join(sys.argv):
+    from gpu_parts import measure, parts, run
+    run.GRACE, gpu.PARTS["rows"] = 1, 0.001
+    parts.rows = lambda *_: time.sleep(600)
+    measure.device_works = lambda device: False
+gpu.__file__ = __file__
+sys.exit(gpu.main(sys.argv[1:]))
+""")
+    run_command(str(script), *TINY_RUN, "--parts", "rows", "chunks", "shared", "--json", str(file), "--seconds", "600")
     found = json.loads(file.read_text("utf-8"))
-    assert {part for part, *_ in found["results"]} == {"equivalence", "rows"}
-    assert found["left_out"][0] == "sync: RuntimeError: no kernel image is available"
-
-
-def test_a_device_that_is_gone_leaves_the_others_to_a_fresh_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Replaced(BaseException):
-        pass
-
-    def execv(path: str, command: list[str]) -> None:
-        raise Replaced(command)
-
-    monkeypatch.setattr(gpu, "device_works", lambda device: False)
-    monkeypatch.setattr(os, "execv", execv)
-    file = tmp_path / "gpu.json"
-    with pytest.raises(Replaced) as replaced:
-        gpu.main([*TINY_RUN, "--parts", "rows", "equivalence", "attention", "--json", str(file), "--seconds", "3000"])
-    command = replaced.value.args[0]
-    options = gpu.parse(command[2:])
-    assert command[1].endswith("gpu.py") and options.parts == ["rows", "attention"] and options.go_on
-    assert options.tiny and options.json == file and 0 < options.seconds < 3000
-    found = json.loads(file.read_text("utf-8"))["results"]  # written after every result
-    monkeypatch.undo()
-    assert gpu.main([*TINY_RUN, "--parts", "rows", "--json", str(file), "--go_on"]) == 0
-    results = json.loads(file.read_text("utf-8"))["results"]
-    assert results[: len(found)] == found and {part for part, *_ in results} == {"equivalence", "rows"}
+    assert [part for part, *_ in found["results"]] == ["chunks"] * 2 + ["shared"] * 2
+    assert found["parts"] == dict.fromkeys(["rows", "chunks", "shared"], "ended")
+    assert found["left_out"][0] == "rows: its process ended with code 1, by a hang or a crash"
+    assert found["left_out"][1] == "this process: the device does not answer any more"
 
 
 def test_without_time_everything_is_left_out() -> None:
-    run = run_of(seconds=0.0)
-    for part in gpu.calls(run, gpu.parse(TINY_RUN)).values():
+    run = Run(device=CPU, seconds=0.0)
+    for part in parts.calls(run, gpu.parse(TINY_RUN)).values():
         part()
     assert not run.results
     assert len([line for line in run.left_out if "0 of 0 seconds were left" in line]) >= len(gpu.PARTS)
-    assert sum(gpu.PARTS.values()) < gpu.parse([]).seconds <= 540, "the estimates fit, and one call of ten minutes"
+
+
+def test_the_page() -> None:
+    """Each command fits into a call of ten minutes and 2,000 characters, its options exist; the goals are the bars'."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    commands = [text for text in re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "$OUT" in text]
+    assert len(commands) == 6
+    for command in commands:
+        assert len(command) <= 2000 and sum(map(int, re.findall(r"\bt (\d+) ", command))) < 600
+        for script, options in re.findall(r"\$G/(gpu\w*)\.py (.*?) \$F", command.replace("\\\n", "")):
+            {"gpu": gpu, "gpu_trainers": gpu_trainers}[script].parse(shlex.split(options))
+    rows = [f"| {bar.asked} | {bar.predicted or '–'} | {gpu_bars.limit(bar)} |" for bar in gpu_bars.BARS]
+    assert [row for row in rows if row not in page] == []
 
 
 GOOD: list[tuple[str, str, dict[str, Any]]] = [
     ("equivalence", "cascade, torch", {"passed": True, "median_ratio": 1.02}),
     ("sync", "cascade, own loss", {"waits": 0}),
-    *(("step", f"{name}, step, cascade", {"efficiency": 0.9}) for name in ("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B")),
-    ("step", "Qwen3-0.6B, forward, cascade", {"measured": 4.0}),
-    ("step", "Qwen3-8B, forward, cascade", {"measured": 4.98}),  # on the limit
+    ("step", "Qwen3-0.6B, step, 2 x (3 + 4), path", {"efficiency": 0.7}),  # the best arm of a step counts
+    *(("step", f"Qwen3-{size}, step, 2 x (3 + 4), cascade", {"efficiency": 0.92}) for size in ("0.6B", "4B", "8B")),
+    ("step", "Qwen3-0.6B, forward, 2 x (3 + 4), cascade", {"measured": 5.0}),
+    ("step", "Qwen3-8B, forward, 2 x (3 + 4), cascade", {"measured": 6.2}),  # on the limit
     ("rows", "[1, 2] of 3 float32, torch", {"share_of_copy": 0.5}),
     ("rows", "[1, 2] of 3 float32, Triton", {"share_of_copy": 0.85}),
-    ("rates", "equal", {"slowdown": 1.0}),
-    ("unshared", "Qwen3-0.6B, step, cascade", {"slowdown": 1.01}),
     ("attention", "one prompt, cascade torch", {"error_ratio": 1.1}),
+    ("table", "N 16, P 64k, cascade torch", {"milliseconds": 1000}),
+    ("table", "N 16, P 64k, cudnn_flex", {"milliseconds": 660}),
 ]
 
 
 def test_bars_are_judged() -> None:
     """All good, nothing measured, and shapes whose speed says nothing."""
     found = gpu_bars.verdicts(GOOD)
-    assert {verdict.verdict for verdict in found} == {"pass"} and len(found) == 12
+    assert sorted(verdict.verdict for verdict in found if verdict.figure is not None) == ["pass"] * 12
     nothing = gpu_bars.verdicts([])
     assert {(verdict.verdict, verdict.figure, verdict.case) for verdict in nothing} == {("left out", None, "")}
     judged = [verdict.bar.asked for verdict in gpu_bars.verdicts(GOOD, tiny=True) if verdict.verdict == "pass"]
     assert len(judged) == 4 and not any("share" in asked or "speed" in asked or "time" in asked for asked in judged)
     page = gpu_bars.page({"date": "2026-11-23", "commit": "abc"}, GOOD, ["flash_attn_3: not installed"])
-    row = "| Qwen3-8B: share of the ideal of a step | at least 0.85 | 0.9 | **pass** | Qwen3-8B, step, cascade |"
+    case = "Qwen3-8B, step, 2 x (3 + 4), cascade"
+    row = f"| Qwen3-8B: share of the ideal of a step | 0.92, 6.1x | at least 0.92 | 0.92 | **pass** | {case} |"
     assert row in page and "- flash_attn_3: not installed" in page
 
 
 @pytest.mark.parametrize(
     ("place", "measures", "asked"),
     [
-        (0, {"passed": False, "median_ratio": 1.0}, "gradients in bfloat16: every tensor within its bar"),
-        (0, {"passed": True, "median_ratio": 2.01}, "gradients in bfloat16: median error over"),
         (1, {"waits": 1}, "a step waits for the device"),
-        (3, {"efficiency": 0.849}, "Qwen3-4B: share of the ideal"),
-        (5, {"measured": 2.73}, "Qwen3-0.6B: speed-up of the forward pass"),
-        (6, {"measured": 4.97}, "Qwen3-8B: speed-up of the forward pass"),
-        (8, {"share_of_copy": 0.79}, "segment sum in float32"),  # the best arm of the shape counts
-        (9, {"slowdown": 1.031}, "fixed rates"),
-        (10, {"slowdown": 1.031}, "nothing shared"),
-        (11, {"error_ratio": 2.1}, "attention"),
-        (11, {"error_ratio": math.nan}, "attention"),
+        (6, {"measured": 4.89}, "Qwen3-0.6B: speed-up of the forward pass"),
+        (9, {"share_of_copy": 0.79}, "segment sum in float32"),
+        (10, {"error_ratio": math.nan}, "attention"),
+        (12, {"milliseconds": 661}, "DualKV's table, N 16, P 64k, a kernel for Hopper"),
     ],
 )
 def test_one_figure_below_its_bar(place: int, measures: dict[str, Any], asked: str) -> None:
-    results = [*GOOD, ("attention", "another", {"error_ratio": 1.2})]  # a NaN is worse than any number
+    results = [*GOOD]
     results[place] = (*GOOD[place][:2], measures)
+    results.append(("attention", "another", {"error_ratio": 1.2}))  # a NaN is worse than any number
     failed = [verdict for verdict in gpu_bars.verdicts(results) if verdict.verdict == "fail"]
     assert [verdict.bar.asked.startswith(asked) for verdict in failed] == [True]
     assert failed[0].case == GOOD[place][1]
@@ -187,21 +204,17 @@ def test_one_figure_below_its_bar(place: int, measures: dict[str, Any], asked: s
 
 def test_rivals_compute_the_same_gradient() -> None:
     """On sequences of unequal lengths, in float64, also in several micro-batches: or they would be no rivals."""
-    arms = Arm(plain_head=True), packed_arm(), Arm(attention="cascade", plain_head=True)
+    shape = batches.TINY_MODEL
+    case = batches.Case(shape, batches.unequal(12, 64, 6))
+    arms = [gpu_arms.arm_named(name, shape, CPU) for name in ("padded", "packed", "packed/eager", "cascade")]
     with float64_arithmetic():
-        model = build_model(TINY, CPU, torch.float64, "sdpa")
+        model = build_model(shape, CPU, torch.float64, "sdpa")
         for batch_size in (None, 2):
-            features = gpu_steps.features_of_unequal_lengths(TINY, 12, 64, 6)
-            work = work_of(GivenBatch(TINY, "six", 6), features, batch_size)
+            work = work_of(case.cell, case.batch.features(shape), batch_size)
             gradients = []
-            for arm, of_arm in zip(arms, (work, gpu_arms.packed_work(work), work), strict=True):
-                arm.prepare(gpu_arms.as_loaded(model))
-                model.zero_grad(set_to_none=True)
-                arm.run_step(model, of_arm)
+            for arm in arms:
+                prepare(model, arm)
+                arm.run_step(model, gpu_arms.packed_work(work) if isinstance(arm, gpu_arms.PackedArm) else work)
                 gradients.append([parameter.grad.clone() for parameter in model.parameters()])
             for found in gradients[1:]:
                 assert max(relative_error(*pair) for pair in zip(found, gradients[0], strict=True)) <= 1e-12
-
-
-def packed_arm() -> gpu_arms.PackedArm:
-    return gpu_arms.PackedArm(plain_head=True, implementation=gpu_arms.packed_implementation(CPU))

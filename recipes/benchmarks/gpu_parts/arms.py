@@ -1,47 +1,78 @@
-"""What a user would pick instead: Hugging Face on padded batches, and on packed ones with varlen attention.
+"""The arms of a step, by name: what a user would pick, and ours. Each has the head only on labelled tokens.
 
-`padded` is an `Arm` without a strategy: `sdpa` without a mask, which is its flash kernel, on sequences sorted by
-length. `packed` has no padding: the sequences of a batch are back to back in one row, and Hugging Face's layers receive
-`cu_seq_lens_q` as its own collator for flattening makes them. It runs on flash-attn 3 or 2 if transformers finds them.
-Without them it runs on the varlen flash kernel inside torch, registered as an attention function of its own. Both arms
-have the head only on labelled tokens, and the fused loss of `fit`.
+| name                     | what                                                                               |
+|--------------------------|------------------------------------------------------------------------------------|
+| `padded`                 | Hugging Face's `sdpa`, sorted by length, without a mask; torch chooses the backend |
+| `padded/cudnn`, `/flash` | the same on a backend by name                                                      |
+| `packed`                 | the sequences back to back in one row, varlen attention: flash-attn 4, 3 or 2 if   |
+|                          | transformers finds them, otherwise the flash kernel inside torch                   |
+| `packed/KERNEL`          | the same on a kernel of ours, by name                                              |
+| `STRATEGY`               | ours: `cascade`, `path`, `expand`, `tree`, `auto`                                  |
+| `STRATEGY/KERNEL`        | the same on a kernel by name                                                       |
+| `STRATEGY/triton`        | the same, rows added and merged by `recipes/triton_kernels`                        |
+
+A packed batch has `cu_seq_lens_q` as Hugging Face's own collator for flattening makes them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_parts.optional import optional
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, PreTrainedModel, utils
 
+from radixtrain.attention import choose_attention
+from radixtrain.bench.cells import ModelShape
 from radixtrain.bench.work import Arm, Work
 from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
+from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
 from radixtrain.hf.prepare import restore_model
 from radixtrain.kernels.flash import flash_3_missing
 from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
 from radixtrain.kernels.varlen import varlen_kernel
-from radixtrain.kernels.varlen_args import Ragged, Scoring
+from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
 
-__all__ = ["PackedArm", "as_loaded", "packed_implementation", "packed_work"]
+__all__ = [
+    "BACKENDS",
+    "PackedArm",
+    "arm_named",
+    "as_loaded",
+    "chosen_backend",
+    "is_rival",
+    "packed_implementation",
+    "packed_work",
+    "sdpa_backend",
+]
 
-TORCH_VARLEN = "torch_varlen"  # the name under which transformers finds `torch_varlen_attention`
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, kw_only=True)
+class InsideArm(Arm):
+    """An arm whose step runs inside a context, of which each step makes a new one."""
+
+    context: Callable[[], AbstractContextManager[Any]]
+
+    def run_step(self, model: PreTrainedModel, work: Work) -> None:
+        with self.context():
+            super().run_step(model, work)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedArm(Arm):
-    """Hugging Face on the micro-batches of `packed_work`. implementation: of `packed_implementation`."""
+    """Hugging Face on the micro-batches of `packed_work`. implementation: an `attn_implementation` for packed rows."""
 
     implementation: str
-
-    def __str__(self) -> str:
-        return "packed"
 
     def prepare(self, model: PreTrainedModel) -> None:
         restore_model(model).set_attn_implementation(self.implementation)
@@ -55,17 +86,68 @@ class PackedArm(Arm):
             yield PredictingRows(rows, parts_of(model).head, Targets.of(batch)).loss_sum() / work.num_labels
 
 
-def packed_implementation(device: torch.device) -> str:
-    """The `attn_implementation` of the packed arm: the newest flash-attention that is installed, or torch's own."""
-    if device.type == "cuda" and is_flash_attn_3_available() and flash_3_missing(device) is None:
-        return "flash_attention_3"
-    if device.type == "cuda" and is_flash_attn_2_available():
-        return "flash_attention_2"
-    AttentionInterface.register(TORCH_VARLEN, torch_varlen_attention)
-    return TORCH_VARLEN
+def is_rival(name: str) -> bool:
+    return name.partition("/")[0] in ("padded", "packed")
 
 
-def torch_varlen_attention(
+def arm_named(name: str, shape: ModelShape, device: torch.device) -> Arm:
+    """The arm of that name. Raises UserError if it is unknown, cannot run here, or is what `padded` takes anyway."""
+    way, _, kernel = name.partition("/")
+    if way == "padded":
+        return _padded_arm(kernel, shape, device)
+    if way == "packed":
+        choose_attention("expand", kernel or "auto", device, torch.bfloat16, shape.head_dim)
+        return PackedArm(plain_head=True, implementation=packed_implementation(kernel, device))
+    if kernel == "triton":
+        triton = optional("triton_kernels")
+        return InsideArm(plain_head=True, attention=way, context=triton.rows_by_triton)
+    choose_attention(way, kernel or "auto", device, torch.bfloat16, shape.head_dim)
+    return Arm(plain_head=True, attention=way, kernel=kernel or "auto")
+
+
+def _padded_arm(backend: str, shape: ModelShape, device: torch.device) -> Arm:
+    if not backend:
+        return Arm(plain_head=True)
+    if backend not in BACKENDS:
+        raise UserError(f"a padded arm has one of the backends {', '.join(BACKENDS)}, got {backend!r}")
+    if device.type != "cuda":
+        raise UserError("backends are chosen on CUDA")
+    if sdpa_backend(shape, device) == BACKENDS[backend].name:
+        raise UserError("this is the backend that `padded` takes")
+    return InsideArm(plain_head=True, context=partial(sdpa_kernel, BACKENDS[backend]))
+
+
+def sdpa_backend(shape: ModelShape, device: torch.device) -> str:
+    """The backend that torch takes for the `padded` arm."""
+    config = shape.config()
+    return chosen_backend(config.num_attention_heads, config.num_key_value_heads, shape.head_dim, device)
+
+
+def chosen_backend(heads: int, key_heads: int, head_dim: int, device: torch.device) -> str:
+    """The backend that torch takes for causal attention in bfloat16, as its enumeration names it."""
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v = (torch.zeros(1, number, 128, head_dim, **options) for number in (heads, key_heads, key_heads))
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)).name
+
+
+def packed_implementation(kernel: str, device: torch.device) -> str:
+    """The `attn_implementation` of a packed arm: of one of our kernels by name, or the newest that transformers has."""
+    if not kernel and device.type == "cuda":
+        found = {
+            "flash_attention_4": getattr(utils, "is_flash_attn_4_available", bool)(),  # older transformers: False
+            "flash_attention_3": utils.is_flash_attn_3_available() and flash_3_missing(device) is None,
+            "flash_attention_2": utils.is_flash_attn_2_available(),
+        }
+        for name in (name for name, available in found.items() if available):
+            return name
+    name = f"{kernel or 'torch'}_varlen"
+    attend = partial(varlen_attention, kernel=varlen_kernel(kernel or "torch", device))
+    AttentionInterface.register(name, attend)
+    return name
+
+
+@torch.compiler.disable  # as ours is: compiling the arguments of a kernel gains nothing
+def varlen_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -74,9 +156,11 @@ def torch_varlen_attention(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    *,
+    kernel: VarlenKernel,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of one packed row, on the flash kernel inside torch.
+    """Causal attention inside each sequence of one packed row.
 
     query: (1, N, T, H). key, value: (1, K, T, H). cu_seq_lens_q: (B+1,), int32. Returns (1, T, N, H) and None.
     """
@@ -85,7 +169,7 @@ def torch_varlen_attention(
     ragged = Ragged(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, causal=True)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling)
     everything = [Piece(slice(None), slice(None), ragged)]
-    out = attention_in_pieces(*heads, everything, varlen_kernel("torch", query.device), scoring)
+    out = attention_in_pieces(*heads, everything, kernel, scoring)
     return out[None], None
 
 

@@ -1,10 +1,11 @@
 """The rates of `radixtrain/tree/cost_model.py`, measured: whether the fixed ones choose as well on this device.
 
-A few small batches are timed under every strategy, forward and backward, and the rates are fitted to the times by least
-squares of the relative errors, none below 0.
+A few batches are timed under every strategy, forward and backward, and the rates are fitted to the times by least
+squares of the relative errors, none below 0. On a GPU they are timed in two sizes: short ones take as long as their
+calls, and only long ones show what a pair and an element take.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 __all__ = ["calibrate"]
 
 REPEATS = 4  # keep the minimum: other load can only slow a run down
-ROWS = 512  # of the matrix product that is timed
+ROWS = 512  # of the matrix product that is timed, on a CPU
 
 
 def calibrate(model: nn.Module) -> StepCost:
@@ -42,7 +43,7 @@ def calibrate(model: nn.Module) -> StepCost:
 def _rates(cost: StepCost, kernel: str, flop: float, options: dict[str, Any]) -> Rates:
     """The measured rates. flop: seconds of a floating-point operation. options: of random tensors."""
     counts, seconds = [], []
-    for plan in _batches():
+    for plan in _batches(_lengths(options["device"])):
         steps = _attention_steps(cost, kernel, TreeLayout.from_plan(plan).to(options["device"]), options)
         counts += [cost.counts(attention_work(plan, strategy, cost.on_host)) for strategy in CHOICES]
         seconds += [_fastest(step, options) for step in steps]
@@ -53,19 +54,25 @@ def _rates(cost: StepCost, kernel: str, flop: float, options: dict[str, Any]) ->
     return Rates(call=call, rectangle=rectangle, pair=pair, element=element, flop=flop, runs=runs)
 
 
-def _batches() -> Iterator[PrefixPlan]:
-    """Nothing shared, in long and in short sequences; one prompt; a deep tree; accidental sharing."""
+def _lengths(device: torch.device) -> tuple[int, ...]:
+    """How many times as long the sequences are: 16,000 to 40,000 rows fill a GPU."""
+    return (1, 32) if device.type == "cuda" else (1,)
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[PrefixPlan]:
+    """Nothing shared, in long and in short sequences; one prompt; a deep tree; accidental sharing. In each size."""
     rng = np.random.default_rng(0)
+    for longer in sizes:
 
-    def ids(length: int) -> list[int]:
-        return rng.integers(100, 10_000, length).tolist()
+        def ids(length: int, longer: int = longer) -> list[int]:
+            return rng.integers(100, 10_000, length * longer).tolist()
 
-    trunk = ids(384)
-    yield _plan([ids(256), ids(250), ids(131)])
-    yield _plan([ids(int(length)) for length in rng.integers(4, 40, 48)])
-    yield _plan([trunk + ids(int(length)) for length in rng.integers(8, 64, 24)])
-    yield _plan([trunk[: 24 * (n + 1)] + ids(12) for n in range(16)])
-    yield _plan([[int(token) for token in rng.integers(0, 4, 3)] + ids(24) for _ in range(48)])
+        trunk = ids(384)
+        yield _plan([ids(256), ids(250), ids(131)])
+        yield _plan([ids(int(length)) for length in rng.integers(4, 40, 48)])
+        yield _plan([trunk + ids(int(length)) for length in rng.integers(8, 64, 24)])
+        yield _plan([trunk[: 24 * (n + 1) * longer] + ids(12) for n in range(16)])
+        yield _plan([[int(token) for token in rng.integers(0, 4, 3)] + ids(24) for _ in range(48)])
 
 
 def _plan(sequences: list[list[int]]) -> PrefixPlan:
@@ -94,14 +101,14 @@ def _attention_steps(
 def _seconds_per_flop(hidden_size: int, options: dict[str, Any]) -> float:
     """Measured on a matrix as wide as an MLP, forward and backward."""
     generator = torch.Generator(options["device"]).manual_seed(0)
-    width = 4 * hidden_size
+    width, rows = 4 * hidden_size, ROWS * _lengths(options["device"])[-1]
     x, weight, dout = (
         torch.randn(shape, generator=generator, **options)
-        for shape in ((ROWS, hidden_size), (width, hidden_size), (ROWS, width))
+        for shape in ((rows, hidden_size), (width, hidden_size), (rows, width))
     )
     x.requires_grad_(), weight.requires_grad_()
     seconds = _fastest(lambda: torch.autograd.grad(nn.functional.linear(x, weight), (x, weight), dout), options)
-    return seconds / (6.0 * ROWS * hidden_size * width)
+    return seconds / (6.0 * rows * hidden_size * width)
 
 
 def _fastest(run: Callable[[], object], options: dict[str, Any]) -> float:

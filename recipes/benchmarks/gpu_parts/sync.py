@@ -15,7 +15,7 @@ from gpu_parts.run import Run
 from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.attention import EVERYWHERE
+from radixtrain.attention import STRATEGIES
 from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
@@ -31,15 +31,13 @@ def sync(run: Run, shape: ModelShape, prompt_length: int) -> None:
     is_watched = _waits(run.device, lambda: torch.ones(1, device=run.device).item()) is not None
     if not is_watched:
         run.leave_out("sync, the watch", f"torch reports no wait on {run.device.type}, not even a read")
-    for strategy in (name for name in (*EVERYWHERE, "tree") if name != "reference"):
+    for strategy in (name for name in STRATEGIES if name != "reference"):
         for loss, step in {"own loss": own_loss_step, "loss of fit": fit_step}.items():
-            if strategy == "tree" and step is fit_step:
-                continue  # `fit` has no key for lists of tiles
             if not run.has_time(f"sync {strategy}, {loss}"):
                 return
             model = prepare_model(build_model(shape, run.device, torch.bfloat16, "sdpa"), attention=strategy)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            one_step = partial(step, model, optimizer, features, strategy == "tree")
+            one_step = partial(step, model, optimizer, features)
             try:
                 one_step()
                 line = _waits(run.device, one_step)
@@ -68,13 +66,13 @@ def _waits(device: torch.device, call: Callable[[], object]) -> str | None:
     return None
 
 
-def own_loss_step(model: Any, optimizer: Any, features: Features, tiles: bool) -> None:
+def own_loss_step(model: Any, optimizer: Any, features: Features) -> None:
     """The drop-in step: the batch, the model's own head and loss, clipping, AdamW."""
-    model(**to_device(RadixCollator(tree_tiles=tiles)(features), model.device)).loss.backward()
+    model(**to_device(RadixCollator()(features), model.device)).loss.backward()
     _update(model, optimizer)
 
 
-def fit_step(model: Any, optimizer: Any, features: Features, _: bool) -> None:
+def fit_step(model: Any, optimizer: Any, features: Features) -> None:
     """The step of `fit`: micro-batches, merged predictions, the fused loss, clipping, AdamW."""
     step = StepCollator()(features)
     for batch in step.micro_batches:

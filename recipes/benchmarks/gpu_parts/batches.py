@@ -1,0 +1,168 @@
+"""Which steps are measured: every row of `STEPS` is a batch, its models, and what is changed in them.
+
+| part            | sequences                                                                                 |
+|-----------------|-------------------------------------------------------------------------------------------|
+| `step`          | 32 with a prompt of 2,048 and 256 of their own; and its forward pass                      |
+| `unshared`      | nothing shared: 8 of 2,304, and 16 of 64 to 4,096                                         |
+| `trees`         | an agent: 20 turns of 400 tokens, each seen by an answer of 100                           |
+| `groups`        | a group of RL: 8 answers of 1,024 after a prompt of 1,024                                 |
+| `short`         | 32 with a prompt of 512 and 64 of their own; also the forward pass                        |
+| `unequal`       | the prompt of `step`, own parts of 16 to 1,024 tokens, as many of each order of magnitude |
+| `checkpointing` | those of `step`, activations of 4B kept, and computed again                               |
+| `contexts`      | a prompt of 32k with 8 answers, and one of 64k with 4                                     |
+| `compile`       | those of `step`, every layer compiled by torch.compile, in all arms                       |
+| `liger`         | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms                  |
+| `rates`         | small ones of four kinds, for the choice of a strategy                                    |
+
+All tokens and weights are random. 4B and 8B compute activations again in the backward pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from radixtrain.bench.cells import Cell, GivenBatch, Mode, ModelShape, features_of_cell
+from radixtrain.collators.features import IGNORE_INDEX
+
+__all__ = ["MODELS", "STEPS", "TINY_MODEL", "Batch", "Case", "agent", "cases", "one_prompt", "unequal"]
+
+QWEN3: dict[str, Any] = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
+MODELS = {
+    "0.6B": ModelShape(28, 1024, 3072, 16, **QWEN3, name="Qwen3-0.6B"),
+    "4B": ModelShape(36, 2560, 9728, 32, **QWEN3, name="Qwen3-4B"),
+    "8B": ModelShape(36, 4096, 12288, 32, **QWEN3, tie_word_embeddings=False, name="Qwen3-8B"),
+}
+TINY_MODEL = ModelShape(2, 64, head_dim=16, vocab_size=100, name="tiny")
+RECOMPUTING = ("4B", "8B")
+BOTH: tuple[Mode, ...] = ("step", "forward")
+Features = Sequence[Mapping[str, Any]]
+
+
+class Batch(NamedTuple):
+    """The sequences of a step. name: in tables."""
+
+    name: str
+    number: int
+    features: Callable[[ModelShape], Features]
+
+
+class Case(NamedTuple):
+    """A step to measure.
+
+    recompute: activations are computed again in the backward pass.
+    change: of the model, in all arms: "", `compiled` or `liger`.
+    most_padded: sequences of an ordinary micro-batch, at most: fewer of unequal lengths have less padding. 0: all.
+    """
+
+    shape: ModelShape
+    batch: Batch
+    mode: Mode = "step"
+    recompute: bool = False
+    change: str = ""
+    most_padded: int = 0
+
+    def __str__(self) -> str:
+        recomputing = "recomputing" if self.recompute else ""
+        return ", ".join(filter(None, [f"{self.shape}", self.mode, self.batch.name, recomputing, self.change]))
+
+    @property
+    def cell(self) -> GivenBatch:
+        return GivenBatch(self.shape, self.batch.name, self.batch.number, mode=self.mode)
+
+
+class Row(NamedTuple):
+    """Cases of a part. tiny: the batch that a laptop computes. recompute: None, as the size of the model asks."""
+
+    models: tuple[str, ...]
+    batch: Batch
+    tiny: Batch
+    modes: tuple[Mode, ...] = ("step",)
+    recompute: bool | None = None
+    change: str = ""
+    most_padded: int = 0
+
+
+def one_prompt(prompt: int, own: int, number: int) -> Batch:
+    """Sequences of `prompt` shared and `own` tokens; the loss is on the own ones. With no prompt nothing is shared."""
+
+    def features(shape: ModelShape) -> Features:
+        return features_of_cell(Cell(shape, prompt, own, number))
+
+    return Batch(f"{number} x ({prompt} + {own})", number, features)
+
+
+def unequal(prompt: int, own: int, number: int) -> Batch:
+    """One prompt, and own parts of own / 64 to `own` tokens, evenly spread by their logarithms."""
+    return Batch(
+        f"{number} x ({prompt} + {max(1, own // 64)} to {own})", number, partial(_unequal, prompt, own, number)
+    )
+
+
+def _unequal(prompt: int, own: int, number: int, shape: ModelShape) -> Features:
+    lengths = np.geomspace(max(1, own // 64), own, number).round().astype(int) + prompt
+    features = features_of_cell(Cell(shape, prompt, own, number))
+    pairs = zip(features, np.random.default_rng(0).permutation(lengths), strict=True)
+    return [{name: column[:length] for name, column in feature.items()} for feature, length in pairs]
+
+
+def agent(turns: int, length: int, answer: int) -> Batch:
+    """A history that grows by `length` tokens a turn, and after each turn an answer, which has the loss."""
+    return Batch(f"{turns} turns x ({length} + {answer})", turns, partial(_agent, turns, length, answer))
+
+
+def _agent(turns: int, length: int, answer: int, shape: ModelShape) -> Features:
+    rng = np.random.default_rng(0)
+    history = rng.integers(0, shape.vocab_size, turns * length)
+    answers = rng.integers(0, shape.vocab_size, (turns, answer))
+    answers[:-1, 0] = (history[length::length] + 1) % shape.vocab_size  # no answer begins as the next turn does
+    rows = [(history[: (turn + 1) * length], answers[turn]) for turn in range(turns)]
+    return [
+        {
+            "input_ids": np.concatenate([seen, own]),
+            "labels": np.concatenate([np.full_like(seen, IGNORE_INDEX), own]),
+        }
+        for seen, own in rows
+    ]
+
+
+PLAIN, TINY_PLAIN = one_prompt(2048, 256, 32), one_prompt(32, 8, 4)
+STEPS = {
+    "step": [Row(("0.6B", "4B", "8B"), PLAIN, TINY_PLAIN, BOTH)],
+    "unshared": [
+        Row(("0.6B",), one_prompt(0, 2304, 8), one_prompt(0, 40, 4)),
+        Row(("0.6B",), unequal(0, 4096, 16), unequal(0, 64, 4), most_padded=4),
+    ],
+    "trees": [Row(("0.6B", "4B", "8B"), agent(20, 400, 100), agent(4, 8, 4))],
+    "groups": [Row(("0.6B", "4B", "8B"), one_prompt(1024, 1024, 8), one_prompt(16, 16, 4))],
+    "short": [Row(("0.6B", "4B", "8B"), one_prompt(512, 64, 32), one_prompt(8, 4, 4), BOTH)],
+    "unequal": [Row(("0.6B", "4B"), unequal(2048, 1024, 32), unequal(32, 64, 9), most_padded=8)],
+    "checkpointing": [
+        Row(("4B",), PLAIN, TINY_PLAIN, recompute=False),
+        Row(("4B",), PLAIN, TINY_PLAIN, recompute=True),
+    ],
+    "contexts": [
+        Row(("0.6B",), one_prompt(32_768, 1024, 8), one_prompt(64, 8, 4), recompute=True),
+        Row(("0.6B",), one_prompt(65_536, 1024, 4), one_prompt(128, 8, 4), recompute=True),
+    ],
+    "compile": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="compiled")],
+    "liger": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="liger")],
+    "rates": [
+        Row(("0.6B",), one_prompt(512, 64, 32), TINY_PLAIN),
+        Row(("0.6B",), unequal(512, 64, 32), unequal(32, 8, 4)),
+        Row(("0.6B",), one_prompt(1024, 1024, 8), one_prompt(16, 16, 4)),
+        Row(("0.6B",), agent(20, 100, 25), agent(4, 8, 4)),
+    ],
+}
+
+
+def cases(part: str, models: Sequence[str], tiny: bool) -> list[Case]:
+    """Those of a part. models: of which, `0.6B`, `4B`, `8B`. tiny: each row once, with the tiny model and batch."""
+    found = []
+    for row in STEPS[part]:
+        asked = [(name, MODELS[name], row.batch) for name in row.models if name in models]
+        for name, shape, batch in [("", TINY_MODEL, row.tiny)] if tiny else asked:
+            recompute = name in RECOMPUTING if row.recompute is None else row.recompute
+            found += [Case(shape, batch, mode, recompute, row.change, row.most_padded) for mode in row.modes]
+    return found

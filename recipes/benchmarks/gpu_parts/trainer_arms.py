@@ -1,0 +1,197 @@
+"""The arms that `trainers.py` compares: of Hugging Face's Trainer, and of TRL's trainers for SFT, DPO and GRPO.
+
+Random weights, and rows of random tokens that all begin with the same prompt, equally long. Nothing is generated: GRPO
+receives its group, and computes loss and gradient as it does after a generation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_parts.arms import packed_implementation
+from gpu_parts.batches import one_prompt
+from gpu_parts.optional import optional
+from gpu_parts.trainers import OTHER_ORDER, reversed_rows
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from radixtrain import RadixCollator, prepare_model, share_prefixes
+from radixtrain.bench.cells import ModelShape, build_model
+
+__all__ = ["Setting", "dpo_arms", "grpo_arms", "hf_arms", "sft_arms"]
+
+Arms = dict[str, Callable[[], Trainer]]
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+WORDS = 4096  # of the tokenizer, at most
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained. prompt, own: tokens. rows: of a batch. folder: for what a trainer writes."""
+
+    shape: ModelShape
+    prompt: int
+    own: int
+    rows: int
+    steps: int
+    device: torch.device
+    folder: Path
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * (self.prompt + self.own)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of every trainer: the same batches in the same order, bfloat16, and a log of each step."""
+        return {
+            **{"output_dir": str(self.folder), "save_strategy": "no", "report_to": "none", "disable_tqdm": True},
+            **{"max_steps": self.steps, "per_device_train_batch_size": self.rows, "seed": 0},
+            **{"learning_rate": 1e-5, "lr_scheduler_type": "constant", "logging_steps": 1},
+            **{"bf16": True, "use_cpu": self.device.type == "cpu", "remove_unused_columns": False},
+            **{"gradient_checkpointing": False, "accelerator_config": {"non_blocking": True}},
+        }
+
+    def model(self, attn_implementation: str = "sdpa") -> Any:
+        return build_model(self.shape, self.device, torch.bfloat16, attn_implementation)
+
+    def features(self) -> list[dict[str, list[int]]]:
+        """Rows of all steps."""
+        batch = one_prompt(self.prompt, self.own, self.rows * self.steps)
+        return [{name: column.tolist() for name, column in row.items()} for row in batch.features(self.shape)]
+
+    def texts(self) -> tuple[str, list[str]]:
+        """A prompt, and for each row of all steps a text as long as its own tokens."""
+        rng = np.random.default_rng(0)
+        prompt, *owns = (
+            " ".join(f"w{number}" for number in rng.integers(len(SPECIAL), self.num_words, length))
+            for length in (self.prompt, *[self.own] * (2 * self.rows * self.steps))
+        )
+        return prompt, owns
+
+    @property
+    def num_words(self) -> int:
+        return min(WORDS, self.shape.vocab_size)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """A word is a token."""
+        words = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), self.num_words))]
+        backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        )
+
+
+def hf_arms(setting: Setting) -> Arms:
+    """Trainer on padded batches, without padding (transformers' own collator), and with the two lines of radixtrain."""
+    arguments = TrainingArguments(**setting.arguments, train_sampling_strategy="sequential")
+    rows, packed = setting.features(), packed_implementation("", setting.device)
+
+    def trainer(model: Any, collate: Any) -> Trainer:
+        return Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
+
+    return {
+        "padded": lambda: trainer(setting.model(), default_data_collator),
+        OTHER_ORDER: lambda: trainer(setting.model(), reversed_rows(default_data_collator)),
+        "padding-free": lambda: trainer(
+            setting.model(packed), DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        ),
+        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
+    }
+
+
+def sft_arms(setting: Setting) -> Arms:
+    """SFTTrainer on padded batches, with padding_free, with packing, and with the two lines of radixtrain."""
+    trl, rows = optional("trl"), optional("datasets").Dataset.from_list(setting.features())
+    packed = packed_implementation("", setting.device)
+
+    def trainer(model: Any, collate: Any = None, reverse: bool = False, **flags: Any) -> Trainer:
+        flags = {"max_length": None, "train_sampling_strategy": "sequential", **flags}
+        config = trl.SFTConfig(**{**setting.arguments, **flags})
+        options = {"train_dataset": rows, "data_collator": collate, "processing_class": setting.tokenizer()}
+        made = trl.SFTTrainer(model, config, **options)
+        made.data_collator = reversed_rows(made.data_collator) if reverse else made.data_collator
+        return made
+
+    whole = {"packing": True, "max_length": setting.tokens, "per_device_train_batch_size": 1}  # a batch in one row
+    return {
+        "padded": lambda: trainer(setting.model()),
+        OTHER_ORDER: lambda: trainer(setting.model(), reverse=True),
+        "padding_free": lambda: trainer(setting.model(packed), padding_free=True),
+        "packing": lambda: trainer(setting.model(packed), **whole),
+        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
+    }
+
+
+def dpo_arms(setting: Setting) -> Arms:
+    """DPOTrainer, and with `share_prefixes` around policy and reference. A batch has half as many pairs as rows."""
+    trl, datasets = optional("trl"), optional("datasets")
+    prompt, owns = setting.texts()
+    pairs = [
+        {"prompt": prompt, "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(owns[::2], owns[1::2], strict=True)
+    ]
+    rows = datasets.Dataset.from_list(pairs)
+    flags = {"per_device_train_batch_size": setting.rows // 2, "max_length": None}
+    config = trl.DPOConfig(**{**setting.arguments, **flags, "train_sampling_strategy": "sequential"})
+
+    def trainer(share: Callable[[Any], Any], reverse: bool = False) -> Trainer:
+        models = [share(setting.model()) for _ in range(2)]
+        made = trl.DPOTrainer(*models, config, train_dataset=rows, processing_class=setting.tokenizer())
+        made.data_collator = reversed_rows(made.data_collator) if reverse else made.data_collator
+        return made
+
+    return _shared(trainer)
+
+
+def grpo_arms(setting: Setting) -> Arms:
+    """GRPOTrainer on a given group, and with `share_prefixes`."""
+    trl, datasets = optional("trl"), optional("datasets")
+    rows = datasets.Dataset.from_list([{"prompt": setting.texts()[0]}] * setting.rows)
+    flags = {"num_generations": setting.rows, "max_completion_length": setting.own}
+    config = trl.GRPOConfig(**{**setting.arguments, **flags})
+    group = _group(setting)
+
+    def trainer(share: Callable[[Any], Any], reverse: bool = False) -> Trainer:
+        tokenizer = setting.tokenizer()
+        made = trl.GRPOTrainer(share(setting.model()), _no_reward, config, rows, processing_class=tokenizer)
+        given = {name: x.flip(0) if reverse and x.ndim else x for name, x in group.items()}
+        made._prepare_inputs = lambda _: dict(given)
+        return made
+
+    return _shared(trainer)
+
+
+def _shared(trainer: Callable[..., Trainer]) -> Arms:
+    return {
+        "as it is": partial(trainer, lambda model: model),
+        OTHER_ORDER: partial(trainer, lambda model: model, reverse=True),
+        "share_prefixes": partial(trainer, share_prefixes),
+    }
+
+
+def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _group(setting: Setting) -> dict[str, torch.Tensor]:
+    """Prompt, completions and advantages of one group, as `GRPOTrainer` has them after a generation."""
+    batch = one_prompt(setting.prompt, setting.own, setting.rows).features(setting.shape)
+    ids = torch.stack([torch.from_numpy(row["input_ids"]) for row in batch]).to(setting.device)
+    prompts, completions = ids.split([setting.prompt, setting.own], dim=1)
+    advantages = torch.linspace(-1.5, 1.5, setting.rows, device=setting.device)
+    return {
+        **{"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)},
+        **{"completion_ids": completions, "completion_mask": torch.ones_like(completions)},
+        **{"advantages": advantages, "num_items_in_batch": torch.tensor(completions.numel(), device=setting.device)},
+    }
