@@ -53,7 +53,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     add("--min-ratio", type=float, metavar="1.1", help="a batch with fewer places per unique token runs as it is")
     add("--min-shared-tokens", type=int, metavar="1", help="a branch point that saves fewer tokens gets no branch")
     add("--attention", metavar="auto", help="auto, cascade, path or expand")
-    add("--kernel", metavar="auto", help="auto, torch, flash_attn, flash_attn_3 or eager")
+    add("--kernel", metavar="auto", help="auto, torch, flash_attn, flash_attn_3, flash_attn_4 or eager")
     add(
         "--allow-dropout",
         action="append",

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from radixtrain import build_prefix_plan, tree_attention
-from radixtrain.attention import choose_attention
+from radixtrain.attention import PREFERRED_ON_CUDA, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.kernels.cpu_loops import EagerKernel
-from radixtrain.kernels.flash import flash_3_missing
+from radixtrain.kernels.packages import PACKAGES, package_missing
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
@@ -25,11 +25,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs these: make test-gpu"),
 ]
 CUDA = torch.device("cuda")
-PACKAGES = [name for name in ("flash_attn", "flash_attn_3") if importlib.util.find_spec(name)]
-if "flash_attn_3" in PACKAGES and flash_3_missing(CUDA):  # it is there, and this is no Hopper
-    PACKAGES.remove("flash_attn_3")
+INSTALLED_PACKAGES = [name for name in PACKAGES if package_missing(name, CUDA) is None]
 BAR = 5 * 2**-8  # both round to bfloat16 what they have added up of rounded weights: 2 ** -9 of a number each time
-INSTALLED = ["torch", "eager", *PACKAGES]
+INSTALLED = ["torch", "eager", *INSTALLED_PACKAGES]
 
 
 def nested_plan():
@@ -135,8 +133,8 @@ def test_kernels_against_the_specification(name):
         assert not dk[:64].any() and not dv[:64].any(), "keys that no query sees"
 
 
-@pytest.mark.skipif(not PACKAGES, reason="with flash-attn or flash-attn-3 installed this runs")
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.skipif(not INSTALLED_PACKAGES, reason="with flash-attn, flash-attn-3 or flash-attn-4 installed this runs")
+@pytest.mark.parametrize("name", INSTALLED_PACKAGES)
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_the_same_bits_every_time(name, attention):
     """A backward in a fixed order. Builds of flash-attn-3 from before September 2025 have none."""
@@ -164,6 +162,6 @@ def test_tree_with_the_tiles_of_a_batch(head_dim, dtype):
 
 
 def test_the_choice_of_this_machine():
-    """flash-attention 3 on a Hopper that has it, then 2, then what torch carries."""
-    preferred = next(name for name in ("flash_attn_3", "flash_attn", "torch") if name in INSTALLED)
+    """flash-attention 3 on a Hopper that has it, then 4, then 2, then what torch carries."""
+    preferred = next(name for name in PREFERRED_ON_CUDA if name in INSTALLED)
     assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == preferred

@@ -1,6 +1,5 @@
 """The CUDA code path without CUDA: the classes that call the kernels, on the stand-ins of `cuda_stand_ins.py`."""
 
-import re
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -14,7 +13,7 @@ from tiers import FULL
 from torch import Tensor
 
 from radixtrain.kernels import flash
-from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel, flash_3_missing
+from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.merge_attention import attention_in_pieces, expand_attention, path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
@@ -50,12 +49,14 @@ def rules(registered: Flash) -> Flash:
 
 
 @pytest.fixture(
-    params=[TorchCUDAKernel, FlashAttnKernel, FlashAttn3Kernel], ids=["torch", "flash_attn", "flash_attn_3"]
+    params=[TorchCUDAKernel, FlashAttnKernel, FlashAttn3Kernel, FlashAttn4Kernel],
+    ids=["torch", "flash_attn", "flash_attn_3", "flash_attn_4"],
 )
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rules: Flash) -> VarlenKernel:
     package, interface = ModuleType("flash_attn"), rules.package_2()
     package.flash_attn_interface = interface
     modules = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+    modules |= {"flash_attn.cute": ModuleType("flash_attn.cute"), "flash_attn.cute.interface": rules.package_4()}
     modules |= {name: ModuleType(name) for name in ("flash_attn_3", "flash_attn_3._C")}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -157,19 +158,5 @@ def test_strided_inputs_and_the_gradient_of_a_sum(kernel: VarlenKernel) -> None:
         assert max(relative_error(x, y) for x, y in zip(*sums, strict=True)) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("lacks", "said"),
-    [
-        ({}, None),
-        ({"importlib.util.find_spec": None}, "the package flash-attn-3 is not installed"),
-        ({"torch.cuda.get_device_capability": (10, 0)}, "needs a Hopper GPU .*, this one has 10.0"),
-        ({"torch.cuda.is_available": False}, "torch sees no CUDA device"),
-    ],
-)
-def test_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch, lacks: dict, said: str | None) -> None:
-    hopper = {"importlib.util.find_spec": True, "torch.cuda.is_available": True}
-    for name, value in {**hopper, "torch.cuda.get_device_capability": (9, 0), **lacks}.items():
-        monkeypatch.setattr(name, lambda *_, value=value: value)
-    missing = flash_3_missing(torch.device("cuda"))
-    assert missing is None if said is None else re.search(said, missing), missing
+def test_this_torch_takes_a_window() -> None:
     assert flash.takes_window()

@@ -2,8 +2,8 @@
 
 `padded` is an `Arm` without a strategy: `sdpa` without a mask, which is its flash kernel, on sequences sorted by
 length. `packed` has no padding: the sequences of a batch are back to back in one row, and Hugging Face's layers receive
-`cu_seq_lens_q` as its own collator for flattening makes them. It runs on flash-attn 3 or 2 if transformers finds them.
-Without them it runs on the varlen flash kernel inside torch, registered as an attention function of its own. Both arms
+`cu_seq_lens_q` as its own collator for flattening makes them. It runs on flash-attn 3, 4 or 2 if one is installed, and
+without any on the varlen flash kernel inside torch, registered as an attention function of its own. Both arms
 have the head only on labelled tokens, and the fused loss of `fit`.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from radixtrain.bench.work import Arm, Work
 from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
 from radixtrain.hf.prepare import restore_model
-from radixtrain.kernels.flash import flash_3_missing
 from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.packages import package_missing
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
@@ -56,11 +56,11 @@ class PackedArm(Arm):
 
 
 def packed_implementation(device: torch.device) -> str:
-    """The `attn_implementation` of the packed arm: the newest flash-attention that is installed, or torch's own."""
-    if device.type == "cuda" and is_flash_attn_3_available() and flash_3_missing(device) is None:
-        return "flash_attention_3"
-    if device.type == "cuda" and is_flash_attn_2_available():
-        return "flash_attention_2"
+    """The `attn_implementation` of the packed arm: the fastest flash-attention that is installed, or torch's own."""
+    found = {3: is_flash_attn_3_available(), 4: is_flash_attn_4_available(), 2: is_flash_attn_2_available()}
+    for version, kernel in {3: "flash_attn_3", 4: "flash_attn_4", 2: "flash_attn"}.items():
+        if device.type == "cuda" and found[version] and package_missing(kernel, device) is None:
+            return f"flash_attention_{version}"
     AttentionInterface.register(TORCH_VARLEN, torch_varlen_attention)
     return TORCH_VARLEN
 

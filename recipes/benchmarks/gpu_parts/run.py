@@ -24,7 +24,7 @@ from radixtrain.timing import seconds_of
 
 __all__ = ["Run", "facts", "median_seconds"]
 
-DEVICE_PACKAGES = ("triton", "flash-attn", "flash-attn-3")
+DEVICE_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 @dataclass
