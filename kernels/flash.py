@@ -149,9 +149,10 @@ class FlashAttn3Kernel:
 class FlashAttn4Kernel:
     """The flash-attn-4 package, for Hopper and Blackwell, written in CuTe: `flash_attn.cute.interface`.
 
-    It compiles at the first call of a kind (dtype, head dim, query heads for each key head, causal, windowed, soft-cap,
-    and whether the longest entry fits one tile), 5 to 20 s each. Lengths and numbers of heads and entries are no part
-    of it. Everything goes by name: `qv` was inserted at the fourth place, and the forward returns 2, 4 or 5 values.
+    It compiles at the first call of a kind, 5 to 20 s for both directions: dtype, head dim, query heads for each key
+    head, causal or not, with a window or not, the soft-cap, whether the longest entry fits one tile of 64 to 192 rows,
+    and whether there are more than 256 entries. `recipes/flash4` compiles ahead. What follows the tensors goes by name,
+    and only the first values are read: order and number change from release to release.
     """
 
     def __init__(self) -> None:

@@ -26,13 +26,14 @@ FIT = {
 OLDEST_OPTIONAL = {
     "bitsandbytes": "0.46.1",
     "flash-attn": "2.7",
-    "flash-attn-4": "4.0.0b18",
+    "flash-attn-4": "4.0.0b36",
     "matplotlib": "3.9",
     "peft": "0.20",
 }
 # Package -> what is wrong with older ones, if it is more than that they lack what radixtrain calls.
 WHY = {
     "lightning": "older ones run code of a checkpoint, 2.6.2 and 2.6.3 steal credentials",
+    "flash-attn-4": "older ones have no backward for heads of 192 on Hopper, or for varlen calls with a soft-cap",
     "torch": "older ones can be attacked by a checkpoint file",
 }
 
@@ -107,7 +108,7 @@ def is_older(name: str, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[float, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0, inf), `4.0.0b18` -> (4, 0, 0, 18): a beta is older than its release."""
+    """`2.13.0+cpu` -> (2, 13, 0, inf), `4.0.0b36` -> (4, 0, 0, 36): a beta is older than its release."""
     release, _, beta = version.partition("+")[0].partition("b")
     numbers = [int(part) for part in re.findall(r"\d+", release)[:3]]
     return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if (found := re.match(r"\d+", beta)) else math.inf)

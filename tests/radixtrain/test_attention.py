@@ -367,7 +367,7 @@ class TestChoice:
             ([FOUR], 10.0, BF16, 192, {}, "torch", f"flash_attn_4 {NARROW_HEADS} 128"),
             ([FOUR], 9.0, BF16, 512, {}, "eager", f"flash_attn_4 {NARROW_HEADS} 256"),
             ([FOUR], 9.0, F32, 64, {}, "eager", "flash_attn_4 takes float16 and bfloat16"),
-            (["flash-attn-4 4.0.0b17"], 9.0, BF16, 64, {}, "torch", "b17 is too old (pip install -U 'flash-attn-4>=4"),
+            (["flash-attn-4 4.0.0b35"], 9.0, BF16, 64, {}, "torch", "b35 is too old (pip install -U 'flash-attn-4>=4"),
             (["flash-attn-4 4.0.0"], 9.0, BF16, 64, {}, "flash_attn_4", "on cuda"),
             ([TWO, FOUR], 9.0, BF16, 128, {}, "flash_attn_4", "on cuda"),
             ([TWO, FOUR], 8.0, BF16, 128, {}, "flash_attn", "flash_attn_4 needs a GPU of"),

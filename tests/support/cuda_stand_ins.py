@@ -216,7 +216,7 @@ class Flash:
         return interface
 
     def package_4(self) -> ModuleType:
-        """`flash_attn.cute.interface`: of its 50 arguments those that every release since 4.0.0b18 has."""
+        """`flash_attn.cute.interface` of 4.0.0b36: of its arguments those that are for us, by name only."""
 
         def _flash_attn_fwd(
             q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
