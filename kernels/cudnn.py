@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.flash import TorchCUDAKernel
+from radixtrain.kernels.packages import unfit_device
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 aten = torch.ops.aten
@@ -67,11 +68,8 @@ class CudnnKernel:
 
 def cudnn_missing(device: torch.device) -> str | None:
     """What cuDNN's attention lacks on a CUDA device, in the words of an error; None if nothing."""
-    if not torch.cuda.is_available():
-        return "needs a Hopper GPU, and torch sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        return f"needs a Hopper GPU (compute capability 9.x), this one has {major}.{minor}"
+    if unfit := unfit_device((9,), device):
+        return unfit
     version = torch.backends.cudnn.version() or 0
     if version < OLDEST_CUDNN:
         return f"needs cuDNN 9.15 or newer, torch brings {version}"

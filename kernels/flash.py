@@ -1,25 +1,28 @@
-"""Varlen kernels for CUDA: the flash-attention that torch carries, and the packages flash-attn (2) and flash-attn-3.
+"""Varlen kernels for CUDA: the flash-attention that torch carries, and the packages flash-attn (2), -3 and -4.
 
-Legend in `varlen_args.py`. All three are bottom-right causal, take grouped heads, and need a last axis without gaps.
-For a query without a key they return a log-sum-exp of +inf, not -inf; no piece of ours has one, and no entry is empty.
+Legend in `varlen_args.py`. All are bottom-right causal, take grouped heads, and need a last axis without gaps. For a
+query without a key all but version 4 return a log-sum-exp of +inf, not -inf; no piece of ours has one, and no entry is
+empty.
 
-Both packages are asked to add in a fixed order in the backward pass. The kernel inside torch adds dq with atomics.
+The packages are asked to add in a fixed order in the backward pass. The kernel inside torch adds dq with atomics.
+`packages.py` says what a machine needs for each.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from radixtrain.kernels.packages import PACKAGES
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 aten = torch.ops.aten
-FLASH_2_MAX_HEAD_DIM = 256
-FLASH_3_MAX_HEAD_DIM = 192  # its backward in a fixed order rounds wider heads up to 256, and refuses those
+WIDEST_HEAD_DIM = 256
+FLASH_3_WIDEST_HEAD_DIM = 192  # its backward in a fixed order rounds wider heads up to 256, and refuses those
+FLASH_4_WIDEST_HEAD_DIM_ON_BLACKWELL = 128  # then only 256, and that without a soft-cap
 # Arguments of `flash_attn_3::fwd` for caches, pages, rotary embeddings and 8-bit inputs. Older builds have no defaults.
 FLASH_3_UNUSED = (
     *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "seqused_k", "page_table", "kv_batch_idx"),
@@ -69,9 +72,7 @@ class FlashAttnKernel:
     """The flash-attn package, version 2 (`flash_attn.flash_attn_interface`)."""
 
     def __init__(self) -> None:
-        from flash_attn import flash_attn_interface  # optional: needs a CUDA toolchain to build
-
-        self.interface = flash_attn_interface
+        self.interface = importlib.import_module(PACKAGES["flash_attn"].module)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.interface._flash_attn_varlen_forward(
@@ -115,13 +116,13 @@ class FlashAttn3Kernel:
     """
 
     def __init__(self) -> None:
-        importlib.import_module("flash_attn_3._C")  # optional: needs a CUDA toolchain to build
+        importlib.import_module(PACKAGES["flash_attn_3"].module)
         self.ops = torch.ops.flash_attn_3
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.ops.fwd(
             *(_rows_contiguous(x) for x in (q, k, v)),
-            **self._arguments(ragged, scoring),
+            **_by_name(ragged, scoring, causal="is_causal"),
             **dict.fromkeys(FLASH_3_UNUSED),
             num_splits=1,  # 0 lets it split the keys, and merge them in a second pass
         )
@@ -137,28 +138,54 @@ class FlashAttn3Kernel:
             dq=dq,
             dk=dk,
             dv=dv,
-            **self._arguments(ragged, scoring),
+            **_by_name(ragged, scoring, causal="is_causal"),
             seqused_q=None,
             seqused_k=None,
             deterministic=True,
         )
         return dq, dk, dv
 
-    def _arguments(self, ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        bounds = dict(zip(names, _ragged_arguments(ragged), strict=True))
-        masking = {"is_causal": ragged.causal, **_window_and_softcap(ragged, scoring)}
-        return {**bounds, "softmax_scale": scoring.scale, **masking}
+
+class FlashAttn4Kernel:
+    """The flash-attn-4 package, for Hopper and Blackwell, written in CuTe: `flash_attn.cute.interface`.
+
+    It compiles at the first call of a kind, 5 to 20 s for both directions: dtype, head dim, query heads for each key
+    head, causal or not, with a window or not, the soft-cap, whether the longest entry fits one tile of 64 to 192 rows,
+    and whether there are more than 256 entries. `recipes/flash4` compiles ahead. What follows the tensors goes by name,
+    and only the first values are read: order and number change from release to release.
+    """
+
+    def __init__(self) -> None:
+        self.interface = importlib.import_module(PACKAGES["flash_attn_4"].module)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.interface._flash_attn_fwd(
+            *(_rows_contiguous(x) for x in (q, k, v)),
+            **_by_name(ragged, scoring),
+            num_splits=1,  # 0 lets it split the keys, and merge them in a second pass
+            return_lse=True,
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv, *_ = self.interface._flash_attn_bwd(
+            *(_rows_contiguous(x) for x in (q, k, v, out, dout)),
+            lse.contiguous(),
+            **_by_name(ragged, scoring),
+            deterministic=True,
+        )
+        return dq, dk, dv
 
 
-def flash_3_missing(device: torch.device) -> str | None:
-    """What flash-attention 3 lacks on a CUDA device, in the words of an error; None if nothing."""
-    if importlib.util.find_spec("flash_attn_3") is None:
-        return "the package flash-attn-3 is not installed (built from hopper/ of Dao-AILab/flash-attention)"
-    if not torch.cuda.is_available():
-        return "needs a Hopper GPU, and torch sees no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 9 else f"needs a Hopper GPU (compute capability 9.x), this one has {major}.{minor}"
+def widest_head_dim(kernel: str, device: torch.device) -> int:
+    """Of a flash kernel on a CUDA device; every multiple of 8 up to it is taken."""
+    if kernel == "flash_attn_3":
+        return FLASH_3_WIDEST_HEAD_DIM
+    if kernel == "flash_attn_4" and torch.cuda.get_device_capability(device)[0] > 9:
+        return FLASH_4_WIDEST_HEAD_DIM_ON_BLACKWELL
+    return WIDEST_HEAD_DIM
 
 
 def takes_window() -> bool:
@@ -169,7 +196,7 @@ def takes_window() -> bool:
 
 
 def _window_and_softcap(ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
-    """As both packages take them: the keys on either side of a query's own, -1 for all; 0 for no soft-cap."""
+    """As the packages take them: the keys on either side of a query's own, -1 for all; 0 for no soft-cap."""
     assert ragged.causal or scoring.window is None, "a window counts from the last key"
     left, right = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
     return {"window_size_left": left, "window_size_right": right, "softcap": scoring.softcap or 0.0}
@@ -181,3 +208,10 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 
 def _ragged_arguments(ragged: Ragged) -> tuple[Tensor, Tensor, int, int]:
     return ragged.cu_seqlens_q, ragged.cu_seqlens_k, ragged.max_seqlen_q, ragged.max_seqlen_k
+
+
+def _by_name(ragged: Ragged, scoring: Scoring, causal: str = "causal") -> dict[str, Any]:
+    """The arguments that versions 3 and 4 share. causal: the name of that one."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    bounds = dict(zip(names, _ragged_arguments(ragged), strict=True))
+    return {**bounds, "softmax_scale": scoring.scale, causal: ragged.causal, **_window_and_softcap(ragged, scoring)}

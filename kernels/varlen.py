@@ -1,18 +1,19 @@
 """The varlen attention kernels by name, and what each one takes.
 
-| name           | runs                           | dtypes                           | soft-cap | window |
-|----------------|--------------------------------|----------------------------------|----------|--------|
-| `torch`        | the flash kernels inside torch | CPU all, CUDA float16 / bfloat16 | no       | yes    |
-| `flash_attn`   | the flash-attn package, CUDA   | float16, bfloat16                | yes      | yes    |
-| `flash_attn_3` | flash-attn-3, Hopper           | float16, bfloat16                | yes      | yes    |
-| `cudnn`        | `torch`; one entry cuDNN       | float16, bfloat16                | no       | yes    |
-| `efficient`    | torch's other kernel, CUDA     | float32, float16, bfloat16       | no       | yes    |
-| `eager`        | anywhere, a loop of matmuls    | all; the specification           | yes      | yes    |
+| name           | runs                            | dtypes                           | soft-cap | window |
+|----------------|---------------------------------|----------------------------------|----------|--------|
+| `torch`        | the flash kernels inside torch  | CPU all, CUDA float16 / bfloat16 | no       | yes    |
+| `flash_attn`   | the flash-attn package, CUDA    | float16, bfloat16                | yes      | yes    |
+| `flash_attn_3` | flash-attn-3, Hopper            | float16, bfloat16                | yes      | yes    |
+| `flash_attn_4` | flash-attn-4, Hopper, Blackwell | float16, bfloat16                | yes      | yes    |
+| `cudnn`        | `torch`; one entry cuDNN        | float16, bfloat16                | no       | yes    |
+| `efficient`    | torch's other kernel, CUDA      | float32, float16, bfloat16       | no       | yes    |
+| `eager`        | anywhere, a loop of matmuls     | all; the specification           | yes      | yes    |
 """
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +22,25 @@ from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
 from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EFFICIENT_DTYPES, EfficientKernel
 from radixtrain.kernels.flash import (
-    FLASH_2_MAX_HEAD_DIM,
-    FLASH_3_MAX_HEAD_DIM,
     FlashAttn3Kernel,
+    FlashAttn4Kernel,
     FlashAttnKernel,
     TorchCUDAKernel,
-    flash_3_missing,
     takes_window,
+    widest_head_dim,
 )
+from radixtrain.kernels.packages import package_missing
 from radixtrain.kernels.varlen_args import VarlenKernel
 
-KERNELS = ("torch", "flash_attn", "flash_attn_3", "cudnn", "efficient", "eager")
+ON_CUDA: dict[str, Callable[[], VarlenKernel]] = {
+    "torch": TorchCUDAKernel,
+    "flash_attn": FlashAttnKernel,
+    "flash_attn_3": FlashAttn3Kernel,
+    "flash_attn_4": FlashAttn4Kernel,
+    "cudnn": CudnnKernel,
+    "efficient": EfficientKernel,
+}
+KERNELS = (*ON_CUDA, "eager")
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,10 @@ def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
     """The kernel of that name on that device. ImportError without its package, ValueError for an unknown name."""
     if name == "eager":
         return EagerKernel()
-    if name == "flash_attn" and device.type == "cuda":
-        return FlashAttnKernel()
-    if name == "flash_attn_3" and device.type == "cuda":
-        return FlashAttn3Kernel()
-    if name == "cudnn" and device.type == "cuda":
-        return CudnnKernel()
-    if name == "efficient" and device.type == "cuda":
-        return EfficientKernel()
-    if name == "torch" and device.type in ("cpu", "cuda"):
-        return TorchCUDAKernel() if device.type == "cuda" else TorchCPUKernel()
+    if name == "torch" and device.type == "cpu":
+        return TorchCPUKernel()
+    if name in ON_CUDA and device.type == "cuda":
+        return ON_CUDA[name]()
     raise ValueError(f"no attention kernel {name!r} on device {device.type!r}; kernels: {', '.join(KERNELS)}")
 
 
@@ -76,9 +79,7 @@ def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
         return None
     if call.device.type != "cuda":
         return f"needs CUDA, the tensors are on {call.device.type}"
-    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return "the package flash-attn is not installed (pip install 'radixtrain[flash]', needs a CUDA toolchain)"
-    if kernel == "flash_attn_3" and (missing := flash_3_missing(call.device)):
+    if missing := package_missing(kernel, call.device):
         return missing
     if kernel == "cudnn" and (missing := cudnn_missing(call.device)):
         return missing
@@ -86,7 +87,7 @@ def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
         return None if call.dtype in EFFICIENT_DTYPES else f"takes float32, float16 and bfloat16, got {call.dtype}"
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, got {call.dtype}"
-    widest = FLASH_3_MAX_HEAD_DIM if kernel == "flash_attn_3" else FLASH_2_MAX_HEAD_DIM
+    widest = widest_head_dim(kernel, call.device)
     if call.head_dim > widest or call.head_dim % 8:
         return f"takes head dims that are multiples of 8 up to {widest}, got {call.head_dim}"
     if kernel in ("torch", "cudnn") and call.window and not takes_window():

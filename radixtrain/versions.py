@@ -4,6 +4,7 @@ pip keeps the bounds of pyproject.toml when it installs radixtrain. It does not 
 installed later, and nothing looks if radixtrain is used from its folder.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from importlib import metadata
@@ -22,10 +23,17 @@ FIT = {
     "wandb": "0.19",
 }
 # Package -> the same, of those that no command needs to start.
-OLDEST_OPTIONAL = {"bitsandbytes": "0.46.1", "flash-attn": "2.7", "matplotlib": "3.9", "peft": "0.20"}
+OLDEST_OPTIONAL = {
+    "bitsandbytes": "0.46.1",
+    "flash-attn": "2.7",
+    "flash-attn-4": "4.0.0b36",
+    "matplotlib": "3.9",
+    "peft": "0.20",
+}
 # Package -> what is wrong with older ones, if it is more than that they lack what radixtrain calls.
 WHY = {
     "lightning": "older ones run code of a checkpoint, 2.6.2 and 2.6.3 steal credentials",
+    "flash-attn-4": "older ones have no backward for heads of 192 on Hopper, or for varlen calls with a soft-cap",
     "torch": "older ones can be attacked by a checkpoint file",
 }
 
@@ -99,6 +107,8 @@ def is_older(name: str, version: str) -> bool:
     return version != UNKNOWN and _numbers(version) < _numbers(oldest)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+def _numbers(version: str) -> tuple[float, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0, inf), `4.0.0b36` -> (4, 0, 0, 36): a beta is older than its release."""
+    release, _, beta = version.partition("+")[0].partition("b")
+    numbers = [int(part) for part in re.findall(r"\d+", release)[:3]]
+    return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if (found := re.match(r"\d+", beta)) else math.inf)

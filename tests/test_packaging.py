@@ -55,7 +55,7 @@ def test_constraints_pin_what_the_project_names() -> None:
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:
     """What `check_versions` and `doctor` ask for is what pip does."""
-    bounds = {re.sub(r"\[\w+\]", "", each.lower()) for each in requirements("fit", "flash", "peft", "qlora")}
+    bounds = {re.sub(r"\[\w+\]", "", each.lower()) for each in requirements("fit", "flash", "flash4", "peft", "qlora")}
     assert bounds == {f"{name}>={oldest}" for name, oldest in (OLDEST | FIT | OLDEST_OPTIONAL).items()}
 
 

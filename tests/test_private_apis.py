@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
 
+from radixtrain.versions import installed
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-DISTRIBUTIONS = {"flash_attn": "flash-attn", "flash_attn_3": "flash-attn-3"}  # names to install what may be missing
+# Module -> the distribution that brings it, of those that may be missing. Two own `flash_attn`.
+OPTIONAL = {
+    "flash_attn.flash_attn_interface": "flash-attn",
+    "flash_attn.cute": "flash-attn-4",
+    "flash_attn_3": "flash-attn-3",
+}
 # By file of ours: the names that it uses, dotted from their package on, and what each does there.
 TABLE: dict[str, dict[str, str]] = {
     "collators/misuse_guard.py": {
@@ -59,6 +65,10 @@ TABLE: dict[str, dict[str, str]] = {
         "flash_attn.flash_attn_interface._flash_attn_varlen_backward": (
             "is its backward pass, with a merged log-sum-exp"
         ),
+        "flash_attn.cute.interface._flash_attn_fwd": "is flash attention in CuTe, and returns the log-sum-exp",
+        "flash_attn.cute.interface._flash_attn_bwd": "is its backward pass, with a merged log-sum-exp",
+    },
+    "kernels/packages.py": {
         "flash_attn_3._C": "registers the operators of flash-attention 3 with torch",
     },
     "radixtrain/__main__.py": {
@@ -328,8 +338,9 @@ def overridden(kind: type, names: set[str], package: str) -> set[str]:
 @pytest.mark.parametrize("name", sorted({name for names in TABLE.values() for name in names}))
 def test_it_is_still_there(name: str) -> None:
     package = name.partition(".")[0]
-    if find_spec(package) is None:
-        pytest.skip(f"pip install {DISTRIBUTIONS[package]}")
+    brought_by = next((by for module, by in OPTIONAL.items() if f"{name}.".startswith(f"{module}.")), None)
+    if brought_by is not None and installed(brought_by) is None:
+        pytest.skip(f"pip install {brought_by}")
     try:
         resolve(name)
     except (AttributeError, ImportError) as error:

@@ -30,7 +30,7 @@ def bench(
     tree: Tree | list[Tree] = "flat",
     mode: Mode | list[Mode] = "step",
     attention: Attention | list[Attention] = "auto",
-    kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "cudnn", "efficient"] = "auto",
+    kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "flash_attn_4", "cudnn", "efficient"] = "auto",
     attn_implementation: str = "sdpa",
     device: Literal["cpu", "cuda"] = "cpu",
     dtype: Literal["float32", "bfloat16"] = "float32",

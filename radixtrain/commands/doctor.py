@@ -27,6 +27,7 @@ OPTIONAL = {
     "peft": ("LoRA, DoRA", "pip install 'radixtrain[peft]'"),
     "bitsandbytes": ("QLoRA (model.load_in_4bit)", "pip install 'radixtrain[qlora]'"),
     "flash-attn": ("attention on CUDA", "pip install 'radixtrain[flash]', which needs a CUDA toolchain"),
+    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install 'radixtrain[flash4]'"),
     "flash-linear-attention": ("recurrent layers on CUDA", "pip install flash-linear-attention"),
     "causal-conv1d": ("recurrent layers on CUDA", "pip install causal-conv1d"),
     "matplotlib": ("loss.png and the plot of bench", "pip install matplotlib"),

@@ -53,7 +53,11 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     add("--min-ratio", type=float, metavar="1.1", help="a batch with fewer places per unique token runs as it is")
     add("--min-shared-tokens", type=int, metavar="1", help="a branch point that saves fewer tokens gets no branch")
     add("--attention", metavar="auto", help="auto, cascade, path, expand or tree")
-    add("--kernel", metavar="auto", help="auto, torch, flash_attn, flash_attn_3, cudnn, efficient or eager")
+    add(
+        "--kernel",
+        metavar="auto",
+        help="auto, torch, flash_attn, flash_attn_3, flash_attn_4, cudnn, efficient or eager",
+    )
     add(
         "--allow-dropout",
         action="append",

@@ -115,7 +115,9 @@ class RadixModule(L.LightningModule):
         model_name_or_path: str,
         dtype: Literal["auto", "float32", "bfloat16", "float64"] = "float32",
         attention: Literal["auto", "cascade", "path", "expand", "reference", "tree"] = "auto",
-        kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "cudnn", "efficient", "eager"] = "auto",
+        kernel: Literal[
+            "auto", "torch", "flash_attn", "flash_attn_3", "flash_attn_4", "cudnn", "efficient", "eager"
+        ] = "auto",
         attn_implementation: str = "sdpa",
         allow_dropout: list[str] | None = None,
         optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw",

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from radixtrain import build_prefix_plan, tree_attention
-from radixtrain.attention import choose_attention
+from radixtrain.attention import PREFERRED_ON_CUDA, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.cudnn import cudnn_missing
-from radixtrain.kernels.flash import flash_3_missing
+from radixtrain.kernels.packages import PACKAGES, package_missing
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
@@ -26,11 +26,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs these: make test-gpu"),
 ]
 CUDA = torch.device("cuda")
-PACKAGES = [name for name in ("flash_attn", "flash_attn_3") if importlib.util.find_spec(name)]
-if "flash_attn_3" in PACKAGES and flash_3_missing(CUDA):  # it is there, and this is no Hopper
-    PACKAGES.remove("flash_attn_3")
+INSTALLED_PACKAGES = [name for name in PACKAGES if package_missing(name, CUDA) is None]
 BAR = 5 * 2**-8  # both round to bfloat16 what they have added up of rounded weights: 2 ** -9 of a number each time
-INSTALLED = ["torch", "efficient", *([] if cudnn_missing(CUDA) else ["cudnn"]), *PACKAGES, "eager"]
+INSTALLED = ["torch", "efficient", *([] if cudnn_missing(CUDA) else ["cudnn"]), *INSTALLED_PACKAGES, "eager"]
 
 
 def nested_plan():
@@ -161,8 +159,8 @@ def test_efficient_in_float32(monkeypatch, head_dim, window):
         assert_within_reference_error(actual, ordinary, truth, names=("out", "lse", "dq", "dk", "dv"))
 
 
-@pytest.mark.skipif(not PACKAGES, reason="with flash-attn or flash-attn-3 installed this runs")
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.skipif(not INSTALLED_PACKAGES, reason="with flash-attn, flash-attn-3 or flash-attn-4 installed this runs")
+@pytest.mark.parametrize("name", INSTALLED_PACKAGES)
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_the_same_bits_every_time(name, attention):
     """A backward in a fixed order. Builds of flash-attn-3 from before September 2025 have none."""
@@ -205,6 +203,6 @@ def test_tree_waits_for_nothing():
 
 
 def test_the_choice_of_this_machine():
-    """flash-attention 3 on a Hopper that has it, then 2, then what torch carries."""
-    preferred = next(name for name in ("flash_attn_3", "flash_attn", "torch") if name in INSTALLED)
+    """flash-attention 3 on a Hopper that has it, then 4, then 2, then what torch carries."""
+    preferred = next(name for name in PREFERRED_ON_CUDA if name in INSTALLED)
     assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == preferred

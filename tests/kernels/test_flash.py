@@ -18,7 +18,7 @@ from radixtrain.kernels import efficient, flash
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EfficientKernel
-from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttnKernel, TorchCUDAKernel, flash_3_missing
+from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.merge_attention import attention_in_pieces, expand_attention, path_attention
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
@@ -55,7 +55,8 @@ def rules(registered: Flash) -> Flash:
 
 
 INSIDE_TORCH = {"torch": TorchCUDAKernel, "cudnn": CudnnKernel, "efficient": EfficientKernel}
-CLASSES = {**INSIDE_TORCH, "flash_attn": FlashAttnKernel, "flash_attn_3": FlashAttn3Kernel}
+PACKAGED = {"flash_attn": FlashAttnKernel, "flash_attn_3": FlashAttn3Kernel, "flash_attn_4": FlashAttn4Kernel}
+CLASSES = {**INSIDE_TORCH, **PACKAGED}
 
 
 @pytest.fixture(params=CLASSES.values(), ids=CLASSES)
@@ -63,6 +64,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rule
     package, interface = ModuleType("flash_attn"), rules.package_2()
     package.flash_attn_interface = interface
     modules = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+    modules |= {"flash_attn.cute": ModuleType("flash_attn.cute"), "flash_attn.cute.interface": rules.package_4()}
     modules |= {name: ModuleType(name) for name in ("flash_attn_3", "flash_attn_3._C")}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -223,28 +225,30 @@ def test_shapes_by_the_operators_of_this_torch(name: str, lengths: list[list[int
         assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
-HOPPER = {"importlib.util.find_spec": True, "torch.cuda.is_available": True, "torch.backends.cudnn.version": 91900}
+HOPPER = {
+    "torch.cuda.is_available": True,
+    "torch.cuda.get_device_capability": (9, 0),
+    "torch.backends.cudnn.version": 91900,
+}
 
 
 @pytest.mark.parametrize(
-    ("missing", "lacks", "said"),
+    ("lacks", "said"),
     [
-        *((missing, lacks, said) for missing in (flash_3_missing, cudnn_missing) for lacks, said in [
-            ({}, None),
-            ({"torch.cuda.get_device_capability": (10, 0)}, "needs a Hopper GPU .*, this one has 10.0"),
-            ({"torch.cuda.is_available": False}, "torch sees no CUDA device"),
-        ]),
-        (flash_3_missing, {"importlib.util.find_spec": None}, "the package flash-attn-3 is not installed"),
-        (cudnn_missing, {"torch.backends.cudnn.version": 91400}, "needs cuDNN 9.15 or newer, torch brings 91400"),
-        (cudnn_missing, {"torch.are_deterministic_algorithms_enabled": True}, "adds up in no fixed order"),
-        (cudnn_missing, {"os.getenv": "1"}, "lays the log-sum-exp out otherwise"),
+        ({}, None),
+        ({"torch.cuda.get_device_capability": (10, 0)}, "needs a GPU of compute capability 9.x, this one has 10.0"),
+        ({"torch.cuda.is_available": False}, "torch sees no CUDA device"),
+        ({"torch.backends.cudnn.version": 91400}, "needs cuDNN 9.15 or newer, torch brings 91400"),
+        ({"torch.are_deterministic_algorithms_enabled": True}, "adds up in no fixed order"),
+        ({"os.getenv": "1"}, "lays the log-sum-exp out otherwise"),
     ],
-)  # fmt: skip
-def test_what_a_machine_lacks(
-    monkeypatch: pytest.MonkeyPatch, missing: Callable[..., str | None], lacks: dict, said: str | None
-) -> None:
-    for name, value in {**HOPPER, "torch.cuda.get_device_capability": (9, 0), **lacks}.items():
+)
+def test_what_cudnn_lacks(monkeypatch: pytest.MonkeyPatch, lacks: dict, said: str | None) -> None:
+    for name, value in {**HOPPER, **lacks}.items():
         monkeypatch.setattr(name, lambda *_, value=value: value)
-    found = missing(torch.device("cuda"))
+    found = cudnn_missing(torch.device("cuda"))
     assert found is None if said is None else re.search(said, found), found
+
+
+def test_this_torch_takes_a_window() -> None:
     assert flash.takes_window()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from radixtrain import attention as attention_module
-from radixtrain.attention import EVERYWHERE, choose_attention, tree_attention, unlogged
+from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention, unlogged
 from radixtrain.errors import UserError
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.testing import (
@@ -288,17 +289,28 @@ def test_dtypes_and_devices_that_do_not_fit() -> None:
         tree_attention(*(q.to("meta"),) * 3, TreeLayout.from_plan(plan))
 
 
-# What a machine has, beside the CUDA device that it may have: a package that is found, and why others cannot be used.
-MACHINES: dict[str, dict[str, Any]] = {
-    "bare": {},
-    "flash-attn": {"package": "flash_attn"},
-    "Hopper": {"package": "flash_attn", "flash_3_missing": None},
-    "no Hopper": {"package": "flash_attn", "flash_3_missing": "needs a Hopper GPU"},
-    "Triton": {"package": "triton"},
-    "an older torch": {"takes_window": False},
-}
-BF16, F32, SOFTCAP, WINDOW = torch.bfloat16, torch.float32, {"softcap": True}, {"window": True}
+BF16, F16, F32, SOFTCAP, WINDOW = torch.bfloat16, torch.float16, torch.float32, {"softcap": True}, {"window": True}
 NARROW_HEADS = "takes head dims that are multiples of 8 up to"
+TWO, THREE, FOUR = "flash-attn 2.8.3", "flash-attn-3 3.0.0", "flash-attn-4 4.0.0b36"
+# What each package writes. Version 4 has no flash_attn/__init__.py, and version 2 brings an older flash_attn/cute.
+FILES = {
+    "flash-attn": ["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/interface.py"],
+    "flash-attn-3": ["flash_attn_3/_C.py"],
+    "flash-attn-4": ["flash_attn/cute/__init__.py", "flash_attn/cute/interface.py"],
+}
+
+
+def install(site: Path, package: str) -> None:
+    """As pip does: over what is there, with a list of the files and their sizes. None can be imported."""
+    name, version = package.split()
+    about = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    code = f"raise ImportError('no CUDA here, says {package}')"
+    for file in FILES[name]:
+        (site / file).parent.mkdir(parents=True, exist_ok=True)
+        (site / file).write_text(code)
+    (about / "RECORD").write_text("".join(f"{file},,{len(code)}\n" for file in FILES[name]))
 
 
 class TestChoice:
@@ -310,92 +322,114 @@ class TestChoice:
         yield
         attention_module._choice.cache_clear()
 
-    def machine(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        has = dict(MACHINES[name])
-        package = has.pop("package", None)
-        monkeypatch.setattr("importlib.util.find_spec", lambda asked: object() if asked == package else None)
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
-        for function, answer in has.items():
-            monkeypatch.setattr(f"radixtrain.kernels.varlen.{function}", lambda *_, answer=answer: answer)
-
     @pytest.mark.parametrize(
-        ("machine", "asked", "modifiers", "expected"),
+        ("asked", "modifiers", "expected"),
         [  # asked: attention, kernel, device, dtype, head dim. expected: strategy, kernel, what the reason says
-            *(("bare", ("auto", "auto", CPU, dtype, 17), {}, ("cascade", "torch", "no row is copied; torch: on cpu"))
+            *((("auto", "auto", CPU, dtype, 17), {}, ("cascade", "torch", "no row is copied; torch: on cpu"))
               for dtype in (torch.float64, F32, BF16)),
-            ("bare", ("path", "eager", CPU, F32, 64), {}, ("path", "eager", "path: as chosen; eager: as chosen")),
-            ("bare", ("reference", "auto", CPU, F32, 64), {}, ("reference", "none", "explicit mask, by request")),
-            ("bare", ("auto", "auto", CPU, F32, 64), SOFTCAP, ("cascade", "eager", "torch computes no soft-cap")),
-            ("bare", ("auto", "auto", CPU, F32, 64), WINDOW, ("path", "torch", "binds, which cascade cannot keep")),
-            ("bare", ("expand", "auto", CPU, F32, 64), WINDOW, ("expand", "torch", "as chosen")),
-            ("bare", ("auto", "auto", CUDA, torch.float16, 256), {}, ("cascade", "torch", "flash-attn is not inst")),
-            ("bare", ("auto", "auto", CUDA, BF16, 64), SOFTCAP, ("cascade", "eager", "efficient computes no soft-cap")),
-            ("bare", ("auto", "eager", CUDA, BF16, 64), SOFTCAP, ("cascade", "eager", "as chosen")),
-            ("bare", ("auto", "auto", CUDA, torch.float64, 64), {}, ("cascade", "eager", "float16 and bfloat16, got")),
-            ("bare", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "torch", "on cuda")),
-            ("an older torch", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "efficient", "takes no sliding")),
-            ("flash-attn", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "on cuda")),
-            ("flash-attn", ("auto", "torch", CUDA, BF16, 128), {}, ("cascade", "torch", "as chosen")),
-            ("flash-attn", ("auto", "auto", CUDA, BF16, 64), SOFTCAP, ("cascade", "flash_attn", "on cuda")),
-            ("flash-attn", ("auto", "auto", CUDA, F32, 17), {}, ("cascade", "efficient", "flash_attn takes float16")),
-            ("flash-attn", ("auto", "auto", CUDA, BF16, 264), {}, ("cascade", "efficient", f"torch {NARROW_HEADS}")),
-            ("Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn_3", "on cuda")),
-            ("Hopper", ("auto", "auto", CUDA, BF16, 128), SOFTCAP, ("cascade", "flash_attn_3", "on cuda")),
-            ("Hopper", ("auto", "auto", CUDA, BF16, 64), WINDOW, ("path", "flash_attn_3", "on cuda")),
-            # Wider heads it cannot add up in a fixed order.
-            ("Hopper", ("auto", "auto", CUDA, BF16, 256), {}, ("cascade", "flash_attn", f"_3 {NARROW_HEADS} 192")),
-            ("no Hopper", ("auto", "auto", CUDA, BF16, 128), {}, ("cascade", "flash_attn", "_3 needs a Hopper GPU")),
-            ("Triton", ("tree", "auto", CUDA, BF16, 256), WINDOW, ("tree", "flex_attention", "one call with a mask")),
+            (("path", "eager", CPU, F32, 64), {}, ("path", "eager", "path: as chosen; eager: as chosen")),
+            (("reference", "auto", CPU, F32, 64), {}, ("reference", "none", "explicit mask, by request")),
+            (("auto", "auto", CPU, F32, 64), SOFTCAP, ("cascade", "eager", "torch computes no soft-cap")),
+            (("auto", "auto", CPU, F32, 64), WINDOW, ("path", "torch", "binds, which cascade cannot keep")),
+            (("expand", "auto", CPU, F32, 64), WINDOW, ("expand", "torch", "as chosen")),
+            (("auto", "torch", CUDA, BF16, 64), WINDOW, ("path", "torch", "as chosen")),
         ],
     )  # fmt: skip
-    def test_what_runs(self, monkeypatch, caplog, machine: str, asked: tuple, modifiers: dict, expected: tuple) -> None:
-        """With a warning if nothing but a loop of matrix products is left on CUDA."""
-        self.machine(monkeypatch, machine)
+    def test_what_runs(self, asked: tuple, modifiers: dict, expected: tuple) -> None:
         choice = choose_attention(*asked, **modifiers)
         assert (choice.strategy, choice.kernel) == expected[:2] and expected[2] in choice.reason
-        warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-        slow = asked[1:3] == ("auto", CUDA) and choice.kernel == "eager"
-        assert [message.partition("; eager is a loop")[0] for message in warned] == [str(choice)] * slow
 
     @pytest.mark.parametrize(
-        ("machine", "kernels", "call", "modifiers", "reason"),
-        [
-            ("bare", ["cudnn"], (CUDA, BF16, 64), {}, "needs a Hopper GPU.*"),
-            ("bare", ["torch", "cudnn", "efficient"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
-            ("bare", ["efficient"], (CUDA, torch.float64, 64), {}, "takes float32, .* and bfloat16, got .*float64"),
-            ("bare", ["cudnn", "efficient"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
-            ("bare", ["flash_attn"], (CUDA, BF16, 64), {}, r"the package flash-attn is not .*'radixtrain\[flash\]'.*"),
-            ("no Hopper", ["flash_attn_3"], (CUDA, BF16, 128), {}, "needs a Hopper GPU"),
-            ("flash-attn", ["torch", "flash_attn"], (CUDA, F32, 64), {}, "takes float16 and bfloat16, got .*float32"),
-            ("flash-attn", ["torch", "flash_attn"], (CUDA, BF16, 17), {}, f"{NARROW_HEADS} 256, got 17"),
-            ("an older torch", ["torch"], (CUDA, BF16, 64), WINDOW, "takes no sliding window in torch 2.*"),
+        ("packages", "capability", "dtype", "head_dim", "modifiers", "kernel", "why"),
+        [  # packages in the order in which they were installed. why: something that the reason says
+            ([], 9.0, BF16, 128, {}, "torch", "flash-attn-4 is not installed (pip install 'radixtrain[flash4]')"),
+            ([], 8.0, F16, 256, {}, "torch", "flash-attn is not installed (pip install 'radixtrain[flash]', needs a"),
+            ([], 9.0, BF16, 64, SOFTCAP, "eager", "efficient computes no soft-cap"),
+            ([], 9.0, torch.float64, 64, {}, "eager", "efficient takes float32, float16 and bfloat16, got torch.fl"),
+            ([], 8.0, BF16, 64, WINDOW, "torch", "on cuda"),
+            ([], 8.0, BF16, 17, {}, "efficient", f"torch {NARROW_HEADS} 256, got 17"),
+            ([], 8.0, F32, 64, {}, "efficient", "torch takes float16 and bfloat16, got torch.float32"),
+            ([TWO], 8.0, BF16, 128, {}, "flash_attn", "on cuda"),
+            ([TWO], 9.0, F16, 256, SOFTCAP | WINDOW, "flash_attn", "flash-attn-4 is not installed"),
+            ([TWO], 9.0, F32, 64, {}, "efficient", "flash_attn takes float16 and bfloat16, got torch.float32"),
+            ([TWO], 8.0, BF16, 512, {}, "efficient", f"flash_attn {NARROW_HEADS} 256, got 512"),
+            (["flash-attn 2.6.3"], 8.0, BF16, 64, {}, "torch", "2.6.3 is too old (pip install -U 'flash-attn>=2.7')"),
+            ([THREE], 9.0, BF16, 192, SOFTCAP | WINDOW, "flash_attn_3", "on cuda"),
+            ([THREE], 9.0, BF16, 256, {}, "torch", f"flash_attn_3 {NARROW_HEADS} 192"),
+            ([THREE], 10.0, BF16, 128, {}, "torch", "needs a GPU of compute capability 9.x, this one has 10.0"),
+            ([THREE], None, BF16, 128, {}, "torch", "compute capability 9.x, and torch sees no CUDA device"),
+            # `flash_attn` can be found then, and is not version 2.
+            ([FOUR], 9.0, BF16, 128, {}, "flash_attn_4", "on cuda"),
+            ([FOUR], 8.0, BF16, 128, {}, "torch", "flash-attn is not installed"),
+            ([FOUR], 8.6, F16, 64, {}, "torch", "capability 9.x or 10.x or 11.x, this one has 8.6"),
+            ([FOUR], 12.0, BF16, 64, SOFTCAP, "eager", "capability 9.x or 10.x or 11.x, this one has 12.0"),
+            ([FOUR], 9.0, F16, 256, SOFTCAP | WINDOW, "flash_attn_4", "on cuda"),
+            ([FOUR], 10.0, BF16, 128, WINDOW, "flash_attn_4", "on cuda"),
+            ([FOUR], 10.0, BF16, 192, {}, "torch", f"flash_attn_4 {NARROW_HEADS} 128"),
+            ([FOUR], 9.0, BF16, 512, {}, "efficient", f"flash_attn_4 {NARROW_HEADS} 256"),
+            ([FOUR], 9.0, F32, 64, {}, "efficient", "flash_attn_4 takes float16 and bfloat16"),
+            (["flash-attn-4 4.0.0b35"], 9.0, BF16, 64, {}, "torch", "b35 is too old (pip install -U 'flash-attn-4>=4"),
+            (["flash-attn-4 4.0.0"], 9.0, BF16, 64, {}, "flash_attn_4", "on cuda"),
+            ([TWO, FOUR], 9.0, BF16, 128, {}, "flash_attn_4", "on cuda"),
+            ([TWO, FOUR], 8.0, BF16, 128, {}, "flash_attn", "flash_attn_4 needs a GPU of"),
+            ([FOUR, TWO], 9.0, BF16, 128, {}, "flash_attn", "cute.interface is not that of flash-attn-4 4.0.0b36"),
+            ([TWO, THREE, FOUR], 9.0, BF16, 128, {}, "flash_attn_3", "on cuda"),
+            ([TWO, THREE, FOUR], 9.0, BF16, 256, {}, "flash_attn_4", f"flash_attn_3 {NARROW_HEADS} 192"),
         ],
     )  # fmt: skip
-    def test_what_cannot_run(self, monkeypatch, machine: str, kernels: list, call: tuple, modifiers: dict, reason: str):
-        self.machine(monkeypatch, machine)
+    def test_kernel_of_a_machine(
+        self, monkeypatch, tmp_path, caplog, packages, capability, dtype, head_dim, modifiers, kernel, why
+    ) -> None:
+        """What `auto` takes on CUDA, with a warning if that is a loop. What it passes over is refused by name too."""
+        for package in packages:
+            install(tmp_path, package)
+        monkeypatch.setattr("sys.path", [str(tmp_path)])
+        monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+        major, minor = divmod(round(10 * (capability or 0)), 10)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (major, minor))
+        choice = choose_attention("auto", "auto", CUDA, dtype, head_dim, **modifiers)
+        assert choice.kernel == kernel and why in choice.reason, choice
+        warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert [message.partition("; eager is a loop")[0] for message in warned] == [str(choice)] * (kernel == "eager")
+        for name in PREFERRED_ON_CUDA[: PREFERRED_ON_CUDA.index(kernel)]:
+            with pytest.raises(UserError, match=f"kernel='{name}' cannot be used: .*; kernel='auto' takes") as error:
+                choose_attention("auto", name, CUDA, dtype, head_dim, **modifiers)
+            refusal = str(error.value).partition(": ")[2].rpartition("; ")[0]
+            assert f"{name} {refusal}" in choice.reason
+
+    @pytest.mark.parametrize(
+        ("kernels", "call", "modifiers", "reason"),
+        [
+            (["cudnn"], (CUDA, BF16, 64), {}, "needs a GPU of compute capability 9.x, and torch sees no CUDA device"),
+            (["torch", "cudnn", "efficient"], (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
+            (["cudnn", "efficient", "flash_attn_4"], (CPU, BF16, 64), {}, "needs CUDA, the tensors are on cpu"),
+            (["torch"], (CUDA, BF16, 64), WINDOW, "takes no sliding window in torch 2.*"),
+        ],
+    )
+    def test_what_a_kernel_refuses(self, monkeypatch, kernels: list, call: tuple, modifiers: dict, reason: str) -> None:
+        monkeypatch.setattr("radixtrain.kernels.varlen.takes_window", lambda: False)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         for kernel in kernels:
-            with pytest.raises(
-                UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto' takes what"
-            ):
+            with pytest.raises(UserError, match=f"kernel='{kernel}' cannot be used: {reason}; kernel='auto' takes"):
                 choose_attention("auto", kernel, *call, **modifiers)
 
     @pytest.mark.parametrize(
-        ("machine", "call", "modifiers", "reason"),
+        ("has_triton", "call", "modifiers", "reason"),
         [
-            ("Triton", (CPU, BF16, 64), {}, "FlexAttention computes gradients on CUDA only, the tensors are on cpu"),
+            (True, (CPU, BF16, 64), {}, "FlexAttention computes gradients on CUDA only, the tensors are on cpu"),
             (
-                "bare",
+                False,
                 (CUDA, BF16, 64),
                 {},
                 r"FlexAttention compiles with Triton, which is not .*\(pip install triton\)",
             ),
-            ("Triton", (CUDA, torch.float64, 64), {}, "takes bfloat16, float16, float32, got torch.float64"),
-            *(("Triton", (CUDA, BF16, dim), {}, f"takes head dims from 16 to 256, got {dim}") for dim in (8, 264)),
-            ("Triton", (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
+            (True, (CUDA, torch.float64, 64), {}, "takes bfloat16, float16, float32, got torch.float64"),
+            *((True, (CUDA, BF16, dim), {}, f"takes head dims from 16 to 256, got {dim}") for dim in (8, 264)),
+            (True, (CUDA, BF16, 64), SOFTCAP, "computes no soft-cap"),
         ],
     )
-    def test_what_tree_does_not_take(self, monkeypatch, machine: str, call: tuple, modifiers: dict, reason: str):
-        self.machine(monkeypatch, machine)
+    def test_what_tree_does_not_take(self, monkeypatch, has_triton: bool, call: tuple, modifiers: dict, reason: str):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: has_triton or None)
         with pytest.raises(UserError, match=f"='tree' cannot be used: {reason}; attention='auto' takes what can"):
             choose_attention("tree", "auto", *call, **modifiers)
         with pytest.raises(UserError, match="kernel='torch' cannot be used: attention='tree' has a kernel of its own"):
@@ -406,7 +440,7 @@ class TestChoice:
             UserError, match="attention must be auto, cascade, path, expand, reference, tree; got 'flex'"
         ):
             choose_attention("flex", "auto", CPU, torch.float32, 64)
-        kernels = "auto, torch, flash_attn, flash_attn_3, cudnn, efficient, eager"
+        kernels = "auto, torch, flash_attn, flash_attn_3, flash_attn_4, cudnn, efficient, eager"
         with pytest.raises(UserError, match=f"kernel must be {kernels}; got 'triton'"):
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 

@@ -94,6 +94,8 @@ def test_versions_are_numbers():
         assert is_older("lightning", version) is old
     for built_from_source in ("2.11.0a0+git1234", "2.10.0.dev20261101+cu130", "2.10rc1", "2.10+cu130.2"):
         assert not is_older("torch", built_from_source)
+    for version, old in (("4.0.0b9", True), ("4.0.0b36", False), ("4.0.0b100.dev1", False), ("4.0.0", False)):
+        assert is_older("flash-attn-4", version) is old
 
 
 def test_a_package_that_says_no_version(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Stand-ins on a CPU for the CUDA kernels of attention: flash-attention in three packages, torch's others, cuDNN's.
+"""Stand-ins on a CPU for the CUDA kernels of attention: flash-attention in four packages, torch's others, cuDNN's.
 
 Each takes the arguments of the real function by its signature, checks what the real one checks before it starts (or
 takes for granted, and reads wrong memory), and computes eagerly. Operators are registered with torch for CPU tensors,
@@ -95,7 +95,7 @@ def ceil_32(length: int) -> int:
 
 
 class Flash:
-    """What a varlen flash kernel demands (`mha_varlen_fwd` and `_bwd` in flash_api.cpp; versions 2 and 3 alike)."""
+    """What a varlen flash kernel demands (`mha_varlen_fwd` and `_bwd` in flash_api.cpp; all versions alike)."""
 
     def __init__(self) -> None:
         self.reset()
@@ -326,4 +326,31 @@ class Flash:
         interface = ModuleType("flash_attn.flash_attn_interface")
         interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
         interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
+        return interface
+
+    def package_4(self) -> ModuleType:
+        """`flash_attn.cute.interface` of 4.0.0b36: of its arguments those that are for us, by name only."""
+
+        def _flash_attn_fwd(
+            q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+            causal=False, softcap=None, window_size_left=None, window_size_right=None, num_splits=1, return_lse=False,
+        ):  # fmt: skip
+            assert return_lse is True and num_splits == 1, "0 is for a heuristic to choose"
+            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+            return *self.forward(q, k, v, *bounds, scale=softmax_scale, **modifiers), None, None, None
+
+        def _flash_attn_bwd(
+            q, k, v, out, dout, lse, *, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+            window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+            deterministic=False,
+        ):  # fmt: skip
+            assert deterministic is True, "atomics give other bits every time"
+            bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+            modifiers = {"left": window_size_left, "right": window_size_right, "softcap": softcap}
+            return self.backward(dout, q, k, v, out, lse, *bounds, scale=softmax_scale, **modifiers)
+
+        interface = ModuleType("flash_attn.cute.interface")
+        interface._flash_attn_fwd = _flash_attn_fwd
+        interface._flash_attn_bwd = _flash_attn_bwd
         return interface

@@ -35,8 +35,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
 from radixtrain.hf.prepare import restore_model
-from radixtrain.kernels.flash import flash_3_missing
 from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.packages import package_missing
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
@@ -131,15 +131,12 @@ def chosen_backend(heads: int, key_heads: int, head_dim: int, device: torch.devi
 
 
 def packed_implementation(kernel: str, device: torch.device) -> str:
-    """The `attn_implementation` of a packed arm: of one of our kernels by name, or the newest that transformers has."""
+    """The `attn_implementation` of a packed arm: one of our kernels by name, or the fastest that transformers has."""
     if not kernel and device.type == "cuda":
-        found = {
-            "flash_attention_4": getattr(utils, "is_flash_attn_4_available", bool)(),  # older transformers: False
-            "flash_attention_3": utils.is_flash_attn_3_available() and flash_3_missing(device) is None,
-            "flash_attention_2": utils.is_flash_attn_2_available(),
-        }
-        for name in (name for name, available in found.items() if available):
-            return name
+        for version, package in {3: "flash_attn_3", 4: "flash_attn_4", 2: "flash_attn"}.items():
+            available = getattr(utils, f"is_flash_attn_{version}_available", bool)  # older transformers: no version 4
+            if available() and package_missing(package, device) is None:
+                return f"flash_attention_{version}"
     name = f"{kernel or 'torch'}_varlen"
     attend = partial(varlen_attention, kernel=varlen_kernel(kernel or "torch", device))
     AttentionInterface.register(name, attend)

@@ -1,0 +1,94 @@
+"""The packages behind the kernels: whether each is here, whole, new enough, and made for this GPU. None is imported.
+
+A name that Python finds says little. flash-attn (2) and flash-attn-4 both own `flash_attn/`: of version 4 alone there
+is only `flash_attn/cute`, and version 2 brings an older `flash_attn/cute` of its own, over which the last installed
+wins. So the question is always about the module that is imported in the end, and the distribution that brought it.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from radixtrain.versions import OLDEST_OPTIONAL, installed, is_older
+
+
+class Package(NamedTuple):
+    """What a kernel is made of.
+
+    name: of the distribution. module: what the kernel imports. how: to get it. majors: of the compute capabilities that
+    it runs on, forward and backward; empty if it is not asked.
+    """
+
+    name: str
+    module: str
+    how: str
+    majors: tuple[int, ...] = ()
+
+
+PACKAGES = {
+    "flash_attn": Package(
+        "flash-attn", "flash_attn.flash_attn_interface", "pip install 'radixtrain[flash]', needs a CUDA toolchain"
+    ),
+    "flash_attn_3": Package(
+        "flash-attn-3", "flash_attn_3._C", "built from hopper/ of Dao-AILab/flash-attention", majors=(9,)
+    ),
+    # On 8.x it has no backward, on 12.x none in a fixed order.
+    "flash_attn_4": Package(
+        "flash-attn-4", "flash_attn.cute.interface", "pip install 'radixtrain[flash4]'", majors=(9, 10, 11)
+    ),
+}
+
+
+def package_missing(kernel: str, device: torch.device) -> str | None:
+    """What a kernel lacks on a CUDA device, in the words of an error; None if nothing, or if it needs no package."""
+    package = PACKAGES.get(kernel)
+    if package is None:
+        return None
+    version = installed(package.name)
+    if version is None:
+        return f"the package {package.name} is not installed ({package.how})"
+    if is_older(package.name, version):
+        wanted = f"{package.name}>={OLDEST_OPTIONAL[package.name]}"
+        return f"the package {package.name} {version} is too old (pip install -U '{wanted}')"
+    if not _is_whole(package):
+        again = f"pip install --force-reinstall --no-deps {package.name}=={version}"
+        return f"{package.module} is not that of {package.name} {version}, which was overwritten or removed ({again})"
+    return unfit_device(package.majors, device) if package.majors else None
+
+
+def unfit_device(majors: tuple[int, ...], device: torch.device) -> str | None:
+    """Why a CUDA device is of none of these compute capabilities, in the words of an error; None if it is."""
+    fit = f"needs a GPU of compute capability {' or '.join(f'{major}.x' for major in majors)}"
+    if not torch.cuda.is_available():
+        return f"{fit}, and torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major in majors else f"{fit}, this one has {major}.{minor}"
+
+
+def _is_whole(package: Package) -> bool:
+    """Whether the module that would be imported is there, and of the size that its distribution's list says."""
+    spec = _spec_of(package.module)
+    if spec is None or spec.origin is None:
+        return False
+    origin = Path(spec.origin)
+    inside = "/".join(origin.parts[-1 - package.module.count(".") :])
+    sizes = [file.size for file in metadata.files(package.name) or () if file.as_posix() == inside]
+    return sizes in ([], [None], [origin.stat().st_size])  # an install from a source tree lists none
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Where a dotted module would come from. `find_spec` imports the parents, and with them CUDA code that may fail."""
+    name, *parts = module.split(".")
+    spec = find_spec(name)
+    for part in parts:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec
