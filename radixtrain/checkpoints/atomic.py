@@ -45,13 +45,20 @@ def writing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_file(target: Path) -> Iterator[Path]:
-    """The same for a file that can be made again, so nothing waits for the disk: a name beside it to write to."""
-    staging = _beside(target, PARTIAL)
+    """The same for a file that can be made again, so nothing waits for the disk: an empty file beside it to fill."""
+    staging = new_file(_beside(target, PARTIAL))
     try:
         yield staging
         os.replace(staging, target)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def new_file(path: Path) -> Path:
+    """The path, where there is an empty file now. Others may write to the folder: no link of theirs is followed."""
+    path.unlink(missing_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    return path
 
 
 def remove(target: Path) -> None:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from radixtrain.checkpoints.atomic import remove, standing, sync_folder
+from radixtrain.checkpoints.atomic import new_file, remove, standing, sync_folder
 from radixtrain.checkpoints.folder import verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
 from radixtrain.errors import UserError
@@ -136,6 +136,6 @@ def point(folder: Path, name: str, target: Path) -> None:
     try:
         new.symlink_to(relative)
     except (NotImplementedError, PermissionError):
-        new.write_text(f"{relative}\n", encoding="utf-8")
+        new_file(new).write_text(f"{relative}\n", encoding="utf-8")
     new.replace(folder / name)
     sync_folder(folder)

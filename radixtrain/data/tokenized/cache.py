@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from radixtrain.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)
 
+NAME, LEFT = re.compile(r"[0-9a-f]{32}"), re.compile(r"\.[0-9a-f]{32}\..+")  # of an entry; of what a killed run left
 DAYS_KEPT = 30
 SECONDS_BETWEEN_LINES = 10.0  # in a log that is no terminal
 FREE_SPACE = 256 << 20  # bytes to leave on the disk of the cache
@@ -199,18 +201,22 @@ def _place(staging: Path, entry: Path) -> None:
     except OSError:
         if not entry.is_dir():
             raise
-        old = Path(tempfile.mkdtemp(prefix=".old.", dir=entry.parent))
+        old = Path(tempfile.mkdtemp(prefix=f".{entry.name}.old.", dir=entry.parent))
         entry.rename(old / entry.name)
         staging.rename(entry)
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _delete_unused(folder: Path) -> None:
-    """Entries that were not used for long, and what runs that were killed left a day ago or earlier."""
+    """Entries that were not used for long, and what runs that were killed left a day ago or earlier.
+
+    The folder may have other files: names that no entry has are left alone.
+    """
     for entry in folder.iterdir() if folder.is_dir() else ():
-        is_left = entry.name.startswith(".")
-        with suppress(FileNotFoundError):  # another run deletes it too
-            if (is_left or (entry / SAMPLES).is_file()) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
+        is_left = LEFT.fullmatch(entry.name) is not None
+        is_entry = NAME.fullmatch(entry.name) is not None and (entry / SAMPLES).is_file()
+        with suppress(OSError):  # another run deletes it too, or it is of another user
+            if (is_left or is_entry) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
