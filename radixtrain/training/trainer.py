@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any, Literal, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from rich.console import Console
 
 from radixtrain.data.datamodule import SFTData, SharingAcross
-from radixtrain.errors import UserError
+from radixtrain.distributed import ranks
+from radixtrain.errors import UserError, only_warns
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.config import read_config
 from radixtrain.hf.refusals import why_not_across
@@ -28,6 +30,7 @@ from radixtrain.training.optimizer import moment_bytes, optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
+LOGGING = ("log_metrics", "save", "finalize")  # what loggers do while a run trains, and at its end
 LoggerName = Literal["wandb", "trackio", "swanlab", "tensorboard", "csv", "none"]
 
 
@@ -42,6 +45,9 @@ class Trainer(L.Trainer):
     def __init__(self, *, logger: Logger | LoggerName | list[Logger | LoggerName] | bool | None = None, **kwargs: Any):
         """As Lightning's. logger: the command line takes short names too, and makes loggers of them."""
         super().__init__(logger=cast(Any, logger), **kwargs)
+        for log in self.loggers:
+            for name in LOGGING:
+                setattr(log, name, partial(_logged, log, getattr(log, name)))
 
     @property
     def received_sigterm(self) -> bool:
@@ -162,6 +168,14 @@ class Trainer(L.Trainer):
             load_weights(model, read_checkpoint(ckpt_path))
         self.precision_plugin.convert_module(model)
         model.to(self.strategy.root_device)
+
+
+def _logged(log: Any, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    """Log something. What does not work is a warning; a folder of metrics that somebody has deleted is made again."""
+    with only_warns(f"{type(log).__name__} does not get all metrics", Exception):
+        if isinstance(log, CSVLogger) and ranks().is_first and Path(log.save_dir).is_dir():
+            Path(log.log_dir).mkdir(parents=True, exist_ok=True)
+        method(*arguments, **keywords)
 
 
 def _across(setup: RunSetup) -> SharingAcross:

@@ -18,7 +18,7 @@ from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, only_warns
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.metrics import Metric, load_metric
 
@@ -142,12 +142,15 @@ class EvaluateGeneration(L.Callback):
         """Into a file, which replaces one of its name; and the first rows to every `WandbLogger`."""
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
         path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([Judged._fields, *judged])
+        with only_warns(f"the answers in {path.parent} cannot be written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows([Judged._fields, *judged])
         for log in trainer.loggers:
             if isinstance(log, WandbLogger):
-                log.log_table("answers", columns=list(Judged._fields), data=list(map(list, judged[:MOST_ROWS_LOGGED])))
+                with only_warns("the answers do not reach Weights & Biases", Exception):
+                    rows = list(map(list, judged[:MOST_ROWS_LOGGED]))
+                    log.log_table("answers", columns=list(Judged._fields), data=rows)
 
     def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
         """The answers, generated in the precision of the run, and what they are worth."""

@@ -26,7 +26,7 @@ from types import TracebackType
 from radixtrain.checkpoints.atomic import delete
 from radixtrain.checkpoints.manifest import committed, is_checkpoint
 from radixtrain.checkpoints.resolve import AUTO
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, only_warns
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,8 @@ class EarlierRun:
 
     def forget(self, checkpoint: Path | None = None) -> None:
         """Delete the earlier run. checkpoint: the new one's first."""
-        delete(self.output_dir / ASIDE)
+        with only_warns(f"the earlier run in {self.output_dir / ASIDE} cannot be deleted"):
+            delete(self.output_dir / ASIDE)
 
 
 @contextmanager
@@ -239,7 +240,7 @@ def _recover(output_dir: Path) -> bool:
             raise UserError(f"{path} is a link, where radixtrain sets an earlier run aside: move it away")
     is_back = is_set_aside(output_dir)
     if aside.is_dir() and any(_checkpoints(output_dir)):
-        shutil.rmtree(aside)
+        EarlierRun(output_dir).forget()
     elif aside.is_dir():
         aside.rename(moving)
     for path in _belongings(moving):
@@ -270,7 +271,8 @@ def _lock(path: Path, folder: Path, command: str) -> Iterator[None]:
         yield
     finally:
         _held.discard(path)
-        path.unlink(missing_ok=True)
+        with only_warns(f"the lock {path} cannot be deleted"):
+            path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
