@@ -125,7 +125,7 @@ def _run(typed: list[str]) -> int:
         from jsonargparse import ArgumentError
 
         from radixtrain.commands.messages import usage_message
-        from radixtrain.commands.yaml_text import guard_jsonargparse
+        from radixtrain.yaml_text import guard_jsonargparse
     except UserError as error:
         return 1 if launcher_env().is_silent else _fail(error, given)
     if typed == sys.argv[1:]:

@@ -99,8 +99,11 @@ def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
+    config = _written_config(trainer)
+    if prompt := data.encoder().system_prompt:
+        config["data"]["system_prompt"] = prompt  # the text: the folder names no file outside of itself
     texts = card_and_settings(
-        _written_config(trainer),
+        config,
         results,
         {"rows": str(data.reports["train"])},
         has_chat_template=tokenizer.chat_template is not None,

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from radixtrain.commands.keys import LINKS, Key, keys_of, known_keys
-from radixtrain.commands.yaml_text import check_yaml, read_yaml
 from radixtrain.errors import UsageError, did_you_mean
+from radixtrain.yaml_text import check_yaml, read_yaml
 
 MOST_SHOWN = 80  # characters of a value
 PRINTING = ("help", "print_config")  # need no value, and nothing else

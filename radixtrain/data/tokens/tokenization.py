@@ -105,8 +105,9 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
     """
     from transformers import AutoTokenizer
 
-    from radixtrain.hf.config import TOKENIZER_JSON, check_json_files, reason_of
+    from radixtrain.hf.config import TOKENIZER_JSON, check_json_files, check_names, reason_of
 
+    check_names(path, TOKENIZER_JSON[:2])
     try:
         with failures_of(path):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
