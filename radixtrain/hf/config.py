@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from radixtrain.errors import UserError, first_line
+from radixtrain.text_files import read_text
 
 MAX_CHARACTERS = 300  # of a message that was not written to be read
 OWN_CODE = (
@@ -42,8 +43,13 @@ def check_attention_name(attn_implementation: str) -> None:
 def check_names(model_name_or_path: str, files: Iterable[str]) -> None:
     """UserError if one of these files of a model names code, other weights, or a file outside of the model's folder.
 
+    Also if something in the folder is no file and no folder: a pipe or a device would be read without end.
+
     files: JSON. Those that the folder or hub name does not have, or that hold no object, are left out.
     """
+    for path in Path(model_name_or_path).iterdir() if Path(model_name_or_path).is_dir() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path}: not a file but a device, a pipe or a socket; remove it")
     for file in files:
         for key, value in _entries(_object_in(model_name_or_path, file)):
             if reason := _why_refused(key, value, model_name_or_path):
@@ -91,7 +97,7 @@ def _object_in(model_name_or_path: str, file: str) -> Any:
     folder = Path(model_name_or_path)
     try:
         path = folder / file if folder.is_dir() else Path(cached_file(model_name_or_path, file) or "")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
 

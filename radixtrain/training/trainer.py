@@ -24,12 +24,14 @@ from radixtrain.report.page import write_page
 from radixtrain.report.profiling import RunSetup
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
+from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import moment_bytes, optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
+RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
 LOGGING = ("log_metrics", "save", "finalize")  # what loggers do while a run trains, and at its end
 LoggerName = Literal["wandb", "trackio", "swanlab", "tensorboard", "csv", "none"]
 
@@ -45,6 +47,9 @@ class Trainer(L.Trainer):
     def __init__(self, *, logger: Logger | LoggerName | list[Logger | LoggerName] | bool | None = None, **kwargs: Any):
         """As Lightning's. logger: the command line takes short names too, and makes loggers of them."""
         super().__init__(logger=cast(Any, logger), **kwargs)
+        connector = self._checkpoint_connector
+        for name in RESTORING:
+            setattr(connector, name, partial(_restored, self, getattr(connector, name)))
         for log in self.loggers:
             for name in LOGGING:
                 setattr(log, name, partial(_logged, log, getattr(log, name)))
@@ -165,9 +170,15 @@ class Trainer(L.Trainer):
     def _move(self, model: RadixModule, ckpt_path: str | None) -> None:
         """Load the weights of the checkpoint; convert and move the model as a run does."""
         if ckpt_path is not None:
-            load_weights(model, read_checkpoint(ckpt_path))
+            with restoring(ckpt_path):
+                load_weights(model, read_checkpoint(ckpt_path))
         self.precision_plugin.convert_module(model)
         model.to(self.strategy.root_device)
+
+
+def _restored(trainer: L.Trainer, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    with restoring(trainer.ckpt_path):
+        method(*arguments, **keywords)
 
 
 def _logged(log: Any, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:

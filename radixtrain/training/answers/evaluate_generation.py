@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from radixtrain.training.answers.metrics import Metric, load_metric
 
 logger = logging.getLogger(__name__)
 
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then
 MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
 
@@ -145,7 +147,7 @@ class EvaluateGeneration(L.Callback):
         with only_warns(f"the answers in {path.parent} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerows([Judged._fields, *judged])
+                csv.writer(file).writerows([Judged._fields, *(map(_cell, row) for row in judged)])
         for log in trainer.loggers:
             if isinstance(log, WandbLogger):
                 with only_warns("the answers do not reach Weights & Biases", Exception):
@@ -183,6 +185,12 @@ def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
     """What a metric receives of each row beside its answer and target."""
     texts = tokenizer.batch_decode([prompt.token_ids for prompt in prompts])
     return [{"row": prompt.where, "prompt": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _cell(value: Any) -> Any:
+    """With `'` before what a spreadsheet would run as a formula, and before another `'`, so that it can be undone."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "'"))
+    return f"'{value}" if is_formula and not NUMBER.fullmatch(value) else value
 
 
 def _targets(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
