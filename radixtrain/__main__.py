@@ -114,6 +114,9 @@ def _run_program(arguments: list[str]) -> int:
 
 
 def _run(typed: list[str]) -> int:
+    from radixtrain.screen import guard_logs  # here, since --help needs no imports that take time
+
+    guard_logs()
     share_cores(os.environ)
     given: list[tuple[str, Any]] = []
     try:
@@ -166,8 +169,10 @@ def _no_command(name: str) -> str:
 def _fail(error: UserError, given: Sequence[tuple[str, Any]] = (), code: int | None = None) -> int:
     """The only place where a command's error is printed, without the secrets of what was typed."""
     from radixtrain.redaction import masked_message
+    from radixtrain.screen import printable
 
-    sys.stderr.write(f"error: {masked_message(str(error), given)}\n")
+    line = printable(masked_message(str(error), given)).replace("\n", "\\n")
+    sys.stderr.write(f"error: {line}\n")
     return code or (2 if isinstance(error, UsageError) else 1)
 
 

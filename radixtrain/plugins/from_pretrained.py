@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from radixtrain.errors import UserError
+from radixtrain.screen import printable
 
 MODULE = "transformers.modeling_utils"
 SHOWN = 80  # characters of a value in a message
@@ -115,7 +116,7 @@ def _options_of_run() -> tuple[dict[str, Any], str]:
     try:
         return read_options(), ""
     except UserError as error:
-        sys.stderr.write(f"radixtrain: no model is shared: {error}\n")
+        sys.stderr.write(f"radixtrain: no model is shared: {printable(error)}\n")
         return {}, str(error)
 
 
@@ -168,7 +169,7 @@ def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> No
         model.report = vars(report) if report is not None else {}
     models = [model for model, _ in loaded]
     if folder is None:
-        sys.stderr.writelines(f"{model}\n" for model in models)
+        sys.stderr.writelines(f"{printable(model)}\n" for model in models)
     elif Path(folder).is_dir():
         Path(folder, f"{os.getpid()}.json").write_text(json.dumps([vars(model) for model in models]))
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
-from rich.console import Console
 
 from radixtrain.data.datamodule import SFTData, SharingAcross
 from radixtrain.distributed import ranks
@@ -24,6 +23,7 @@ from radixtrain.report.page import write_page
 from radixtrain.report.profiling import RunSetup
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
+from radixtrain.screen import printable, screen
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
@@ -90,7 +90,7 @@ class Trainer(L.Trainer):
         for index in range(min(num_steps, available)):
             features = datamodule.features_of_step(index)[:num_sequences]
             report = model.verify(features, collator)
-            print(f"step {index}: {_size_of(features)}\n{report}\n", flush=True)  # noqa: T201
+            print(printable(f"step {index}: {_size_of(features)}\n{report}\n"), flush=True)  # noqa: T201
             failed += [] if report.passed else [(index, report)]
         if failed:
             index, report = failed[0]
@@ -118,7 +118,7 @@ class Trainer(L.Trainer):
         Raises:
             UserError: there is no such step, micro-batch or row, or the data cannot be read.
         """
-        show(datamodule, Console(), step=step, micro_batch=micro_batch, row=row, full=full)
+        show(datamodule, screen(), step=step, micro_batch=micro_batch, row=row, full=full)
 
     def report(self, model: RadixModule, datamodule: SFTData, max_seconds: float = 45.0) -> None:
         """What the data share and what that brings on this machine, as `report.html` and in the terminal.
@@ -140,7 +140,7 @@ class Trainer(L.Trainer):
         path = Path(self.default_root_dir) / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_page(report, path)
-        print(f"\n{path}")  # noqa: T201
+        print(f"\n{printable(path)}")  # noqa: T201
 
     def _run_setup(self, model: RadixModule, config: Any) -> RunSetup:
         """How a run with this trainer would train the model."""

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from radixtrain.checkpoints.tensors import digest_of_file
@@ -31,6 +30,7 @@ from radixtrain.data.tokenized.encode import encode_blocks, num_processes
 from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fingerprint
 from radixtrain.data.tokenized.store import ABOUT, SAMPLES, TokenStore, TokenWriter, read_about, write_about
 from radixtrain.errors import DataError, UserError
+from radixtrain.screen import screen
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ def _progress(name: str, num_rows: int | None) -> Iterator[Callable[[int, int], 
     )
     start = last = time.perf_counter()
     has_bar = sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not has_bar) as bar:
+    with Progress(*columns, console=screen(stderr=True), transient=True, disable=not has_bar) as bar:
         task = bar.add_task(name, total=num_rows, rate="")
 
         def update(rows: int, tokens: int) -> None:
