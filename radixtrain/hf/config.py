@@ -59,7 +59,7 @@ def check_names(model_name_or_path: str, files: Iterable[str]) -> None:
 def _why_refused(key: str, value: Any, folder: str) -> str:
     """key: with its sections, by dots. Nothing if the value names nothing outside."""
     last, is_text = key.rpartition(".")[2], isinstance(value, str)
-    if "_implementation" in key and is_text and not NAME.fullmatch(value):
+    if "implementation" in key and is_text and not NAME.fullmatch(value):
         return KERNEL
     if (last == "use_pretrained_backbone" and value) or (last in BACKBONES and is_text and re.search("[/:]", value)):
         return "which is another model"
@@ -114,7 +114,7 @@ def reason_of(error: Exception) -> str:
 NAME = re.compile(r"(paged\|)?\w+")
 KERNEL = "which is code of the hub and is not run"
 BACKBONES = ("backbone", "architecture")
-PATHS = ("_file", "_path", "_dir", "_folder")
+PATHS = ("file", "path", "dir", "folder")  # how names of such keys end
 MODEL_NAMES = ("config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json")
 MODEL_JSON = ("config.json", "generation_config.json")
 TOKENIZER_JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
