@@ -42,6 +42,7 @@ SECRET_TEXT = re.compile(
     # A secret of AWS: upper, lower and digits, and no word in it.
     | (?<![\w/+=.-])(?=\S{0,39}[A-Z])(?=\S{0,39}[a-z])(?=\S{0,39}\d)(?!\S{0,32}[a-z]{8})[A-Za-z0-9/+]{40}(?![\w/+=.-])
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY[A-Z ]*-----[\s\S]*?(?:-----END[ ][A-Z ]*-----|\Z)
+    | (?i:(?<=authorization:[ ]token[ ]))[\w.~+/=-]+
     | (?i:(?<=bearer[ ]))[\w.~+/=-]{8,} | (?i:(?<=basic[ ]))(?=\w+[A-Z0-9=])[\w+/]{8,}={0,2}
     """,
     re.VERBOSE,

@@ -66,6 +66,7 @@ BY_TEXT = {
     "password: 'x y'": "password: '***'",
     "apiKey: 'it\\'s', b": "apiKey: '***', b",
     '{"client_secret": "a b", "x": 1}': '{"client_secret": "***", "x": 1}',
+    "Authorization: Token abc": "Authorization: Token ***",
     "token = 'x'; token=y": "token = '***'; token=***",
     "my_pw = x y\nother: z": "my_pw = ***\nother: z",
     "db-password: x y": "db-password: ***",
